@@ -42,6 +42,23 @@ return states;
 """
 """What the page says before the first token, and at each token, as the right arrow key moves along."""
 MOMENTS = "return [...document.querySelectorAll('#moments tbody tr')].map(row => JSON.parse(row.dataset.moment));"
+SHOWN = "return document.querySelector('.answer').textContent"
+SET = """
+const [selector, value] = arguments, field = document.querySelector(selector);
+if (field) { field.value = value; field.dispatchEvent(new Event("input", { bubbles: true })); }
+return Boolean(field);
+"""
+STANDS_STILL = """
+const text = () => [...document.querySelectorAll(".answer .body")].at(-1).textContent;
+for (let last = "", since = performance.now(); performance.now() - since < 500;) {
+  if (text() !== last) [last, since] = [text(), performance.now()];
+  await new Promise(done => requestAnimationFrame(done));
+}
+"""
+"""Waits until an answer of the playground has not grown for half a second."""
+LAST_ERROR = "return [...document.querySelectorAll('.answer .notice')].at(-1).textContent"
+ANSWER = 3000
+"""Tokens of an answer in the playground that is disturbed."""
 NESTED = ("presentation", "templating")
 """Fields of a moment that hold fields: the command tells their defaults, too."""
 
@@ -68,11 +85,21 @@ def kinds_of(log: RedisLog, uid: str) -> list[str]:
     return [entry.fields["kind"] for entry in log.histories([uid])[0]]
 
 
-def traced(server: Server, uid: str) -> dict[str, Any]:
+def traced(server: Server, uid: str, *flags: str) -> dict[str, Any]:
     """Return what `minisgl trace --json` prints."""
-    line = [sys.executable, str(ROOT / "minisgl.py"), "trace", uid, "--redis-url", server.redis_url, "--json"]
+    line = [sys.executable, str(ROOT / "minisgl.py"), "trace", uid, "--redis-url", server.redis_url, "--json", *flags]
     story: dict[str, Any] = json.loads(subprocess.run(line, check=True, capture_output=True, timeout=60).stdout)
     return story
+
+
+def last_answer(browser: Browser) -> str:
+    """Return the text of the last answer of the playground, as far as it has come."""
+    text: str = browser.run("return [...document.querySelectorAll('.answer .body')].at(-1)?.textContent ?? ''")
+    return text
+
+
+def without_nested(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in each.items() if name not in NESTED} for each in moments]
 
 
 def test_the_live_page_shows_a_takeover_while_all_streams_go_on(model: Path, tmp_path: Path, browser: Browser) -> None:
@@ -103,6 +130,28 @@ def _finished(browser: Browser) -> list[str]:
     return found
 
 
+def test_the_live_page_shows_the_ranks_of_an_engine_and_the_death_of_one(
+    model: Path, tmp_path: Path, browser: Browser
+) -> None:
+    with serve(tmp_path, "--model", str(model), *FLAGS, "--tp", "2") as server, server.log() as log:
+        browser.open(f"{server.url}/pipeline")
+        for slot in ("generate-0", "rank-0-0", "rank-1-0"):
+            browser.has(f"[data-slot='{slot}']", "ready")
+        ranks = browser.run("return [...document.querySelectorAll('.stage.rank .worker')].map(one => one.dataset.slot)")
+        assert ranks == ["rank-0-0", "rank-1-0"]
+        streams = begun(server, FEW)
+        (victim,) = (each for each in server.command.workers(GENERATE) if "--rank 1" in " ".join(each.cmdline()))
+        victim.kill()
+        browser.has("[data-slot='rank-1-0'] .took", "epoch 2, taken over")
+        browser.has("[data-slot='generate-0'] .took", "epoch 2, taken over")
+        browser.has(".log", "rank-1-0: epoch 2, taken over by process")
+        assert {stream.answer[1] for stream in streams} == {"length"}
+        for slot in ("generate-0", "rank-0-0", "rank-1-0"):
+            browser.has(f"[data-slot='{slot}']", "ready")
+        assert_nothing_is_left(log)
+        browser.leave()
+
+
 def test_a_preempted_and_taken_over_request_is_what_trace_says_at_every_token(
     model: Path, tmp_path: Path, browser: Browser
 ) -> None:
@@ -125,9 +174,8 @@ def test_a_preempted_and_taken_over_request_is_what_trace_says_at_every_token(
         browser.until(
             lambda: browser.run("return document.querySelector('#token').max") == str(NUM_TOKENS), "all tokens"
         )
-        told = [{name: value for name, value in each.items() if name not in NESTED} for each in story["moments"]]
-        shown = browser.run(MOMENTS)
-        assert [{name: value for name, value in each.items() if name not in NESTED} for each in shown] == told
+        told = without_nested(story["moments"])
+        assert without_nested(browser.run(MOMENTS)) == told
         figures = browser.text(".figures")
         assert f"Preempted\n{sum(each['what'] == 'preempted' for each in told)}" in figures
         assert f"Taken over\n{sum(each['what'] == 'taken_over' for each in told)}" in figures
@@ -155,7 +203,7 @@ def test_a_request_is_computed_again_compared_and_copied_as_curl(model: Path, tm
         browser.button("Replay")
         browser.has(".comparison .notice", f"Identical: all {made} tokens are the same.")
         curl = browser.wait(
-            "const { curlOf, parseExactly } = await import('/pages/js/timeline/curl.js');"
+            "const { curlOf, parseExactly } = await import('/pages/js/timeline/resend.js');"
             "const answer = await fetch(`/v1/requests/${rest[0]}/events?format=events`);"
             "const line = (await answer.text()).split('\\n').find(each => each.startsWith('data: '));"
             "return curlOf(parseExactly(line.slice(6)), location.origin, false);",
@@ -166,6 +214,75 @@ def test_a_request_is_computed_again_compared_and_copied_as_curl(model: Path, tm
         body = json.loads(words[words.index("-d") + 1])
         assert body["seed"] == sampled["seed"]
         assert server.post(body).json()["choices"][0]["message"]["content"] == text
+        browser.leave()
+
+
+def test_the_timeline_of_a_request_that_only_the_archive_has_is_what_trace_says(
+    model: Path, tmp_path: Path, browser: Browser
+) -> None:
+    """Redis drops it after the retention. The list finds it, too, and the timeline computes it again."""
+    kept = str(tmp_path / "kept")
+    with serve(tmp_path / "server", "--model", str(model), *FLAGS, "--archive", kept, "--retention", "1") as server:
+        stream = Stream(server, "Tell me", max_tokens=40)
+        assert stream.answer[1] == "length"
+        with server.log() as log:
+            eventually(lambda: not log.histories([stream.uid])[0], "Redis has dropped it")
+        story = traced(server, stream.uid, "--archive", kept)
+        browser.open(f"{server.url}/pipeline")
+        browser.has("[data-slot='archive-0']", "ready")
+        browser.type("#search", stream.uid)
+        browser.button(stream.uid)
+        browser.has("h1 .badge", "finished")
+        browser.until(lambda: browser.run(SHOWN) == story["text"], "the whole text")
+        assert without_nested(browser.run(MOMENTS)) == without_nested(story["moments"])
+        browser.find("#token").send_keys(Keys.HOME)
+        assert [state["token"] for state in browser.wait(WALK)] == [f"{n} of 40" for n in range(41)]
+        browser.button("Replay")
+        browser.has(".comparison .notice", "Identical: all 40 tokens are the same.")
+        browser.leave()
+
+
+@pytest.mark.parametrize("disturbed", ["Redis", "the frontend"])
+def test_an_answer_in_the_playground_outlives(disturbed: str, tmp_path: Path, browser: Browser) -> None:
+    """It is complete, and nothing in it is repeated. What is asked meanwhile is answered when all is back."""
+    browser.allow("Failed to load resource|ERR_|net::")
+    with serve(tmp_path) as server:
+        browser.open(f"{server.url}/")
+        browser.until(lambda: browser.run(SET, "#field-ignore_eos", "true"), "the form is there")
+        browser.run(SET, "#field-max_completion_tokens", str(ANSWER))
+        (redis,) = (each for each in server.command.processes() if each.name().endswith("-server"))
+        (frontend,) = server.command.workers(WEB)
+        browser.type("#question", "Tell me a story.\n")
+        browser.until(lambda: len(last_answer(browser)) > 20, "it has begun")
+        if disturbed == "Redis":
+            redis.suspend()
+            try:
+                browser.wait(STANDS_STILL)
+                assert browser.all(".busy")
+            finally:
+                redis.resume()
+        else:
+            frontend.kill()
+            browser.has(".answer .badge", "Connecting again")
+        browser.gone(".busy")
+        assert browser.run(LAST_ERROR) == ""
+        browser.has(".answer:last-child .meta", f"tokens {ANSWER:,}")
+        uid = browser.run("return [...document.querySelectorAll('.answer a.button')].at(-1).pathname.split('/').pop()")
+        assert "".join(last_answer(browser).split()) == "".join(traced(server, uid)["text"].split())
+
+        browser.run(SET, "#field-max_completion_tokens", "8")
+        if disturbed == "Redis":
+            redis.suspend()
+        else:
+            server.command.workers(WEB)[0].kill()
+        browser.type("#question", "And now?\n")
+        if disturbed == "Redis":
+            try:
+                browser.has(".answer:last-child .badge", "The server cannot take it yet. Trying again.")
+            finally:
+                redis.resume()
+        browser.gone(".busy")
+        assert browser.run(LAST_ERROR) == "" and len(last_answer(browser)) >= 8
         browser.leave()
 
 

@@ -461,6 +461,36 @@ def test_the_page_waits_for_a_server_that_starts(browser: Browser, server: Serve
     browser.find("#field-temperature")
 
 
+NOT_YET = """
+const real = window.fetch;
+const error = { message: "The server is still loading: generate; send it again later.", code: "loading" };
+let left = arguments[0];
+window.fetch = (path, options) => path === "/v1/chat/completions" && left-- > 0
+  ? Promise.resolve(Response.json({ error }, { status: 503, headers: { "retry-after": "1" } })) : real(path, options);
+"""
+"""A server that takes no question at first."""
+
+
+def test_a_question_that_the_server_cannot_take_yet_is_asked_again_until_it_is_stopped(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    browser.run(NOT_YET, 1)
+    put(browser, "#question", "say: at last")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".answer .badge", "The server cannot take it yet. Trying again.")
+    ended(browser)
+    assert texts(browser, ".body .markdown") == ["at last"] and texts(browser, ".answer .notice") == [""]
+
+    browser.run(NOT_YET, 1000)
+    put(browser, "#question", "say: never")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".answer:last-child .badge", "The server cannot take it yet.")
+    browser.press(Keys.ESCAPE)
+    browser.has(".answer:last-child .badge", "stopped")
+    assert len(lasting.requests()) == 1
+
+
 def test_conversations_are_exported_and_imported(browser: Browser, server: Server, tmp_path: Path) -> None:
     opened(browser, server)
     asked(browser, f"{SAY}{RICH}")

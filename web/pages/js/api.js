@@ -10,18 +10,23 @@
 //        onState("open", "") and onState("waiting", sentence) tell whether it is connected.
 //   catch (error) { explain(error) }                a sentence for the user; ApiError has status, code, param
 //   apiKey(), setApiKey(text), onKeyChange(listener), needsKey()
+//   pageOf(uid), pathOf(uid)      the page of a request, and its path in the API
 //
 // A 401 asks the user for a key (js/frame.js gives the dialog through askWith) and tries again, until the key is right
 // or the user gives none. All requests share one dialog. The key stays in sessionStorage: it ends with the tab.
 // EventSource is not used, because it cannot send a key.
 
+import { inTab } from "./storage.js";
+
 const KEY = "minisgl.key";
 const WAITS_MS = [300, 600, 1200, 2500, 5000];
 const listeners = new Set();
-let kept = null; // where sessionStorage is off, the key lives as long as the page
 let needed = false;
 let ask = async () => null;
 let asking = null;
+
+export const pageOf = uid => `/requests/${encodeURIComponent(uid)}`;
+export const pathOf = uid => `/v1${pageOf(uid)}`;
 
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfterMs = 0 } = {}) {
@@ -31,22 +36,10 @@ export class ApiError extends Error {
   }
 }
 
-export function apiKey() {
-  try {
-    return sessionStorage.getItem(KEY) ?? kept;
-  } catch {
-    return kept;
-  }
-}
+export const apiKey = () => inTab.get(KEY);
 
 export function setApiKey(text) {
-  kept = text || null;
-  try {
-    if (kept) sessionStorage.setItem(KEY, kept);
-    else sessionStorage.removeItem(KEY);
-  } catch {
-    /* it is in kept */
-  }
+  inTab.set(KEY, text);
   for (const listener of listeners) listener();
 }
 
@@ -204,7 +197,8 @@ export async function* follow(path, { signal, lastEventId = null, again = "broke
   }
 }
 
-function pause(ms, signal) {
+/** Wait, at most until *signal* aborts. */
+export function pause(ms, signal) {
   return new Promise(resolve => {
     const timer = setTimeout(resolve, ms);
     signal?.addEventListener(

@@ -1,50 +1,68 @@
 // Small helpers to make elements. Text only ever becomes a text node: nothing here parses HTML.
 //
-//   el("p", {class: "dim", title: "..", on: {click}, data: {uid}, aria: {label: ".."}}, "text", child, null)
+//   el("p.dim.small", "text", child, null)       an element with these classes
+//   el("p.dim", {title: "..", click, data: {uid}, aria: {label: ".."}}, "text", child)      the same, with properties; a
+//                                    function listens to the event of its name
 //   svg("path", {d: ".."})           the same for SVG
 //   icon("copy")                     a drawing of 16 x 16 in the text's colour, hidden from screen readers
-//   button("Stop", {icon: "stop", class: "danger", on: {click}})   with text: false only the icon is visible
-//   fill(node, ...children)          replaces what the node holds
+//   button("Stop", {icon: "stop", class: "danger", click})   with text: false only the icon is visible
+//   table(["name", ..], rows, properties)   a table with these columns, or <th>; rows: its <tr>, or its <tbody>
+//   fill(node, ...children)          replaces what the node holds      say(node, text)   only if it says something else
 //   find(selector, root), all(selector, root)   find throws if there is none
 //   announce(text)                   says it to screen readers      toast(text)   shows it for a while, and says it
 //   copy(text)                       to the clipboard, with a toast
 //   dialog({title, narrow}, ...children) -> the <dialog>; show with .showModal(), removed when it closes
+//   ask({title, action, class}, act, ...children)   shows a dialog that calls *act* if the user agrees -> the <dialog>
 //   everyFrame(draw)                 returns a function that asks for one draw in the next frame, however often it is
 //                                    called
 
 const SVG = "http://www.w3.org/2000/svg";
 const FORBIDDEN = new Set(["innerHTML", "outerHTML", "style", "srcdoc"]);
 
-export function el(tag, properties = {}, ...children) {
-  return furnish(document.createElement(tag), properties, children);
+export function el(tag, ...rest) {
+  const [name, ...classes] = tag.split(".");
+  return furnish(document.createElement(name), classes, rest);
 }
 
-export function svg(tag, properties = {}, ...children) {
-  return furnish(document.createElementNS(SVG, tag), properties, children);
+export function svg(name, ...rest) {
+  return furnish(document.createElementNS(SVG, name), [], rest);
 }
 
-function furnish(node, properties, children) {
+function furnish(node, classes, [first, ...rest]) {
+  const hasProperties = Object.getPrototypeOf(first ?? "") === Object.prototype;
+  const { class: more, ...properties } = hasProperties ? first : {};
+  const named = [classes, more].flat().filter(Boolean).join(" ");
+  if (named) node.setAttribute("class", named);
   for (const [name, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
-    if (FORBIDDEN.has(name) || (/^on/.test(name) && name !== "on")) throw new Error(`el: ${name} is not allowed`);
-    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    if (FORBIDDEN.has(name) || name.startsWith("on")) throw new Error(`el: ${name} is not allowed`);
+    if (typeof value === "function") node.addEventListener(name, value);
     else if (name === "data") Object.assign(node.dataset, value);
     else if (name === "aria")
       for (const [key, said] of Object.entries(value)) {
         if (said !== null && said !== undefined) node.setAttribute(`aria-${key}`, String(said));
       }
-    else if (name === "class")
-      node.setAttribute("class", Array.isArray(value) ? value.filter(Boolean).join(" ") : value);
     else if (name === "value" || name === "checked" || name === "selected") node[name] = value;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  node.append(...visible(hasProperties ? rest : [first, ...rest]));
   return node;
 }
 
+const visible = children => children.flat().filter(child => child !== null && child !== undefined && child !== false);
+
 export function fill(node, ...children) {
-  node.replaceChildren(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  node.replaceChildren(...visible(children));
   return node;
+}
+
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function table(names, rows, properties = {}) {
+  const head = names.map(name => (name instanceof Node ? name : el("th", { scope: "col" }, name)));
+  return el("table.table", properties, el("thead", el("tr", head)), rows instanceof Node ? rows : el("tbody", rows));
 }
 
 export function find(selector, root = document) {
@@ -112,14 +130,13 @@ export function button(label, { icon: drawing, class: more = "", text = true, ..
       ...properties,
     },
     drawing && icon(drawing),
-    text && el("span", {}, label),
+    text && el("span", label),
   );
 }
 
 let region = null;
 export function announce(text) {
-  if (!region)
-    document.body.append((region = el("div", { class: "hidden-text", role: "status", "aria-live": "polite" })));
+  if (!region) document.body.append((region = el("div.hidden-text", { role: "status", "aria-live": "polite" })));
   region.textContent = "";
   region.textContent = text;
 }
@@ -127,7 +144,7 @@ export function announce(text) {
 let shown = null;
 export function toast(text) {
   shown?.remove();
-  const mine = (shown = el("div", { class: "toast" }, text));
+  const mine = (shown = el("div.toast", text));
   document.body.append(mine);
   announce(text);
   setTimeout(() => mine.remove(), 3000);
@@ -138,7 +155,7 @@ export async function copy(text) {
     await navigator.clipboard.writeText(text);
   } catch {
     // the clipboard needs https or localhost: the older way works everywhere
-    const area = el("textarea", { class: "hidden-text", value: text, "aria-hidden": "true" });
+    const area = el("textarea.hidden-text", { value: text, "aria-hidden": "true" });
     (document.querySelector("dialog[open]") ?? document.body).append(area);
     area.select();
     document.execCommand("copy");
@@ -152,10 +169,34 @@ export function dialog({ title, narrow = false }, ...children) {
   const box = el(
     "dialog",
     { class: ["dialog", narrow && "narrow"], aria: { labelledby: heading.id } },
-    el("div", { class: "body" }, heading, ...children),
+    el("div.body", heading, ...children),
   );
   box.addEventListener("close", () => box.remove());
   document.body.append(box);
+  return box;
+}
+
+export function ask({ title, action, class: kind = "primary" }, act, ...children) {
+  const agree = event => {
+    event.preventDefault();
+    box.close();
+    act();
+  };
+  const box = dialog(
+    { title, narrow: true },
+    el(
+      "form.stack",
+      { submit: agree },
+      children,
+      el(
+        "div.actions",
+        button("Cancel", { click: () => box.close() }),
+        button(action, { type: "submit", class: kind }),
+      ),
+    ),
+  );
+  box.showModal();
+  box.querySelector("input")?.select();
   return box;
 }
 

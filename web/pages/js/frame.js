@@ -3,9 +3,13 @@
 // *onKey* is called after the user changed the key here: what the page shows may belong to another key.
 
 import { apiKey, askWith, needsKey, onKeyChange, setApiKey } from "./api.js";
-import { button, dialog, el, fill, find, icon } from "./dom.js";
+import { ask, button, el, fill, find, icon } from "./dom.js";
+import { forGood } from "./storage.js";
 
-const PLACES = [["Playground", "/"], ["Pipeline", "/pipeline"]];
+const PLACES = [
+  ["Playground", "/"],
+  ["Pipeline", "/pipeline"],
+];
 const THEMES = [
   ["", "system", "Theme: as the system"],
   ["light", "sun", "Theme: light"],
@@ -16,7 +20,7 @@ export function frame(current, onKey = () => {}) {
   const links = PLACES.map(([name, href]) =>
     el("a", { href, aria: { current: name === current ? "page" : null } }, name),
   );
-  const key = button("API key", { icon: "key", class: "quiet", on: { click: () => changeKey(onKey) } });
+  const key = button("API key", { icon: "key", class: "quiet", click: () => changeKey(onKey) });
   const showKey = () => {
     key.hidden = !needsKey() && !apiKey();
   };
@@ -24,12 +28,12 @@ export function frame(current, onKey = () => {}) {
   showKey();
   fill(
     find("header.bar"),
-    el("a", { class: "skip", href: "#main" }, "Skip to the content"),
-    el("a", { class: "brand", href: "/", aria: { label: "MiniSGL" } }, icon("logo"), el("span", {}, "MiniSGL")),
+    el("a.skip", { href: "#main" }, "Skip to the content"),
+    el("a.brand", { href: "/", aria: { label: "MiniSGL" } }, icon("logo"), el("span", "MiniSGL")),
     el("nav", { aria: { label: "Pages" } }, links),
-    el("span", { class: "spacer" }),
+    el("span.spacer"),
     key,
-    el("a", { class: "button quiet wide", href: "/docs" }, "API"),
+    el("a.button.quiet.wide", { href: "/docs" }, "API"),
     themeSwitch(),
   );
   askWith(sentence => askKey(sentence));
@@ -37,16 +41,17 @@ export function frame(current, onKey = () => {}) {
 
 function themeSwitch() {
   const chosen = () =>
-    Math.max(0, THEMES.findIndex(([name]) => name === (document.documentElement.dataset.theme ?? "")));
+    Math.max(
+      0,
+      THEMES.findIndex(([name]) => name === (document.documentElement.dataset.theme ?? "")),
+    );
   const toggle = button("Theme", {
     icon: "system",
     class: "quiet",
     text: false,
-    on: {
-      click: () => {
-        choose(THEMES[(chosen() + 1) % THEMES.length][0]);
-        show();
-      },
+    click: () => {
+      choose(THEMES[(chosen() + 1) % THEMES.length][0]);
+      show();
     },
   });
   const show = () => {
@@ -62,12 +67,7 @@ function themeSwitch() {
 function choose(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
   else delete document.documentElement.dataset.theme;
-  try {
-    if (theme) localStorage.setItem("minisgl.theme", theme);
-    else localStorage.removeItem("minisgl.theme");
-  } catch {
-    /* storage is off: the choice holds for this page */
-  }
+  forGood.set("minisgl.theme", theme);
   dispatchEvent(new CustomEvent("themechange")); // charts on a canvas draw again
 }
 
@@ -87,32 +87,17 @@ function askKey(sentence) {
     spellcheck: "false",
     value: apiKey() ?? "",
   });
-  const box = dialog(
-    { title: "API key", narrow: true },
-    el("p", { class: "dim" }, sentence),
-    el(
-      "form",
-      {
-        class: "stack",
-        on: {
-          submit: event => {
-            event.preventDefault();
-            box.close("given");
-          },
-        },
-      },
-      el("div", { class: "field" }, el("label", { for: "api-key" }, "Key"), input),
-      el(
-        "div",
-        { class: "actions" },
-        button("Cancel", { on: { click: () => box.close("") } }),
-        el("button", { type: "submit", class: "button primary" }, "Use this key"),
-      ),
-    ),
-  );
   return new Promise(resolve => {
-    box.addEventListener("close", () => resolve(box.returnValue === "given" ? input.value.trim() : null));
-    box.showModal();
-    input.select();
+    let given = null;
+    const take = () => {
+      given = input.value.trim();
+    };
+    const box = ask(
+      { title: "API key", action: "Use this key" },
+      take,
+      el("p.dim", sentence),
+      el("div.field", el("label", { for: "api-key" }, "Key"), input),
+    );
+    box.addEventListener("close", () => resolve(given));
   });
 }

@@ -16,7 +16,7 @@ const REREAD = 4; // tokens at the end that more text may change: the last block
 const OPTIONS = { gfm: true, breaks: true };
 
 export function markdown() {
-  const element = el("div", { class: "markdown" });
+  const element = el("div.markdown");
   let blocks = []; // [source, element] of each block
   let before = "",
     known = []; // the text that was shown, and all its tokens
@@ -40,7 +40,7 @@ export function markdown() {
       blocks = blocks.slice(0, from);
       for (const token of tokens.slice(from)) {
         const made = block(token, 0);
-        const node = made instanceof Element ? made : el("p", {}, made);
+        const node = made instanceof Element ? made : el("p", made);
         element.append(node);
         blocks.push([token.raw, node]);
       }
@@ -62,11 +62,11 @@ function block(token, depth) {
   const inside = () => blocks(token.tokens, depth + 1);
   switch (token.type) {
     case "heading":
-      return el(`h${Math.min(6, token.depth + 2)}`, {}, inline(token.tokens, depth + 1));
+      return el(`h${Math.min(6, token.depth + 2)}`, inline(token.tokens, depth + 1));
     case "paragraph":
-      return el("p", {}, inline(token.tokens, depth + 1));
+      return el("p", inline(token.tokens, depth + 1));
     case "blockquote":
-      return el("blockquote", {}, inside());
+      return el("blockquote", inside());
     case "code":
       return code(token);
     case "hr":
@@ -76,14 +76,14 @@ function block(token, depth) {
     case "table":
       return table(token, depth);
     case "text":
-      return token.tokens ? el("span", {}, inline(token.tokens, depth + 1)) : el("span", {}, token.text);
+      return token.tokens ? el("span", inline(token.tokens, depth + 1)) : el("span", token.text);
     case "checkbox":
-      return el("span", {}, token.checked ? "☑ " : "☐ ");
+      return el("span", token.checked ? "☑ " : "☐ ");
     case "space":
     case "def":
       return null;
     default:
-      return el("p", { class: "source" }, token.raw); // html, and kinds that a later marked may have
+      return el("p.source", token.raw); // html, and kinds that a later marked may have
   }
 }
 
@@ -103,19 +103,25 @@ function list(token, depth) {
   });
   return token.ordered
     ? el("ol", { start: Number.isSafeInteger(token.start) ? token.start : 1 }, items)
-    : el("ul", {}, items);
+    : el("ul", items);
 }
 
 function table(token, depth) {
   const cell = (tag, { tokens, align }) => el(tag, { class: align ? `to-${align}` : null }, inline(tokens, depth + 1));
-  const head = el("tr", {}, token.header.map(each => cell("th", each)));
+  const head = el(
+    "tr",
+    token.header.map(each => cell("th", each)),
+  );
   const rows = token.rows.map(row =>
-    el("tr", {}, row.map(each => cell("td", each))),
+    el(
+      "tr",
+      row.map(each => cell("td", each)),
+    ),
   );
   return el(
-    "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" },
-    el("table", { class: "table" }, el("thead", {}, head), el("tbody", {}, rows)),
+    "div.scroll",
+    { tabindex: 0, role: "region", "aria-label": "Table" },
+    el("table.table", el("thead", head), el("tbody", rows)),
   );
 }
 
@@ -127,14 +133,9 @@ function code(token) {
 /** A block of source with a button that copies it. */
 export function codeBlock(text, language = "") {
   return el(
-    "figure",
-    { class: "code" },
-    el(
-      "pre",
-      { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" },
-      el("code", {}, text),
-    ),
-    button("Copy this code", { icon: "copy", text: false, class: "tiny", on: { click: () => copy(text) } }),
+    "figure.code",
+    el("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, el("code", text)),
+    button("Copy this code", { icon: "copy", text: false, class: "tiny", click: () => copy(text) }),
   );
 }
 
@@ -150,13 +151,13 @@ function piece(token, depth) {
     case "escape":
       return [token.text];
     case "strong":
-      return [el("strong", {}, inline(token.tokens, depth))];
+      return [el("strong", inline(token.tokens, depth))];
     case "em":
-      return [el("em", {}, inline(token.tokens, depth))];
+      return [el("em", inline(token.tokens, depth))];
     case "del":
-      return [el("del", {}, inline(token.tokens, depth))];
+      return [el("del", inline(token.tokens, depth))];
     case "codespan":
-      return [el("code", {}, token.text)];
+      return [el("code", token.text)];
     case "br":
       return [el("br")];
     case "checkbox":
@@ -171,7 +172,7 @@ function piece(token, depth) {
 }
 
 function link(href, children, raw) {
-  if (!SAFE.test(href)) return el("span", {}, raw);
+  if (!SAFE.test(href)) return el("span", raw);
   return el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow", title: href }, children);
 }
 

@@ -1,18 +1,18 @@
 // Dead letters: how many there are, and for the admin which, with a button that sends one again.
 
-import { call, explain } from "../api.js";
-import { button, el, fill, toast } from "../dom.js";
+import { call, explain, pageOf } from "../api.js";
+import { button, el, fill, table, toast } from "../dom.js";
 import { count } from "../format.js";
 
 export class DeadLetters {
   constructor() {
     this._number = -1;
-    this._badge = el("span", { class: "badge" });
-    this._body = el("div", { class: "scroll" });
+    this._badge = el("span.badge.bad");
+    this._body = el("div.scroll");
     this.node = el(
-      "section",
-      { class: "card stack dead", hidden: true, aria: { label: "Dead letters" } },
-      el("div", { class: "row" }, el("h2", {}, "Dead letters"), this._badge),
+      "section.card.stack.dead",
+      { hidden: true, aria: { label: "Dead letters" } },
+      el("div.row", el("h2", "Dead letters"), this._badge),
       this._body,
     );
   }
@@ -22,7 +22,6 @@ export class DeadLetters {
     this._number = picture.num_dead;
     this.node.hidden = !this._number;
     this._badge.textContent = count(this._number);
-    this._badge.className = "badge bad";
     if (this._number) this._read();
   }
 
@@ -30,59 +29,41 @@ export class DeadLetters {
     try {
       const { admin } = await call("/v1/caller");
       if (!admin) {
-        fill(this._body, el("p", { class: "dim" }, "The admin key shows them, and sends them again."));
+        fill(this._body, el("p.dim", "The admin key shows them, and sends them again."));
         return;
       }
       const { dead, next } = await call("/v1/dead?limit=50");
-      const row = (letter) =>
+      const row = letter =>
         el(
           "tr",
           { data: { letter: letter.id } },
           el(
             "td",
-            {},
-            letter.uid
-              ? el("a", { class: "mono", href: `/requests/${encodeURIComponent(letter.uid)}` }, letter.uid)
-              : el("span", { class: "dim" }, "about no request"),
+            letter.uid ? el("a.mono", { href: pageOf(letter.uid) }, letter.uid) : el("span.dim", "about no request"),
           ),
-          el("td", {}, letter.stage),
-          el("td", { class: "number" }, letter.deaths ? count(letter.deaths) : ""),
-          el("td", {}, letter.error),
-          el("td", {}, new Date(letter.ms).toLocaleString("en-GB")),
+          el("td", letter.stage),
+          el("td.number", letter.deaths ? count(letter.deaths) : ""),
+          el("td", letter.error),
+          el("td", new Date(letter.ms).toLocaleString("en-GB")),
           el(
             "td",
-            {},
             letter.uid &&
               button("Requeue", {
                 class: "tiny",
                 icon: "send",
                 title: "Send it again, under a new uid",
-                on: { click: (event) => this._requeue(letter, event.currentTarget) },
+                click: event => this._requeue(letter, event.currentTarget),
               }),
           ),
         );
+      const last = el("span.hidden-text", "what to do");
       fill(
         this._body,
-        el(
-          "table",
-          { class: "table" },
-          el(
-            "thead",
-            {},
-            el(
-              "tr",
-              {},
-              ["request", "stage", "deaths", "error", "when", ""].map((name) =>
-                el("th", { scope: "col" }, name || el("span", { class: "hidden-text" }, "what to do")),
-              ),
-            ),
-          ),
-          el("tbody", {}, dead.map(row)),
-        ),
-        next && el("p", { class: "dim small" }, "These are the newest 50. minisgl dead ls has all."),
+        table(["request", "stage", "deaths", "error", "when", last], dead.map(row)),
+        next && el("p.dim.small", "These are the newest 50. minisgl dead ls has all."),
       );
     } catch (error) {
-      fill(this._body, el("p", { class: "dim" }, explain(error)));
+      fill(this._body, el("p.dim", explain(error)));
     }
   }
 

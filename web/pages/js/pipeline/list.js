@@ -1,8 +1,8 @@
 // The newest requests as a table of which only the visible rows exist. Filter and search work on the rows that are here, and
 // are also sent to the server, which finds older ones. Scrolling to the end loads the next page.
 
-import { call, explain } from "../api.js";
-import { button, el, everyFrame } from "../dom.js";
+import { call, explain, pageOf } from "../api.js";
+import { button, el, everyFrame, say } from "../dom.js";
 import { ago, count, duration, short } from "../format.js";
 import { Requests } from "./model.js";
 
@@ -63,16 +63,14 @@ export class RequestList {
     this._more = button("Search older requests", {
       class: "tiny",
       hidden: true,
-      on: {
-        click: () => {
-          this._pages = 0;
-          this._load();
-        },
+      click: () => {
+        this._pages = 0;
+        this._load();
       },
     });
     this._filter = el(
       "select",
-      { id: "state", on: { change: () => this._changed() } },
+      { id: "state", change: () => this._changed() },
       FILTERS.map(([value, says]) => el("option", { value }, says)),
     );
     this._search = el("input", {
@@ -81,58 +79,52 @@ export class RequestList {
       placeholder: "uid, model, label ..",
       autocomplete: "off",
       spellcheck: "false",
-      on: {
-        input: () => {
-          clearTimeout(this._typing);
-          this._typing = setTimeout(() => this._changed(), SEARCH_MS);
-        },
+      input: () => {
+        clearTimeout(this._typing);
+        this._typing = setTimeout(() => this._changed(), SEARCH_MS);
       },
     });
-    this._count = el("span", { class: "dim small number" });
-    this._space = el("div", { class: "space" });
-    this._body = el("div", { class: "body", role: "rowgroup" }, this._space);
+    this._count = el("span.dim.small.number");
+    this._space = el("div.space");
+    this._body = el("div.body", { role: "rowgroup" }, this._space);
     this._view = el(
-      "div",
+      "div.view",
       {
-        class: "view",
         tabindex: "0",
         role: "table",
         aria: { label: "Requests, the newest first" },
-        on: {
-          scroll: () => {
-            this._pages = 0;
-            this._draw();
-          },
+        scroll: () => {
+          this._pages = 0;
+          this._draw();
         },
       },
       el(
-        "div",
-        { class: "head", role: "rowgroup" },
+        "div.head",
+        { role: "rowgroup" },
         el(
-          "div",
-          { class: "request", role: "row" },
+          "div.request",
+          { role: "row" },
           COLUMNS.map(([name, kind]) => el("span", { class: kind, role: "columnheader" }, name)),
         ),
       ),
       this._body,
     );
-    this._said = el("p", { class: "dim small", role: "status" });
+    this._said = el("p.dim.small", { role: "status" });
     this.node = el(
-      "section",
-      { class: "card stack requests", aria: { label: "Requests" } },
+      "section.card.stack.requests",
+      { aria: { label: "Requests" } },
       el(
-        "div",
-        { class: "row" },
-        el("h2", {}, "Requests"),
+        "div.row",
+        el("h2", "Requests"),
         this._count,
-        el("span", { class: "grow" }),
-        el("label", { class: "hidden-text", for: "state" }, "State"),
+        el("span.grow"),
+        el("label.hidden-text", { for: "state" }, "State"),
         this._filter,
-        el("label", { class: "hidden-text", for: "search" }, "Search"),
+        el("label.hidden-text", { for: "search" }, "Search"),
         this._search,
       ),
       this._view,
-      el("div", { class: "row" }, this._said, this._more),
+      el("div.row", this._said, this._more),
     );
     this._draw = everyFrame(() => this._drawNow());
     new ResizeObserver(() => this._draw()).observe(this._view);
@@ -141,7 +133,7 @@ export class RequestList {
   // Show the requests of a picture. Older ones stay as they were last seen.
   show(picture) {
     this._nowMs = picture.at_ms;
-    this._fresh = new Set(picture.requests.map((each) => each.uid));
+    this._fresh = new Set(picture.requests.map(each => each.uid));
     this.requests.take(picture.requests, picture.at_ms);
     this._select();
     this._refresh();
@@ -167,7 +159,7 @@ export class RequestList {
       this._shown.length === this.requests.size
         ? count(this.requests.size)
         : `${count(this._shown.length)} of ${count(this.requests.size)}`;
-    if (this._count.textContent !== words) this._count.textContent = words;
+    say(this._count, words);
     this._draw();
   }
 
@@ -204,7 +196,7 @@ export class RequestList {
     const now = performance.now();
     const [first, last] = this._range();
     const visible = this._shown.slice(first, last);
-    const isOld = visible.some((row) => OPEN.includes(row.state) && !this._fresh.has(row.uid));
+    const isOld = visible.some(row => OPEN.includes(row.state) && !this._fresh.has(row.uid));
     if (!isOld || now - this._refreshedAt < REFRESH_MS) return;
     this._refreshedAt = now;
     const above = this._shown[first - 1];
@@ -233,7 +225,7 @@ export class RequestList {
     this._view.setAttribute("aria-rowcount", String(this._shown.length + 1));
     while (this._pool.length < last - first) {
       const cells = COLUMNS.map(([, kind]) => el("span", { class: kind, role: "cell" }));
-      const node = el("div", { class: "request", role: "row" }, cells);
+      const node = el("div.request", { role: "row" }, cells);
       this._pool.push({ node, cells });
       this._body.append(node);
     }
@@ -261,10 +253,10 @@ function words(cell, text) {
 }
 
 function link(cell, uid) {
-  const node = cell.firstChild ?? cell.appendChild(el("a", { class: "mono" }));
+  const node = cell.firstChild ?? cell.appendChild(el("a.mono"));
   if (node.textContent === uid) return;
   words(node, uid);
-  node.href = `/requests/${encodeURIComponent(uid)}`;
+  node.href = pageOf(uid);
 }
 
 function badge(cell, row) {

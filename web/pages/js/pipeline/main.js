@@ -1,7 +1,7 @@
 // /pipeline: the whole pipeline, live. One stream of pictures feeds everything here; it is closed while the tab is hidden.
 
 import { explain, follow } from "../api.js";
-import { el, everyFrame, fill, find } from "../dom.js";
+import { el, everyFrame, fill, find, say } from "../dom.js";
 import { clock } from "../format.js";
 import { frame } from "../frame.js";
 import { DeadLetters } from "./dead.js";
@@ -22,28 +22,17 @@ class PipelinePage {
     this._series = new SeriesChart();
     this._list = new RequestList();
     this._dead = new DeadLetters();
-    this._about = el("p", { class: "dim number" });
-    this._notice = el("p", { class: "notice warn", role: "status", hidden: true });
-    this._log = el("div", { class: "log small", role: "log", tabindex: "0", aria: { label: "What happened" } });
+    this._about = el("p.dim.number");
+    this._notice = el("p.notice.warn", { role: "status", hidden: true });
+    this._log = el("div.log.small", { role: "log", tabindex: "0", aria: { label: "What happened" } });
     this._content = el(
-      "div",
-      { class: "stack content" },
+      "div.stack.content",
       this._picture.node,
       this._dead.node,
-      el(
-        "div",
-        { class: "beside" },
-        this._series.node,
-        el("section", { class: "card stack" }, el("h2", {}, "What happened"), this._log),
-      ),
+      el("div.beside", this._series.node, el("section.card.stack", el("h2", "What happened"), this._log)),
       this._list.node,
     );
-    fill(
-      main,
-      el("div", { class: "row" }, el("h1", {}, "Pipeline"), el("span", { class: "grow" }), this._about),
-      this._notice,
-      this._content,
-    );
+    fill(main, el("div.row", el("h1", "Pipeline"), el("span.grow"), this._about), this._notice, this._content);
     this._draw = everyFrame(() => this._drawNow());
     this._tell("Reading the pipeline.");
     document.addEventListener("visibilitychange", () => this._look());
@@ -92,7 +81,7 @@ class PipelinePage {
     const says = this._trouble ? `${this._trouble}${since}` : error ? `The log cannot be read: ${error}.${since}` : "";
     this._notice.hidden = !says;
     this._notice.classList.toggle("warn", picture !== null || Boolean(error));
-    if (this._notice.textContent !== says) this._notice.textContent = says;
+    say(this._notice, says);
     this._content.classList.toggle("stale", Boolean(says));
     this._content.hidden = !picture;
     if (!picture) return;
@@ -116,9 +105,9 @@ class PipelinePage {
         el(
           "p",
           { class: kind },
-          el("span", { class: "dim number" }, clock(ms).slice(0, 8)),
+          el("span.dim.number", clock(ms).slice(0, 8)),
           " ",
-          slot && el("span", { class: "mono" }, `${slot}: `),
+          slot && el("span.mono", `${slot}: `),
           says,
         ),
       ),

@@ -36,12 +36,12 @@ export class Pipeline {
 
   // The slots of a stage, by their number; ranks are those of an engine group and have a stage of their own.
   stage(name) {
-    return [...this.slots.values()].filter((slot) => stageOf(slot.slot) === name);
+    return [...this.slots.values()].filter(slot => stageOf(slot.slot) === name);
   }
 
   get stages() {
     const found = new Set([...this.slots.keys()].map(stageOf));
-    return ORDER.filter((name) => found.has(name));
+    return ORDER.filter(name => found.has(name));
   }
 
   _takeSlots(picture, isFirst) {
@@ -101,12 +101,12 @@ export class Pipeline {
   _takeFigures(picture) {
     for (const engine of picture.engines) {
       if (!this.series.has(engine.engine)) {
-        this.series.set(engine.engine, { times: [], ...Object.fromEntries(FIGURES.map((name) => [name, []])) });
+        this.series.set(engine.engine, { times: [], ...Object.fromEntries(FIGURES.map(name => [name, []])) });
       }
       const series = this.series.get(engine.engine);
       series.times.push(picture.at_ms);
       for (const name of FIGURES) series[name].push(engine[name]);
-      const late = series.times.findIndex((ms) => ms >= picture.at_ms - SERIES_MS);
+      const late = series.times.findIndex(ms => ms >= picture.at_ms - SERIES_MS);
       if (late > 60) {
         // in larger pieces, so that arrays do not move with each picture
         for (const values of Object.values(series)) values.splice(0, late);
@@ -177,7 +177,7 @@ export class Requests {
   matching(states, words) {
     const wanted = words.trim().toLowerCase();
     if (!states && !wanted) return this.rows;
-    return this.rows.filter((row) => (!states || states.has(row.state)) && (!wanted || textOf(row).includes(wanted)));
+    return this.rows.filter(row => (!states || states.has(row.state)) && (!wanted || textOf(row).includes(wanted)));
   }
 }
 
@@ -192,7 +192,7 @@ function textOf(row) {
     row.state,
     ...Object.values(row.labels ?? {}),
   ]
-    .map((each) => (typeof each === "string" ? each : JSON.stringify(each ?? "")))
+    .map(each => (typeof each === "string" ? each : JSON.stringify(each ?? "")))
     .join("\n")
     .toLowerCase();
   return row.text;

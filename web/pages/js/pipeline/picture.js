@@ -1,7 +1,7 @@
 // The picture of the pipeline: workers as cards, streams as pipes between them, in the order in which a request passes them.
 // Nodes stay while their worker does, so that nothing flickers and the focus stays where it is.
 
-import { el } from "../dom.js";
+import { el, say } from "../dom.js";
 import { bytes, count, duration, percent, short } from "../format.js";
 import { FADING_MS, numberOf, phaseOf } from "./model.js";
 
@@ -27,31 +27,24 @@ export class Picture {
     this._others = group("others", "Other workers");
     this._submitted = this._pipe("submitted", "submitted");
     this._tokenized = this._pipe("tokenized", "tokenized");
-    this._back = el("div", { class: "back" }, (this._open = el("span", { class: "small dim" })));
-    this._flow = el(
-      "div",
-      { class: "flow" },
-      this._web.node,
-      this._submitted.node,
-      this._tokenize.node,
-      this._tokenized.node,
-    );
+    this._back = el("div.back", (this._open = el("span.small.dim")));
+    this._flow = el("div.flow", this._web.node, this._submitted.node, this._tokenize.node, this._tokenized.node);
     this.node = el(
-      "section",
-      { class: "card picture", aria: { label: "The pipeline" } },
+      "section.card.picture",
+      { aria: { label: "The pipeline" } },
       this._flow,
       this._back,
-      el("div", { class: "asides" }, this._ranks.node, this._others.node),
+      el("div.asides", this._ranks.node, this._others.node),
     );
   }
 
   show(pipeline) {
     const { picture } = pipeline;
-    const streams = new Map(picture.streams.map((each) => [each.stream, each]));
-    const engines = new Map(picture.engines.map((each) => [each.engine, each]));
-    const steps = new Map(picture.steps.map((each) => [each.engine, each]));
+    const streams = new Map(picture.streams.map(each => [each.stream, each]));
+    const engines = new Map(picture.engines.map(each => [each.engine, each]));
+    const steps = new Map(picture.steps.map(each => [each.engine, each]));
     const used = new Set();
-    const card = (slot) => {
+    const card = slot => {
       used.add(slot.slot);
       if (!this._cards.has(slot.slot)) this._cards.set(slot.slot, new Card(slot.slot));
       const mine = this._cards.get(slot.slot);
@@ -67,13 +60,13 @@ export class Picture {
     this._placeEngines(pipeline, streams, card);
     for (const name of [...this._cards.keys()]) if (!used.has(name)) this._cards.delete(name);
     const open = picture.slots.reduce((sum, slot) => sum + slot.streams_open, 0);
-    text(this._open, `replies: ${open === 1 ? "1 stream is" : `${count(open)} streams are`} open`);
+    say(this._open, `replies: ${open === 1 ? "1 stream is" : `${count(open)} streams are`} open`);
   }
 
   // A row for each engine: its card, its steps, its detokenizer.
   _placeEngines(pipeline, streams, card) {
     const numbers = new Set(
-      [...pipeline.stage("generate"), ...pipeline.stage("detokenize")].map((slot) => numberOf(slot.slot)),
+      [...pipeline.stage("generate"), ...pipeline.stage("detokenize")].map(slot => numberOf(slot.slot)),
     );
     const rows = [...numbers].sort((one, other) => one - other);
     const nodes = [this._web.node, this._submitted.node, this._tokenize.node, this._tokenized.node];
@@ -95,19 +88,19 @@ export class Picture {
   }
 
   _pipe(name, label) {
-    const numbers = el("span", { class: "number small" });
-    const pending = el("span", { class: "pending" });
-    const lag = el("span", { class: "lag" });
+    const numbers = el("span.number.small");
+    const pending = el("span.pending");
+    const lag = el("span.lag");
     const node = el(
-      "div",
-      { class: "pipe", data: { stream: name } },
-      el("span", { class: "small mono" }, label),
-      el("span", { class: "tube", aria: { hidden: "true" } }, pending, lag),
+      "div.pipe",
+      { data: { stream: name } },
+      el("span.small.mono", label),
+      el("span.tube", { aria: { hidden: "true" } }, pending, lag),
       numbers,
     );
-    const show = (stream) => {
+    const show = stream => {
       const { length = 0, pending: taken = 0, lag: left = 0 } = stream ?? {};
-      text(
+      say(
         numbers,
         length || taken || left ? `${short(length)} in it, ${short(taken)} pending, lag ${short(left)}` : "empty",
       );
@@ -128,20 +121,20 @@ function share(part, whole) {
 // A worker, and if it is an engine its figures.
 class Card {
   constructor(name) {
-    this._phase = el("span", { class: "badge" });
-    this._epoch = el("span", { class: "small dim number" });
-    this._took = el("p", { class: "took small", hidden: true });
-    this._lease = el("span", { class: "left" });
-    this._where = el("p", { class: "small dim" });
-    this._pending = el("p", { class: "small" });
-    this._figures = el("dl", { class: "inside" });
+    this._phase = el("span.badge");
+    this._epoch = el("span.small.dim.number");
+    this._took = el("p.took.small", { hidden: true });
+    this._lease = el("span.left");
+    this._where = el("p.small.dim");
+    this._pending = el("p.small");
+    this._figures = el("dl.inside");
     this._values = new Map();
     this.node = el(
-      "article",
-      { class: "worker", data: { slot: name }, aria: { label: name } },
-      el("div", { class: "row" }, el("h3", { class: "mono" }, name), this._phase, this._epoch),
+      "article.worker",
+      { data: { slot: name }, aria: { label: name } },
+      el("div.row", el("h3.mono", name), this._phase, this._epoch),
       this._took,
-      el("span", { class: "lease", aria: { hidden: "true" } }, this._lease),
+      el("span.lease", { aria: { hidden: "true" } }, this._lease),
       this._where,
       this._pending,
       this._figures,
@@ -149,13 +142,13 @@ class Card {
   }
 
   show(slot, nowMs, engine, steps) {
-    text(this._phase, phaseOf(slot));
+    say(this._phase, phaseOf(slot));
     const kind = `badge ${KINDS[slot.phase] ?? "info"}`;
     if (this._phase.className !== kind) this._phase.className = kind;
-    text(this._epoch, `epoch ${slot.epoch}`);
+    say(this._epoch, `epoch ${slot.epoch}`);
     const isTaken = slot.tookMs > 0 && nowMs - slot.tookMs < FADING_MS;
     this._took.hidden = !isTaken;
-    text(this._took, isTaken ? `${slot.slot}: epoch ${slot.tookEpoch}, taken over` : "");
+    say(this._took, isTaken ? `${slot.slot}: epoch ${slot.tookEpoch}, taken over` : "");
     this.node.classList.toggle("taken", isTaken);
     this.node.classList.toggle("away", slot.phase === "away" || slot.phase === "gone");
     this.node.classList.toggle("gone", slot.phase === "gone");
@@ -164,26 +157,26 @@ class Card {
       slot.pid ? `${slot.host}:${slot.pid}` : "",
       slot.lease_ms ? `lease ${duration(slot.lease_ms)}` : "no worker",
     ];
-    text(this._where, where.filter(Boolean).join(", "));
-    text(this._pending, slot.pending ? `${count(slot.pending)} pending` : "");
+    say(this._where, where.filter(Boolean).join(", "));
+    say(this._pending, slot.pending ? `${count(slot.pending)} pending` : "");
     if (engine) this._showFigures(figuresOf(engine, steps));
   }
 
   _showFigures(figures) {
     for (const [name, value] of figures) {
       if (!this._values.has(name)) {
-        const node = el("dd", { class: "number" });
+        const node = el("dd.number");
         this._values.set(name, node);
-        this._figures.append(el("div", {}, el("dt", {}, name), node));
+        this._figures.append(el("div", el("dt", name), node));
       }
-      text(this._values.get(name), value);
+      say(this._values.get(name), value);
     }
   }
 }
 
 function figuresOf(engine, steps) {
-  const rate = (value) => (value === null ? "-" : short(value));
-  const seconds = (value) => (value === null ? "-" : duration(value * 1000));
+  const rate = value => (value === null ? "-" : short(value));
+  const seconds = value => (value === null ? "-" : duration(value * 1000));
   const figures = [
     ["running", engine.running === null ? "-" : count(engine.running)],
     ["waiting", engine.waiting === null ? "-" : count(engine.waiting)],
@@ -206,13 +199,8 @@ function figuresOf(engine, steps) {
 }
 
 function group(name, label) {
-  const list = el("div", { class: "workers" });
-  const node = el(
-    "section",
-    { class: ["stage", name], aria: { label } },
-    el("h2", { class: "small dim" }, label),
-    list,
-  );
+  const list = el("div.workers");
+  const node = el("section", { class: ["stage", name], aria: { label } }, el("h2.small.dim", label), list);
   return { node, list };
 }
 
@@ -233,19 +221,8 @@ function keep(parent, nodes) {
 function empty(cards, name) {
   const key = `no ${name}`;
   if (!cards.has(key))
-    cards.set(key, {
-      node: el(
-        "article",
-        { class: "worker away none" },
-        el("h3", { class: "mono" }, name),
-        el("p", { class: "small dim" }, "not there"),
-      ),
-    });
+    cards.set(key, { node: el("article.worker.away.none", el("h3.mono", name), el("p.small.dim", "not there")) });
   return cards.get(key).node;
-}
-
-function text(node, words) {
-  if (node.textContent !== words) node.textContent = words;
 }
 
 // What Redis and the whole log say of themselves, in words.

@@ -1,6 +1,7 @@
 // Figures of the engines over the last minutes, as lines on a canvas. The last values are text beside the names.
 
-import { el, everyFrame, fill } from "../dom.js";
+import { nice, onLook, prepared } from "../canvas.js";
+import { el, everyFrame } from "../dom.js";
 import { count, percent, short } from "../format.js";
 import { SERIES_MS } from "./model.js";
 
@@ -23,42 +24,39 @@ export class SeriesChart {
     this._pipeline = null;
     this._at = null; // x of the pointer
     this._canvas = el("canvas", { role: "img", aria: { label: "No figures yet" } });
-    this._plot = el("div", { class: "plot" }, this._canvas);
-    this._ink = el("span", { class: "ink" });
-    this._legend = el("ul", { class: "kinds small" });
+    this._plot = el("div.plot", this._canvas);
+    this._ink = el("span.ink");
+    this._legend = el("ul.kinds.small");
     this._swatches = new Map();
-    const choose = (what) => {
+    const choose = what => {
       this._what = what;
       for (const [each, node] of this._choices) node.setAttribute("aria-pressed", String(each === what));
       this._draw();
     };
-    this._choices = WHAT.map((what) => [
+    this._choices = WHAT.map(what => [
       what,
-      el(
-        "button",
-        { type: "button", aria: { pressed: what === this._what }, on: { click: () => choose(what) } },
-        what.name,
-      ),
+      el("button", { type: "button", aria: { pressed: what === this._what }, click: () => choose(what) }, what.name),
     ]);
     this.node = el(
-      "section",
-      { class: "card stack series", aria: { label: "Since you opened this page" } },
+      "section.card.stack.series",
+      { aria: { label: "Since you opened this page" } },
       el(
-        "div",
-        { class: "row" },
-        el("h2", {}, "Since you opened this page"),
-        el("span", { class: "grow" }),
-        el("div", { class: "tabs", role: "group", aria: { label: "Figure" } }, this._choices.map(([, node]) => node)),
+        "div.row",
+        el("h2", "Since you opened this page"),
+        el("span.grow"),
+        el(
+          "div.tabs",
+          { role: "group", aria: { label: "Figure" } },
+          this._choices.map(([, node]) => node),
+        ),
       ),
       this._plot,
       this._legend,
       this._ink,
     );
     this._draw = everyFrame(() => this._drawNow());
-    new ResizeObserver(() => this._draw()).observe(this._plot);
-    addEventListener("themechange", () => this._draw());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this._draw());
-    this._plot.addEventListener("pointermove", (event) => {
+    onLook(this._plot, this._draw);
+    this._plot.addEventListener("pointermove", event => {
       this._at = event.clientX - this._plot.getBoundingClientRect().left;
       this._draw();
     });
@@ -77,23 +75,16 @@ export class SeriesChart {
     const series = this._pipeline?.series;
     const width = this._plot.clientWidth;
     if (!series || !width) return;
-    const dense = devicePixelRatio || 1;
-    this._canvas.width = Math.round(width * dense);
-    this._canvas.height = Math.round(HIGH * dense);
-    this._canvas.style.width = `${width}px`;
-    this._canvas.style.height = `${HIGH}px`;
-    const pen = this._canvas.getContext("2d");
-    pen.scale(dense, dense);
-    pen.font = `12px ${getComputedStyle(this._plot).fontFamily}`;
+    const pen = prepared(this._canvas, width, HIGH);
     const nowMs = this._pipeline.picture.at_ms;
-    const values = [...series.values()].map((each) => each[this._what.figure]);
+    const values = [...series.values()].map(each => each[this._what.figure]);
     const most = niceTop(
       values.reduce((top, each) => each.reduce((so, value) => Math.max(so, value ?? 0), top), 0),
       this._what.says === percent,
     );
     this._drawGrid(pen, width, most);
-    const x = (ms) => width - ((nowMs - ms) / SERIES_MS) * width;
-    const y = (value) => HIGH - BOTTOM - (value / most) * (HIGH - BOTTOM - 12);
+    const x = ms => width - ((nowMs - ms) / SERIES_MS) * width;
+    const y = value => HIGH - BOTTOM - (value / most) * (HIGH - BOTTOM - 12);
     const said = [];
     let index = 0;
     for (const [engine, each] of series) {
@@ -130,7 +121,7 @@ export class SeriesChart {
 
   _swatch(engine, index) {
     if (!this._swatches.has(engine)) {
-      const item = el("li", { class: "kind number" }, el("span", { class: "swatch" }), el("span"));
+      const item = el("li.kind.number", el("span.swatch"), el("span"));
       this._swatches.set(engine, item);
       this._legend.append(item);
     }
@@ -178,6 +169,5 @@ function nearest(times, ms) {
 
 function niceTop(most, isShare) {
   if (isShare) return most > 0.5 ? 1 : most > 0.1 ? 0.5 : 0.1;
-  const power = 10 ** Math.floor(Math.log10(Math.max(most, 1)));
-  return power * [1, 2, 5, 10].find((times) => times * power >= most);
+  return nice(Math.max(most, 1));
 }

@@ -9,7 +9,9 @@
 //
 // *page* of both: {signal, onChange(), onUid()}. *onChange* is called after each change of the answers.
 
-import { ApiError, call, events, explain, follow, request } from "../api.js";
+import { ApiError, call, events, explain, follow, pathOf, pause, request } from "../api.js";
+
+const MOST_TRIES = 30; // of a question that the server cannot take yet
 
 /** Return an empty answer of *side*, which remembers the settings that it was asked with. */
 export function newAnswer({ model, system, fields }) {
@@ -40,7 +42,7 @@ export function ask(body, answers, page) {
     page,
     () => performance.now() - began,
     async onNote => {
-      const response = await request("/v1/chat/completions", { method: "POST", body, signal: page.signal });
+      const response = await taken(body, page.signal, onNote);
       const uid = response.headers.get("x-minisgl-uid") ?? "";
       answers.forEach((answer, n) => {
         answer.uid = uid && answers.length > 1 ? `${uid}.${n}` : uid;
@@ -54,6 +56,20 @@ export function ask(body, answers, page) {
       return [whole];
     },
   );
+}
+
+/** Send *body* until the server takes it: at its start, or while it has no room, it says 503. */
+async function taken(body, signal, onNote) {
+  for (let left = MOST_TRIES; ; left--) {
+    try {
+      return await request("/v1/chat/completions", { method: "POST", body, signal });
+    } catch (error) {
+      if (error.status !== 503 || !left) throw error;
+      onNote("The server cannot take it yet. Trying again.");
+      await pause(Math.max(error.retryAfterMs, 1000), signal);
+      onNote("");
+    }
+  }
 }
 
 /** Read an *answer* that the page left before it was complete, from its start. The server has what was said to it. */
@@ -107,7 +123,7 @@ async function listen(answers, { signal, onChange }, elapsed, open) {
 
 function cancel(uid) {
   if (uid)
-    call(`/v1/requests/${encodeURIComponent(uid)}`, { method: "DELETE", asks: false }).catch(() => {
+    call(pathOf(uid), { method: "DELETE", asks: false }).catch(() => {
       /* it has ended, or ends with its reader */
     });
 }
@@ -130,11 +146,7 @@ async function* chunks(response, uid, signal, onNote) {
 /** Read the frames of a request after the one with the id *last*, or all of them. */
 async function* rest(uid, last, signal, onNote) {
   const onState = (state, sentence) => onNote(sentence);
-  for await (const { data } of follow(`/v1/requests/${encodeURIComponent(uid)}/events`, {
-    signal,
-    lastEventId: last,
-    onState,
-  })) {
+  for await (const { data } of follow(`${pathOf(uid)}/events`, { signal, lastEventId: last, onState })) {
     if (data === "[DONE]") return;
     yield parsed(data);
   }

@@ -1,6 +1,7 @@
 // The panels beside the chat. Where the window is narrow they lie over it, one at a time, and close by themselves.
 
 import { button, el } from "../dom.js";
+import { forGood } from "../storage.js";
 
 const NARROW = matchMedia("(max-width: 68rem)");
 
@@ -47,7 +48,7 @@ function drawer(name, label, drawing, showOne) {
     icon: drawing,
     class: "quiet",
     aria: { expanded: "false", controls: name },
-    on: { click: () => showOne(mine, panel.hidden) },
+    click: () => showOne(mine, panel.hidden),
   });
   const mine = { panel, toggle, set, wanted, remember, show: visible => showOne(mine, visible), closeButton };
 
@@ -57,19 +58,11 @@ function drawer(name, label, drawing, showOne) {
   }
 
   function wanted() {
-    try {
-      return localStorage.getItem(key) !== "closed";
-    } catch {
-      return true; // storage is off
-    }
+    return forGood.get(key) !== "closed";
   }
 
   function remember(visible) {
-    try {
-      localStorage.setItem(key, visible ? "open" : "closed");
-    } catch {
-      /* the choice holds for this page */
-    }
+    forGood.set(key, visible ? "open" : "closed");
   }
 
   function closeButton() {
@@ -77,7 +70,7 @@ function drawer(name, label, drawing, showOne) {
       showOne(mine, false);
       toggle.focus();
     };
-    return button(`Close: ${label}`, { icon: "close", text: false, class: "quiet tiny close", on: { click: close } });
+    return button(`Close: ${label}`, { icon: "close", text: false, class: "quiet tiny close", click: close });
   }
 
   return mine;

@@ -53,25 +53,29 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
   const wrong = new Map();
   const controls = new Map([...first, ...rest].map(name => [name, control(name)]));
   const more = el(
-    "details",
-    { class: "more" },
-    el("summary", {}, `All other fields (${rest.length})`),
-    el("div", { class: "fields" }, rest.map(name => controls.get(name).element)),
+    "details.more",
+    el("summary", `All other fields (${rest.length})`),
+    el(
+      "div.fields",
+      rest.map(name => controls.get(name).element),
+    ),
   );
-  const nothing = el("p", { class: "dim small", hidden: true }, "No field has this in its name.");
+  const nothing = el("p.dim.small", { hidden: true }, "No field has this in its name.");
   const search = el("input", {
     type: "search",
     id: "field-search",
     placeholder: "Search fields",
     "aria-label": "Search fields",
-    on: { input: filter },
+    input: filter,
   });
   const element = el(
-    "div",
-    { class: "stack" },
+    "div.stack",
     search,
     nothing,
-    el("div", { class: "fields" }, first.map(name => controls.get(name).element)),
+    el(
+      "div.fields",
+      first.map(name => controls.get(name).element),
+    ),
     more,
   );
   more.open = rest.some(name => name in values);
@@ -93,25 +97,19 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
     const schema = plain(chat.properties[name], schemas);
     const kind = kindOf(schema);
     const id = `field-${name}`;
-    const complaint = el("div", { class: "wrong", id: `${id}-wrong`, hidden: true });
+    const complaint = el("div.wrong", { id: `${id}-wrong`, hidden: true });
     const written = writtenBy(KINDS[kind].write, values, name);
-    const input = KINDS[kind].input({
-      id,
-      schema,
-      name,
-      aria: { describedby: `${id}-hint ${id}-wrong` },
-      written,
-    });
+    const input = KINDS[kind].input({ id, schema, name, aria: { describedby: `${id}-hint ${id}-wrong` }, written });
     if (name in defaults) input.setAttribute("placeholder", String(defaults[name]));
     else if (schema.examples) input.setAttribute("placeholder", JSON.stringify(schema.examples[0]));
     const note = el(
-      "div",
-      { class: "hint", id: `${id}-hint` },
+      "div.hint",
+      { id: `${id}-hint` },
       [KINDS[kind].note, schema.description, bounds(schema)]
         .filter(Boolean)
         .join(" ")
         .split("`")
-        .map((part, at) => (at % 2 ? el("code", {}, part) : part)),
+        .map((part, at) => (at % 2 ? el("code", part) : part)),
     );
     const box = el(
       "div",

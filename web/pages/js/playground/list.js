@@ -1,6 +1,6 @@
 // The list of conversations: open, rename, delete, export, import.
 
-import { button, dialog, el, fill, toast } from "../dom.js";
+import { ask, button, dialog, el, fill, toast } from "../dom.js";
 import { explain } from "../api.js";
 import { asFile, fromFile } from "./store.js";
 
@@ -14,28 +14,22 @@ export function conversationList(root, page) {
     tabindex: -1,
     "aria-hidden": "true",
     id: "import",
-    on: { change: read },
+    change: read,
   });
-  const list = el("ul", { class: "plain" });
+  const list = el("ul.plain");
   fill(
     root,
-    el("div", { class: "row panel-head" }, el("h2", { class: "grow" }, "Conversations"), page.closeButton()),
-    button("New conversation", { icon: "plus", on: { click: page.add } }),
+    el("div.row.panel-head", el("h2.grow", "Conversations"), page.closeButton()),
+    button("New conversation", { icon: "plus", click: page.add }),
     list,
     el(
-      "div",
-      { class: "row files" },
-      button("Export", {
-        icon: "save",
-        class: "tiny quiet",
-        title: "Write all conversations to a file",
-        on: { click: write },
-      }),
+      "div.row.files",
+      button("Export", { icon: "save", class: "tiny quiet", title: "Write all conversations to a file", click: write }),
       button("Import", {
         icon: "open",
         class: "tiny quiet",
         title: "Read conversations from a file",
-        on: { click: () => file.click() },
+        click: () => file.click(),
       }),
       file,
     ),
@@ -56,7 +50,7 @@ export function conversationList(root, page) {
               type: "button",
               class: "title",
               aria: { current: open ? "true" : null },
-              on: { click: () => page.open(conversation) },
+              click: () => page.open(conversation),
             },
             titleOf(conversation),
           ),
@@ -64,13 +58,13 @@ export function conversationList(root, page) {
             icon: "edit",
             text: false,
             class: "quiet tiny",
-            on: { click: () => rename(conversation) },
+            click: () => rename(conversation),
           }),
           button(`Delete: ${titleOf(conversation)}`, {
             icon: "trash",
             text: false,
             class: "quiet tiny",
-            on: { click: () => remove(conversation) },
+            click: () => remove(conversation),
           }),
         );
       }),
@@ -79,54 +73,20 @@ export function conversationList(root, page) {
 
   function rename(conversation) {
     const input = el("input", { id: "title", value: titleOf(conversation), maxlength: 200 });
-    const box = dialog(
-      { title: "Rename", narrow: true },
-      el(
-        "form",
-        {
-          class: "stack",
-          on: {
-            submit: event => {
-              event.preventDefault();
-              box.close();
-              page.rename(conversation, input.value.trim());
-            },
-          },
-        },
-        el("div", { class: "field" }, el("label", { for: "title" }, "Title"), input),
-        el(
-          "div",
-          { class: "actions" },
-          button("Cancel", { on: { click: () => box.close() } }),
-          el("button", { type: "submit", class: "button primary" }, "Rename"),
-        ),
-      ),
+    ask(
+      { title: "Rename", action: "Rename" },
+      () => page.rename(conversation, input.value.trim()),
+      el("div.field", el("label", { for: "title" }, "Title"), input),
     );
-    box.showModal();
-    input.select();
   }
 
   function remove(conversation) {
-    const box = dialog(
-      { title: "Delete this conversation?", narrow: true },
-      el("p", {}, titleOf(conversation)),
-      el("p", { class: "dim" }, "This browser has the only copy."),
-      el(
-        "div",
-        { class: "actions" },
-        button("Cancel", { on: { click: () => box.close() } }),
-        button("Delete", {
-          class: "danger",
-          on: {
-            click: () => {
-              box.close();
-              page.remove(conversation);
-            },
-          },
-        }),
-      ),
+    ask(
+      { title: "Delete this conversation?", action: "Delete", class: "danger" },
+      () => page.remove(conversation),
+      el("p", titleOf(conversation)),
+      el("p.dim", "This browser has the only copy."),
     );
-    box.showModal();
   }
 
   function write() {
@@ -152,8 +112,8 @@ export function conversationList(root, page) {
     } catch (error) {
       const box = dialog(
         { title: "The file was not imported", narrow: true },
-        el("p", { class: "notice bad" }, error.message ?? explain(error)),
-        el("div", { class: "actions" }, button("Close", { on: { click: () => box.close() } })),
+        el("p.notice.bad", error.message ?? explain(error)),
+        el("div.actions", button("Close", { click: () => box.close() })),
       );
       box.showModal();
     }

@@ -1,8 +1,9 @@
 // The playground: which conversation is open, its one or two columns, and the field to type in.
 
 import { apiKey, call, explain, onKeyChange } from "../api.js";
-import { announce, button, dialog, el, fill, find } from "../dom.js";
+import { announce, ask, button, el, fill, find } from "../dom.js";
 import { frame } from "../frame.js";
+import { inTab } from "../storage.js";
 import { isLeft, wholeBody } from "./answer.js";
 import { makeDrawers } from "./drawers.js";
 import { readSchemas } from "./fields.js";
@@ -24,11 +25,11 @@ const input = el("textarea", {
   "aria-label": "Question",
   "aria-describedby": "keys",
 });
-const send = button("Send", { icon: "send", class: "primary", on: { click: submit } });
-const stop = button("Stop", { icon: "stop", class: "danger", hidden: true, on: { click: stopAll } });
-const problem = el("div", { class: "notice bad", role: "alert", hidden: true });
-const sides = el("div", { class: "sides" });
-const compare = button("Side by side", { icon: "columns", class: "quiet", on: { click: toggleColumns } });
+const send = button("Send", { icon: "send", class: "primary", click: submit });
+const stop = button("Stop", { icon: "stop", class: "danger", hidden: true, click: stopAll });
+const problem = el("div.notice.bad", { role: "alert", hidden: true });
+const sides = el("div.sides");
+const compare = button("Side by side", { icon: "columns", class: "quiet", click: toggleColumns });
 const drawers = makeDrawers({ conversations: ["Conversations", "list"], settings: ["Settings", "sliders"] });
 const list = conversationList(drawers.conversations.panel, {
   all: () => state.conversations,
@@ -86,11 +87,7 @@ function fresh() {
 function open(conversation) {
   stopAll();
   state.current = conversation;
-  try {
-    sessionStorage.setItem("minisgl.playground.open", conversation.id);
-  } catch {
-    /* the newest one opens next time */
-  }
+  inTab.set("minisgl.playground.open", conversation.id);
   const double = conversation.sides.length > 1;
   state.columns = conversation.sides.map((side, at) =>
     sideView(side, {
@@ -115,7 +112,10 @@ function open(conversation) {
       showRequest: (answer, messages) => showRequest(bodyOf(answer.asked, messages), wholeBody(answer)),
     }),
   );
-  fill(sides, state.columns.map(({ element }) => element)).classList.toggle("double", double);
+  fill(
+    sides,
+    state.columns.map(({ element }) => element),
+  ).classList.toggle("double", double);
   for (const column of state.columns) {
     column.toEnd();
     column.resumeLast();
@@ -192,37 +192,20 @@ function edit(message, text) {
 
 function toggleColumns() {
   const { current } = state;
-  if (current.sides.length === 1) {
-    current.sides.push(newSide(current.sides[0]));
-  } else if (JSON.stringify(current.sides[0].messages) !== JSON.stringify(current.sides[1].messages)) {
-    const box = dialog(
-      { title: "Close column B?", narrow: true },
-      el("p", { class: "dim" }, "Its answers and settings are removed."),
-      el(
-        "div",
-        { class: "actions" },
-        button("Cancel", { on: { click: () => box.close() } }),
-        button("Close column B", {
-          class: "danger",
-          on: {
-            click: () => {
-              box.close();
-              current.sides.pop();
-              save(current);
-              open(current);
-            },
-          },
-        }),
-      ),
-    );
-    box.showModal();
-    return;
-  } else {
-    current.sides.pop();
-  }
-  save(current);
-  open(current);
-  compare.focus();
+  const [one, other] = current.sides;
+  const turn = () => {
+    if (other) current.sides.pop();
+    else current.sides.push(newSide(one));
+    save(current);
+    open(current);
+    compare.focus();
+  };
+  if (!other || JSON.stringify(one.messages) === JSON.stringify(other.messages)) return turn();
+  return ask(
+    { title: "Close column B?", action: "Close column B", class: "danger" },
+    turn,
+    el("p.dim", "Its answers and settings are removed."),
+  );
 }
 
 function grow() {
@@ -260,46 +243,37 @@ async function readServer() {
 async function start() {
   frame("Playground");
   const question = el(
-    "div",
-    { class: "composer" },
+    "div.composer",
     problem,
     el(
-      "div",
-      { class: "write" },
+      "div.write",
       input,
-      button("Show the request", { icon: "code", text: false, class: "quiet", on: { click: () => showDraft() } }),
+      button("Show the request", { icon: "code", text: false, class: "quiet", click: () => showDraft() }),
       send,
       stop,
     ),
     el(
-      "p",
-      { class: "dim small", id: "keys" },
-      el("kbd", {}, "Enter"),
+      "p.dim.small",
+      { id: "keys" },
+      el("kbd", "Enter"),
       " sends, ",
-      el("kbd", {}, "Shift"),
+      el("kbd", "Shift"),
       "+",
-      el("kbd", {}, "Enter"),
+      el("kbd", "Enter"),
       " starts a new line, ",
-      el("kbd", {}, "Esc"),
+      el("kbd", "Esc"),
       " stops.",
     ),
   );
-  const shade = el("div", { class: "shade", on: { click: drawers.closeWhereNarrow } });
+  const shade = el("div.shade", { click: drawers.closeWhereNarrow });
   fill(
     find("main"),
-    el("h1", { class: "hidden-text" }, "Playground"),
+    el("h1.hidden-text", "Playground"),
     drawers.conversations.panel,
     el(
-      "section",
-      { class: "chat", "aria-label": "Chat" },
-      el(
-        "div",
-        { class: "row tools" },
-        drawers.conversations.toggle,
-        el("span", { class: "grow" }),
-        compare,
-        drawers.settings.toggle,
-      ),
+      "section.chat",
+      { "aria-label": "Chat" },
+      el("div.row.tools", drawers.conversations.toggle, el("span.grow"), compare, drawers.settings.toggle),
       sides,
       question,
     ),
@@ -317,12 +291,7 @@ async function start() {
 
   state.store = await openStore();
   state.conversations = await state.store.all();
-  let last = null;
-  try {
-    last = sessionStorage.getItem("minisgl.playground.open");
-  } catch {
-    /* the newest one opens */
-  }
+  const last = inTab.get("minisgl.playground.open"); // without one the newest opens
   open(state.conversations.find(({ id }) => id === last) ?? fresh());
   drawers.place();
   if (!state.store.lasts)

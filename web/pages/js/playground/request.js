@@ -1,5 +1,7 @@
 // The body of a request, and the same request for a terminal and for Python. Knows no element of the page.
 
+import { curl } from "../curl.js";
+
 /** Return the body that asks *side* ({model, system, fields}) to answer *messages*. */
 export function bodyOf(side, messages) {
   const body = { ...(side.model ? { model: side.model } : {}), messages: [] };
@@ -25,23 +27,16 @@ function sent(message) {
   return [{ role: "assistant", content: answer.content || null, ...(calls.length ? { tool_calls: calls } : {}) }];
 }
 
-const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
-
-export function asCurl(body, origin, withKey) {
-  const key = withKey ? ` \\\n  -H "Authorization: Bearer $MINISGL_API_KEY"` : "";
-  const parts = [
-    `curl ${body.stream ? "-N " : ""}${quoted(`${origin}/v1/chat/completions`)}`,
-    `-H 'Content-Type: application/json'${key}`,
-    `-d ${quoted(JSON.stringify(body, null, 2))}`,
-  ];
-  return parts.join(" \\\n  ");
-}
+export const asCurl = (body, origin, withKey) =>
+  curl(`${origin}/v1/chat/completions`, JSON.stringify(body, null, 2), { streams: body.stream, withKey });
 
 // What OpenAI's client takes by name; the rest goes into extra_body.
-const OPENAI = new Set(`model messages stream stream_options temperature top_p n stop seed max_tokens max_completion_tokens
+const OPENAI = new Set(
+  `model messages stream stream_options temperature top_p n stop seed max_tokens max_completion_tokens
   presence_penalty frequency_penalty logit_bias logprobs top_logprobs response_format tools
   tool_choice user metadata store service_tier safety_identifier prompt_cache_key reasoning_effort
-  parallel_tool_calls`.split(/\s+/));
+  parallel_tool_calls`.split(/\s+/),
+);
 
 export function asPython(body, origin, withKey) {
   const given = { model: "default", ...body };

@@ -19,19 +19,18 @@ export function showRequest(body, answered = null) {
     for (const tab of tabs.children) tab.setAttribute("aria-pressed", String(tab.textContent === name));
   };
   const tabs = el(
-    "div",
-    { class: "tabs", role: "group", "aria-label": "Form of the request" },
-    Object.keys(forms).map(name => el("button", { type: "button", on: { click: () => choose(name) } }, name)),
+    "div.tabs",
+    { role: "group", "aria-label": "Form of the request" },
+    Object.keys(forms).map(name => el("button", { type: "button", click: () => choose(name) }, name)),
   );
   const box = dialog(
     { title: "The request" },
-    el("div", {}, tabs),
-    el("div", { class: "code" }, shown),
+    el("div", tabs),
+    el("div.code", shown),
     el(
-      "div",
-      { class: "actions" },
-      button("Copy", { icon: "copy", on: { click: () => copy(shown.textContent) } }),
-      button("Close", { class: "primary", on: { click: () => box.close() } }),
+      "div.actions",
+      button("Copy", { icon: "copy", click: () => copy(shown.textContent) }),
+      button("Close", { class: "primary", click: () => box.close() }),
     ),
   );
   choose("curl");

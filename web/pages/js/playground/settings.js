@@ -23,37 +23,32 @@ export function settingsPanel(root, page) {
       rows: 4,
       value: side.system,
       placeholder: "Who the model is, and how it answers",
-      on: {
-        input: () => {
-          side.system = system.value;
-          page.onChange();
-        },
+      input: () => {
+        side.system = system.value;
+        page.onChange();
       },
     });
     const reset = button("Reset", {
       class: "tiny",
-      on: {
-        click: () => {
-          side.system = "";
-          for (const name of Object.keys(side.fields)) delete side.fields[name];
-          forms.delete(side);
-          page.onChange();
-          show();
-          root.querySelector("h2").focus();
-        },
+      click: () => {
+        side.system = "";
+        for (const name of Object.keys(side.fields)) delete side.fields[name];
+        forms.delete(side);
+        page.onChange();
+        show();
+        root.querySelector("h2").focus();
       },
     });
     fill(
       root,
       el(
-        "div",
-        { class: "row panel-head" },
-        el("h2", { class: "grow", tabindex: -1 }, "Settings"),
+        "div.row.panel-head",
+        el("h2.grow", { tabindex: -1 }, "Settings"),
         sides.length > 1 && tabs(sides),
         reset,
         page.closeButton(),
       ),
-      el("div", { class: "field" }, el("label", { for: "system" }, "System text"), system),
+      el("div.field", el("label", { for: "system" }, "System text"), system),
       page.schemas()
         ? formOf(side).element
         : el(
@@ -62,8 +57,7 @@ export function settingsPanel(root, page) {
             page.problem() || "Reading the fields that the server takes ..",
           ),
       el(
-        "p",
-        { class: "dim small" },
+        "p.dim.small",
         "An empty field is not sent: the model's own value holds. ",
         el("a", { href: "/docs" }, "What the server takes"),
       ),
@@ -72,19 +66,17 @@ export function settingsPanel(root, page) {
 
   function tabs(sides) {
     return el(
-      "div",
-      { class: "tabs", role: "group", "aria-label": "Settings of column" },
+      "div.tabs",
+      { role: "group", "aria-label": "Settings of column" },
       sides.map((_, at) =>
         el(
           "button",
           {
             type: "button",
             "aria-pressed": String(at === shown),
-            on: {
-              click: () => {
-                show(at);
-                root.querySelectorAll(".tabs > button")[at].focus();
-              },
+            click: () => {
+              show(at);
+              root.querySelectorAll(".tabs > button")[at].focus();
             },
           },
           "AB"[at],

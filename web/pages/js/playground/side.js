@@ -18,24 +18,22 @@ export function sideView(side, page) {
   const label = page.name ? `Column ${page.name}` : "Conversation";
   const model = el("select", {
     "aria-label": page.name ? `Model of column ${page.name}` : "Model",
-    on: {
-      change: () => {
-        side.model = model.value;
-        page.onChange();
-      },
+    change: () => {
+      side.model = model.value;
+      page.onChange();
     },
   });
   const told = el("button", {
     type: "button",
     class: "button quiet tiny settings-line",
     title: "Change the settings",
-    on: { click: page.onSettings },
+    click: page.onSettings,
   });
-  const list = el("div", { class: "messages", tabindex: 0, role: "region", "aria-label": `${label}: messages` });
+  const list = el("div.messages", { tabindex: 0, role: "region", "aria-label": `${label}: messages` });
   const element = el(
-    "section",
-    { class: "side", "aria-label": label },
-    el("div", { class: "side-head" }, page.name && el("span", { class: "badge" }, page.name), model, told),
+    "section.side",
+    { "aria-label": label },
+    el("div.side-head", page.name && el("span.badge", page.name), model, told),
     list,
   );
   const views = new Map(); // by id of the message
@@ -103,21 +101,18 @@ export function sideView(side, page) {
   function welcome() {
     const served = page.models().find(({ id }) => id === side.model) ?? page.models()[0];
     return el(
-      "div",
-      { class: "empty welcome" },
-      el("h2", {}, served ? served.id : "No model yet"),
+      "div.empty.welcome",
+      el("h2", served ? served.id : "No model yet"),
       el(
         "p",
-        {},
         served?.max_model_len
           ? `A context of ${count(served.max_model_len)} tokens. Conversations stay in this browser.`
           : "Conversations stay in this browser.",
       ),
       !page.name &&
         el(
-          "div",
-          { class: "row examples" },
-          EXAMPLES.map(text => button(text, { class: "tiny", on: { click: () => page.onExample(text) } })),
+          "div.row.examples",
+          EXAMPLES.map(text => button(text, { class: "tiny", click: () => page.onExample(text) })),
         ),
     );
   }

@@ -5,20 +5,15 @@ import { el, fill } from "../dom.js";
 import { percent } from "../format.js";
 
 const LEVELS = [0.9, 0.7, 0.5, 0.3, 0.1]; // from this probability on: .p0, .p1 ..; below all: .p5
-const tip = el("div", { class: "tip tokens-tip", role: "status", hidden: true });
+const tip = el("div.tip.tokens-tip", { role: "status", hidden: true });
 
 export function tokenView(tokens) {
   const pieces = tokens.map((token, at) =>
     el("span", { class: `token p${level(token.logprob)}`, data: { at } }, visible(token.text)),
   );
   const element = el(
-    "div",
-    {
-      class: "tokens",
-      tabindex: 0,
-      role: "group",
-      "aria-label": `${tokens.length} tokens. The arrow keys move from one to the next.`,
-    },
+    "div.tokens",
+    { tabindex: 0, role: "group", "aria-label": `${tokens.length} tokens. The arrow keys move from one to the next.` },
     pieces,
   );
   let current = -1;
@@ -68,26 +63,23 @@ function about(token) {
   const chosen = others.some(other => other.text === token.text) ? others : [token, ...others];
   return [
     el(
-      "div",
-      { class: "row" },
-      el("strong", { class: "mono" }, quoted(token.text)),
-      el("span", { class: "dim number" }, `log-probability ${token.logprob?.toFixed(4) ?? "unknown"}`),
+      "div.row",
+      el("strong.mono", quoted(token.text)),
+      el("span.dim.number", `log-probability ${token.logprob?.toFixed(4) ?? "unknown"}`),
     ),
     el(
       "table",
-      {},
       el(
         "tbody",
-        {},
         chosen.map(({ text, logprob }) => {
-          const bar = el("span", { class: "share" });
+          const bar = el("span.share");
           bar.style.width = `${Math.max(1, 100 * Math.exp(logprob))}%`;
           return el(
             "tr",
             { class: text === token.text ? "chosen" : null },
-            el("td", { class: "mono" }, quoted(text)),
-            el("td", { class: "number" }, share(logprob)),
-            el("td", { class: "shares" }, bar),
+            el("td.mono", quoted(text)),
+            el("td.number", share(logprob)),
+            el("td.shares", bar),
           );
         }),
       ),

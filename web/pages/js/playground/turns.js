@@ -2,7 +2,8 @@
 //   isBusy()  isRunning(message)  isLast(message)  edit(message, text)  regenerate(message)  choose(message, at)
 //   answerCall(message, results)  showRequest(message)
 
-import { button, copy, el, fill } from "../dom.js";
+import { pageOf } from "../api.js";
+import { button, copy, el, fill, say } from "../dom.js";
 import { count, duration } from "../format.js";
 import { codeBlock, markdown } from "../markdown.js";
 import { rate } from "./answer.js";
@@ -15,16 +16,15 @@ export function messageView(message, acts) {
 }
 
 function userView(message, acts) {
-  const element = el("article", { class: "message user", aria: { label: "Question" } });
+  const element = el("article.message.user", { aria: { label: "Question" } });
   const read = () =>
     fill(
       element,
-      el("div", { class: "said" }, message.content),
+      el("div.said", message.content),
       el(
-        "div",
-        { class: "actions" },
-        button("Edit", { icon: "edit", text: false, class: "quiet tiny", on: { click: write } }),
-        button("Copy", { icon: "copy", text: false, class: "quiet tiny", on: { click: () => copy(message.content) } }),
+        "div.actions",
+        button("Edit", { icon: "edit", text: false, class: "quiet tiny", click: write }),
+        button("Copy", { icon: "copy", text: false, class: "quiet tiny", click: () => copy(message.content) }),
       ),
     );
   const write = () => {
@@ -50,15 +50,13 @@ function userView(message, acts) {
     fill(
       element,
       el(
-        "div",
-        { class: "stack editor" },
+        "div.stack.editor",
         area,
         el(
-          "div",
-          { class: "row" },
-          button("Send again", { class: "primary tiny", on: { click: send } }),
-          button("Cancel", { class: "tiny", on: { click: cancel } }),
-          el("span", { class: "dim small" }, "Removes what follows."),
+          "div.row",
+          button("Send again", { class: "primary tiny", click: send }),
+          button("Cancel", { class: "tiny", click: cancel }),
+          el("span.dim.small", "Removes what follows."),
         ),
       ),
     );
@@ -72,9 +70,9 @@ function userView(message, acts) {
 function toolView(message) {
   return {
     element: el(
-      "article",
-      { class: "message tool", aria: { label: "Result of a tool" } },
-      el("div", { class: "label" }, "Result of the tool"),
+      "article.message.tool",
+      { aria: { label: "Result of a tool" } },
+      el("div.label", "Result of the tool"),
       codeBlock(message.content),
     ),
     update: () => {},
@@ -84,20 +82,15 @@ function toolView(message) {
 function answerView(message, acts) {
   const text = markdown();
   const thought = markdown();
-  const reasoning = el(
-    "details",
-    { class: "reasoning", hidden: true },
-    el("summary", {}, "Reasoning"),
-    thought.element,
-  );
-  const body = el("div", { class: "body" });
-  const calls = el("div", { class: "calls stack" });
-  const problem = el("div", { class: "notice bad", hidden: true });
-  const meta = el("div", { class: "meta" });
-  const actions = el("div", { class: "actions" });
+  const reasoning = el("details.reasoning", { hidden: true }, el("summary", "Reasoning"), thought.element);
+  const body = el("div.body");
+  const calls = el("div.calls.stack");
+  const problem = el("div.notice.bad", { hidden: true });
+  const meta = el("div.meta");
+  const actions = el("div.actions");
   const element = el(
-    "article",
-    { class: "message answer", aria: { label: "Answer" } },
+    "article.message.answer",
+    { aria: { label: "Answer" } },
     reasoning,
     body,
     calls,
@@ -131,7 +124,7 @@ function answerView(message, acts) {
       drawn = "tokens";
     } else {
       text.show(answer.content, !busy);
-      if (drawn !== "text") fill(body, text.element, el("span", { class: "waiting", "aria-hidden": "true" }));
+      if (drawn !== "text") fill(body, text.element, el("span.waiting", { "aria-hidden": "true" }));
       drawn = "text";
     }
     element.classList.toggle("busy", busy);
@@ -139,7 +132,7 @@ function answerView(message, acts) {
     if (calledNow !== callsDrawn) fill(calls, callViews(answer, busy));
     callsDrawn = calledNow;
     problem.hidden = !answer.error;
-    if (problem.textContent !== answer.error) problem.textContent = answer.error;
+    say(problem, answer.error);
     fill(meta, facts(answer, busy));
     if (!busy) fill(actions, buttons(answer));
     else fill(actions);
@@ -147,17 +140,17 @@ function answerView(message, acts) {
 
   function buttons(answer) {
     const act = (label, drawing, click, more = {}) =>
-      button(label, { icon: drawing, text: false, class: "quiet tiny", on: { click }, ...more });
+      button(label, { icon: drawing, text: false, class: "quiet tiny", click, ...more });
     const many = message.answers.length;
     return [
       many > 1 &&
         el(
-          "span",
-          { class: "versions", role: "group", "aria-label": "Answers" },
+          "span.versions",
+          { role: "group", "aria-label": "Answers" },
           act("Previous answer", "left", () => acts.choose(message, message.shown - 1), {
             disabled: message.shown === 0,
           }),
-          el("span", { class: "number small" }, `${message.shown + 1} / ${many}`),
+          el("span.number.small", `${message.shown + 1} / ${many}`),
           act("Next answer", "right", () => acts.choose(message, message.shown + 1), {
             disabled: message.shown === many - 1,
           }),
@@ -174,26 +167,16 @@ function answerView(message, acts) {
         button("Tokens", {
           class: "quiet tiny",
           aria: { pressed: asTokens },
-          on: {
-            click: event => {
-              asTokens = !asTokens;
-              drawn = "";
-              update();
-              refocus(event, "Tokens");
-            },
+          click: event => {
+            asTokens = !asTokens;
+            drawn = "";
+            update();
+            refocus(event, "Tokens");
           },
         }),
       act("Show the request", "code", () => acts.showRequest(message)),
       answer.uid &&
-        el(
-          "a",
-          {
-            class: "button quiet tiny",
-            href: `/requests/${encodeURIComponent(answer.uid)}`,
-            title: `Timeline of request ${answer.uid}`,
-          },
-          "Timeline",
-        ),
+        el("a.button.quiet.tiny", { href: pageOf(answer.uid), title: `Timeline of request ${answer.uid}` }, "Timeline"),
     ];
   }
 
@@ -208,24 +191,24 @@ function answerView(message, acts) {
         call,
         result,
         element: el(
-          "div",
-          { class: "call" },
-          el("div", { class: "label" }, "Calls ", el("strong", { class: "mono" }, call.name || "a tool")),
+          "div.call",
+          el("div.label", "Calls ", el("strong.mono", call.name || "a tool")),
           codeBlock(pretty(call.arguments)),
-          !busy &&
-            acts.isLast(message) &&
-            el("div", { class: "field" }, el("div", { class: "hint" }, "Type what the tool returns."), result),
+          !busy && acts.isLast(message) && el("div.field", el("div.hint", "Type what the tool returns."), result),
         ),
       };
     });
     const send = () =>
-      acts.answerCall(message, forms.map(({ call, result }) => ({ callId: call.id, content: result.value })));
+      acts.answerCall(
+        message,
+        forms.map(({ call, result }) => ({ callId: call.id, content: result.value })),
+      );
     return [
       ...forms.map(form => form.element),
       forms.length > 0 &&
         !busy &&
         acts.isLast(message) &&
-        el("div", {}, button("Send the results", { class: "tiny", on: { click: send } })),
+        el("div", button("Send the results", { class: "tiny", click: send })),
     ];
   }
 
@@ -243,18 +226,17 @@ function pretty(text) {
 
 function facts(answer, busy) {
   const fact = (name, value, title) =>
-    value !== null &&
-    el("span", { class: "fact", title }, el("span", {}, name, " "), el("b", { class: "number" }, value));
+    value !== null && el("span.fact", { title }, el("span", name, " "), el("b.number", value));
   const speed = rate(answer),
     { usage } = answer;
   return [
-    answer.model && el("span", { class: "fact model" }, answer.model),
-    answer.note && el("span", { class: "badge warn" }, answer.note),
-    busy && el("span", { class: "badge info" }, answer.firstMs === null ? "waiting" : "answering"),
-    answer.stopped && el("span", { class: "badge warn" }, "stopped"),
+    answer.model && el("span.fact.model", answer.model),
+    answer.note && el("span.badge.warn", answer.note),
+    busy && el("span.badge.info", answer.firstMs === null ? "waiting" : "answering"),
+    answer.stopped && el("span.badge.warn", "stopped"),
     answer.finish &&
       !["stop", "tool_calls"].includes(answer.finish) &&
-      el("span", { class: "badge warn" }, `ended: ${answer.finish}`),
+      el("span.badge.warn", `ended: ${answer.finish}`),
     fact(
       "first token",
       answer.firstMs === null ? null : duration(answer.firstMs),

@@ -1,12 +1,21 @@
 // What a request is as a whole: its title, its figures, its moments as a table, its siblings, and what was asked.
 
-import { el, fill } from "../dom.js";
+import { pageOf } from "../api.js";
+import { el, fill, say, table } from "../dom.js";
 import { clock, count, duration } from "../format.js";
 
 const BADGES = { finished: "ok", failed: "bad", cancelled: "warn", running: "info" };
 const FIGURES = [
-  "Prompt", "Output", "First token", "Tokens/s", "Usual pause", "Longest pause",
-  "Client's longest", "Preempted", "Taken over", "Took",
+  "Prompt",
+  "Output",
+  "First token",
+  "Tokens/s",
+  "Usual pause",
+  "Longest pause",
+  "Client's longest",
+  "Preempted",
+  "Taken over",
+  "Took",
 ];
 const SHOWN_ALREADY = new Set(
   "at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "),
@@ -17,46 +26,28 @@ export class About {
     this._timeline = timeline;
     this._onToken = onToken;
     this._moments = 0;
-    this._state = el("span", { class: "badge" });
-    this._where = el("p", { class: "dim" });
-    this.title = el(
-      "div", { class: "stack" },
-      el("h1", { class: "row" }, "Request ", el("span", { class: "mono uid" }, timeline.uid), this._state),
-      this._where,
-    );
-    this.error = el("p", { class: "notice bad", role: "alert", hidden: true });
+    this._state = el("span.badge");
+    this._where = el("p.dim");
+    this.title = el("div.stack", el("h1.row", "Request ", el("span.mono.uid", timeline.uid), this._state), this._where);
+    this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
-    this._goLongest = el("button", { type: "button", class: "link", on: { click: () => onToken(this._longest) } });
-    this._values = new Map(FIGURES.map((name) => [name, el("dd", { class: "number" }, "-")]));
+    this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
+    this._values = new Map(FIGURES.map(name => [name, el("dd.number", "-")]));
     this.facts = el(
-      "dl", { class: "figures" }, [...this._values].map(([name, node]) => el("div", {}, el("dt", {}, name), node)),
+      "dl.figures",
+      [...this._values].map(([name, node]) => el("div", el("dt", name), node)),
     );
+    const numbers = name => el("th.number", { scope: "col" }, name);
     this._rows = el("tbody");
     this._rowsBy = [];
     this.moments = el(
-      "section",
-      { class: "card scroll" },
-      el("h2", {}, "Moments"),
-      el(
-        "table",
-        { class: "table", id: "moments" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            [["time", "number"], ["what"], ["who"], ["tokens", "number"], ["details"]].map(([name, kind]) =>
-              el("th", { scope: "col", class: kind ?? "" }, name),
-            ),
-          ),
-        ),
-        this._rows,
-      ),
+      "section.card.scroll",
+      el("h2", "Moments"),
+      table([numbers("time"), "what", "who", numbers("tokens"), "details"], this._rows, { id: "moments" }),
     );
-    this.siblings = el("nav", { class: "card", hidden: true, aria: { label: "Siblings" } });
-    this._asked = el("div", { class: "stack" });
-    this.asked = el("details", { class: "card" }, el("summary", {}, "What was asked"), this._asked);
+    this.siblings = el("nav.card", { hidden: true, aria: { label: "Siblings" } });
+    this._asked = el("div.stack");
+    this.asked = el("details.card", el("summary", "What was asked"), this._asked);
     this._hasAsked = false;
   }
 
@@ -84,7 +75,7 @@ export class About {
     const longest = timeline.tokens
       .slice(1)
       .reduce((most, token) => (token.pauseMs > (most?.pauseMs ?? 0) ? token : most), null);
-    const counted = (kind) => timeline.marks.filter((mark) => mark.kind === kind).length;
+    const counted = kind => timeline.marks.filter(mark => mark.kind === kind).length;
     const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
     this._longest = longest?.n ?? 0;
     if (longest && !this._goLongest.isConnected) fill(this._values.get("Longest pause"), this._goLongest);
@@ -128,22 +119,16 @@ export class About {
       this.siblings.hidden = false;
       fill(
         this.siblings,
-        el("h2", {}, `${submitted.siblings} siblings of one body`),
+        el("h2", `${submitted.siblings} siblings of one body`),
         el(
-          "ul",
-          { class: "chips" },
+          "ul.chips",
           Array.from({ length: submitted.siblings }, (_, index) => {
             const uid = `${base}.${index}`;
             return el(
               "li",
-              {},
               el(
-                "a",
-                {
-                  class: "mono",
-                  href: `/requests/${encodeURIComponent(uid)}`,
-                  aria: { current: uid === this._timeline.uid ? "page" : null },
-                },
+                "a.mono",
+                { href: pageOf(uid), aria: { current: uid === this._timeline.uid ? "page" : null } },
                 `.${index}`,
               ),
             );
@@ -156,7 +141,10 @@ export class About {
     );
     const labels = Object.entries(submitted.labels ?? {});
     fill(
-      this._asked, prompted(submitted), facts("Sampling", said), labels.length > 0 && facts("Labels", labels),
+      this._asked,
+      prompted(submitted),
+      facts("Sampling", said),
+      labels.length > 0 && facts("Labels", labels),
       submitted.constraint && facts("The answer must be", [[submitted.constraint.kind, submitted.constraint.text]]),
     );
   }
@@ -166,11 +154,9 @@ export class About {
 class MomentRow {
   constructor(table, onToken) {
     this._first = 0;
-    this._go = el("button", {
-      type: "button", class: "link", title: "Move there", on: { click: () => onToken(this._first) },
-    });
-    this._cells = ["number", "", "", "number", "details"].map((kind) => el("td", { class: kind }));
-    this._row = el("tr", {}, this._cells);
+    this._go = el("button", { type: "button", class: "link", title: "Move there", click: () => onToken(this._first) });
+    this._cells = ["number", "", "", "number", "details"].map(kind => el("td", { class: kind }));
+    this._row = el("tr", this._cells);
     table.append(this._row);
   }
 
@@ -203,35 +189,26 @@ function usual(ms) {
   return ms ? duration(ms) : "under 1 ms";
 }
 
-function say(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
-
 function prompted(submitted) {
   if (submitted.messages?.length) {
     return el(
-      "div",
-      { class: "stack" },
-      submitted.messages.map((message) =>
-        el(
-          "div", { class: "message" }, el("h3", {}, String(message.role ?? "")),
-          el("div", { class: "answer" }, plain(message.content ?? message)),
-        ),
+      "div.stack",
+      submitted.messages.map(message =>
+        el("div.message", el("h3", String(message.role ?? "")), el("div.answer", plain(message.content ?? message))),
       ),
     );
   }
-  if (submitted.prompt_ids?.length) return el("div", { class: "answer mono" }, submitted.prompt_ids.join(" "));
-  return el("div", { class: "answer" }, submitted.prompt ?? "");
+  if (submitted.prompt_ids?.length) return el("div.answer.mono", submitted.prompt_ids.join(" "));
+  return el("div.answer", submitted.prompt ?? "");
 }
 
 function facts(name, entries) {
   return el(
     "div",
-    {},
-    el("h3", {}, name),
+    el("h3", name),
     el(
-      "dl", { class: "facts" },
-      entries.flatMap(([key, value]) => [el("dt", {}, key), el("dd", { class: "mono" }, plain(value))]),
+      "dl.facts",
+      entries.flatMap(([key, value]) => [el("dt", key), el("dd.mono", plain(value))]),
     ),
   );
 }

@@ -3,9 +3,10 @@
 //
 //   const chart = new Chart({onPick})   chart.node   chart.show(timeline, nowMs, steps)   chart.moveTo(n)   chart.zoom(factor)
 
+import { nice, onLook, prepared } from "../canvas.js";
 import { button, el, everyFrame, fill } from "../dom.js";
 import { duration } from "../format.js";
-import { barsOf, PAUSE_CLASSES, pauseClass } from "./model.js";
+import { barsOf, PAUSE_CLASSES, pauseClass, pauseOf } from "./model.js";
 
 const LANE = 30,
   BAR = 16,
@@ -37,52 +38,54 @@ export class Chart {
     this._from = this._to = 0; // the time that is visible, in ms since 1970
     this._zoom = 1;
     this._n = 0;
-    this._swatches = KINDS.map(([kind, says]) => [
-      kind,
-      el("li", { class: "kind" }, el("span", { class: ["swatch", kind] }), says),
-    ]);
+    this._swatches = KINDS.map(([kind, says]) => [kind, el("li.kind", el("span", { class: ["swatch", kind] }), says)]);
     this._gantt = el("canvas", { role: "img", aria: { label: "Chart of the request over time" } });
     this._pauses = el("canvas", { role: "img", aria: { label: "Pause before each token" } });
-    this._cursor = el("div", { class: "cursor", aria: { hidden: "true" } });
-    this._ganttBox = el("div", { class: "plot" }, this._gantt, this._cursor);
-    this._notch = el("div", { class: "cursor", aria: { hidden: "true" } });
-    this._pausesBox = el("div", { class: "plot pauses" }, this._pauses, this._notch);
-    this._tip = el("div", { class: "tip", hidden: true });
-    this._ink = el("span", { class: "ink" });
-    this._line = el("span", { class: "rule" });
-    this._range = el("span", { class: "dim small number" });
+    this._cursor = el("div.cursor", { aria: { hidden: "true" } });
+    this._ganttBox = el("div.plot", this._gantt, this._cursor);
+    this._notch = el("div.cursor", { aria: { hidden: "true" } });
+    this._pausesBox = el("div.plot.pauses", this._pauses, this._notch);
+    this._tip = el("div.tip", { hidden: true });
+    this._ink = el("span.ink");
+    this._line = el("span.rule");
+    this._range = el("span.dim.small.number");
     this.node = el(
-      "section",
-      { class: "card chart", aria: { label: "Timeline" } },
+      "section.card.chart",
+      { aria: { label: "Timeline" } },
       el(
-        "div",
-        { class: "row" },
-        el("h2", {}, "Timeline"),
+        "div.row",
+        el("h2", "Timeline"),
         this._range,
-        el("span", { class: "grow" }),
-        button("−", {
-          class: "tiny", title: "Zoom out", "aria-label": "Zoom out", on: { click: () => this.zoom(0.5) },
-        }),
-        button("+", { class: "tiny", title: "Zoom in", "aria-label": "Zoom in", on: { click: () => this.zoom(2) } }),
-        button("All", { class: "tiny", title: "Show all of it", on: { click: () => this.zoom(0) } }),
+        el("span.grow"),
+        button("−", { class: "tiny", title: "Zoom out", "aria-label": "Zoom out", click: () => this.zoom(0.5) }),
+        button("+", { class: "tiny", title: "Zoom in", "aria-label": "Zoom in", click: () => this.zoom(2) }),
+        button("All", { class: "tiny", title: "Show all of it", click: () => this.zoom(0) }),
       ),
       this._ganttBox,
       this._pausesBox,
-      el("ul", { class: "kinds small" }, this._swatches.map(([, item]) => item)),
+      el(
+        "ul.kinds.small",
+        this._swatches.map(([, item]) => item),
+      ),
       this._ink,
       this._line,
       this._tip,
     );
     this._draw = everyFrame(() => this._drawNow());
-    new ResizeObserver(() => this._draw()).observe(this._ganttBox);
-    for (const target of [matchMedia("(prefers-color-scheme: dark)"), window]) {
-      target.addEventListener(target === window ? "themechange" : "change", () => this._draw());
-    }
-    this._listen(this._ganttBox, (x) => this._tokenAtTime(this._timeAt(x)), (x, y) => this._tellTime(x, y));
-    this._listen(this._pausesBox, (x) => this._tokenAtPlace(x), (x) => this._tellPause(x));
+    onLook(this._ganttBox, this._draw);
+    this._listen(
+      this._ganttBox,
+      x => this._tokenAtTime(this._timeAt(x)),
+      (x, y) => this._tellTime(x, y),
+    );
+    this._listen(
+      this._pausesBox,
+      x => this._tokenAtPlace(x),
+      x => this._tellPause(x),
+    );
     this._ganttBox.addEventListener(
       "wheel",
-      (event) => {
+      event => {
         if (!event.ctrlKey) return; // a plain wheel scrolls the page
         event.preventDefault();
         this.zoom(event.deltaY < 0 ? 1.5 : 1 / 1.5, this._timeAt(event.offsetX));
@@ -95,7 +98,7 @@ export class Chart {
     this._timeline = timeline;
     this._bars = barsOf(timeline, nowMs, steps);
     this._usualMs = timeline.usualPauseMs;
-    this._engines = [...new Set(this._bars.map((bar) => bar.lane))].filter((lane) => !LANES[lane]);
+    this._engines = [...new Set(this._bars.map(bar => bar.lane))].filter(lane => !LANES[lane]);
     const all = this._whole();
     if (this._zoom === 1) [this._from, this._to] = all;
     else if (this._from > all[1]) this._around((all[0] + all[1]) / 2);
@@ -133,12 +136,12 @@ export class Chart {
 
   _listen(box, pick, tell) {
     let held = false;
-    const take = (event) => {
+    const take = event => {
       const at = box.getBoundingClientRect();
       const n = pick(event.clientX - at.left);
       if (n !== null) this._onPick(n);
     };
-    box.addEventListener("pointerdown", (event) => {
+    box.addEventListener("pointerdown", event => {
       held = true;
       box.setPointerCapture(event.pointerId);
       take(event);
@@ -146,13 +149,16 @@ export class Chart {
     box.addEventListener("pointerup", () => {
       held = false;
     });
-    box.addEventListener("pointermove", (event) => {
+    box.addEventListener("pointermove", event => {
       if (held) take(event);
       const at = box.getBoundingClientRect();
       const says = tell(event.clientX - at.left, event.clientY - at.top);
       this._tip.hidden = !says;
       if (!says) return;
-      fill(this._tip, says.map((line) => el("div", {}, line)));
+      fill(
+        this._tip,
+        says.map(line => el("div", line)),
+      );
       this._tip.style.left = `${Math.min(event.clientX + 14, innerWidth - this._tip.offsetWidth - 8)}px`;
       this._tip.style.top = `${Math.min(event.clientY + 16, innerHeight - this._tip.offsetHeight - 8)}px`;
     });
@@ -214,26 +220,20 @@ export class Chart {
     const ms = this._timeAt(x);
     const slack = ((this._to - this._from) / this._ganttBox.clientWidth) * 3;
     const here = this._bars.filter(
-      (bar) => bar.lane === this._lanes[lane] && bar.from - slack <= ms && ms <= bar.to + slack,
+      bar => bar.lane === this._lanes[lane] && bar.from - slack <= ms && ms <= bar.to + slack,
     );
-    const bar = here.findLast((each) => each.kind === "chunk") ?? here[0];
+    const bar = here.findLast(each => each.kind === "chunk") ?? here[0];
     const token = this._timeline.tokens[this._tokenAtTime(ms) - 1];
     const lines = [`${duration(ms - this._timeline.beganMs)} after submit`];
     if (bar) lines.push(bar.says, `${duration(bar.to - bar.from)}`);
-    if (token && bar?.kind === "decode")
-      lines.push(`token ${token.n}, ${duration(token.pauseMs)} after the one before`);
+    if (token && bar?.kind === "decode") lines.push(`token ${token.n}, ${pauseOf(token)}`);
     return lines;
   }
 
   _tellPause(x) {
     const token = x < this._left ? null : this._timeline?.tokens[(this._tokenAtPlace(x) ?? 0) - 1];
     if (!token) return null;
-    return [
-      `token ${token.n}`,
-      token.missing
-        ? "missing in the log"
-        : `${duration(token.pauseMs)} after ${token.n > 1 ? "the one before" : "submit"}`,
-    ];
+    return [`token ${token.n}`, token.missing ? "missing in the log" : pauseOf(token)];
   }
 
   // Drawing
@@ -245,8 +245,8 @@ export class Chart {
     );
     colours.ink = getComputedStyle(this._ink).color;
     colours.rule = getComputedStyle(this._line).color;
-    const kinds = new Set(this._bars.map((bar) => bar.kind));
-    const classes = new Set(this._timeline.tokens.map((token) => pauseClass(token.pauseMs, this._usualMs)));
+    const kinds = new Set(this._bars.map(bar => bar.kind));
+    const classes = new Set(this._timeline.tokens.map(token => pauseClass(token.pauseMs, this._usualMs)));
     for (const [kind, item] of this._swatches)
       item.hidden = !(kind.startsWith("pause-") ? classes.has(Number(kind[6])) : kinds.has(kind));
     this._range.textContent = `${since(this._from - this._timeline.beganMs)} to ${since(this._to - this._timeline.beganMs)} after submit`;
@@ -259,7 +259,6 @@ export class Chart {
     const height = TOP + this._lanes.length * this._laneHeight + AXIS;
     const pen = prepared(this._gantt, this._ganttBox.clientWidth, height);
     this._gantt.setAttribute("aria-label", this._summary());
-    pen.font = `12px ${getComputedStyle(this._ganttBox).fontFamily}`;
     this._drawAxis(pen, colours, height);
     this._lanes.forEach((lane, index) => {
       pen.fillStyle = colours.ink;
@@ -277,7 +276,8 @@ export class Chart {
   }
 
   _drawAxis(pen, colours, height) {
-    const step = niceStep((this._to - this._from) / Math.max(2, (this._ganttBox.clientWidth - this._left) / 110));
+    const room = Math.max(2, (this._ganttBox.clientWidth - this._left) / 110); // labels that fit
+    const step = nice(Math.max((this._to - this._from) / room, 1e-3));
     pen.strokeStyle = colours.rule;
     pen.fillStyle = colours.ink;
     pen.lineWidth = 1;
@@ -326,18 +326,15 @@ export class Chart {
       }
       path.rect(this._x(token.ms), this._barTop(lanes.get("reply")), width, BAR);
     }
-    paths.forEach((path, index) => {
-      pen.fillStyle = colours[`pause-${index}`];
-      pen.fill(path);
-    });
+    fillEach(pen, paths, colours);
   }
 
   _drawMarks(pen, colours) {
     pen.fillStyle = pen.strokeStyle = colours.ink;
     const timeline = this._timeline;
     const marks = timeline.marks
-      .filter((mark) => mark.kind !== "admitted")
-      .map((mark) => [mark.ms, `${mark.engine} epoch ${mark.epoch}`]);
+      .filter(mark => mark.kind !== "admitted")
+      .map(mark => [mark.ms, `${mark.engine} epoch ${mark.epoch}`]);
     if (timeline.end) marks.push([timeline.lastMs, "reply"]);
     for (const [ms, lane] of marks) {
       const [x, y] = [this._x(ms), this._barTop(Math.max(this._lanes.indexOf(lane), 0))];
@@ -354,7 +351,6 @@ export class Chart {
     const pen = prepared(this._pauses, width, PAUSES);
     const tokens = this._timeline.tokens;
     const longest = tokens.reduce((most, token) => Math.max(most, token.pauseMs), 1);
-    pen.font = `12px ${getComputedStyle(this._ganttBox).fontFamily}`;
     pen.fillStyle = colours.ink;
     if (!this._isNarrow) {
       pen.fillText("pause before", 0, 20);
@@ -373,10 +369,7 @@ export class Chart {
       const place = paths[pauseClass(token.pauseMs, this._usualMs)];
       place.rect(this._left + index * each, PAUSES - high, Math.max(each - (each > 3 ? 1 : 0), 0.5), high);
     });
-    paths.forEach((path, index) => {
-      pen.fillStyle = colours[`pause-${index}`];
-      pen.fill(path);
-    });
+    fillEach(pen, paths, colours);
   }
 
   _place() {
@@ -393,7 +386,7 @@ export class Chart {
   _summary() {
     const timeline = this._timeline;
     const several = (kind, name) => {
-      const number = timeline.marks.filter((mark) => mark.kind === kind).length;
+      const number = timeline.marks.filter(mark => mark.kind === kind).length;
       return `${number} ${name}${number === 1 ? "" : "s"}`;
     };
     return (
@@ -403,18 +396,12 @@ export class Chart {
   }
 }
 
-function prepared(canvas, width, height) {
-  const dense = devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * dense) || canvas.height !== Math.round(height * dense)) {
-    canvas.width = Math.round(width * dense);
-    canvas.height = Math.round(height * dense);
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-  }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(dense, 0, 0, dense, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  return pen;
+// Fill the path of each class of pauses with its colour.
+function fillEach(pen, paths, colours) {
+  paths.forEach((path, index) => {
+    pen.fillStyle = colours[`pause-${index}`];
+    pen.fill(path);
+  });
 }
 
 // Add slanted stripes to the path, so that a bar differs not by its colour alone.
@@ -434,9 +421,4 @@ function hatch(pen, x, y, width, height) {
 
 function since(ms) {
   return ms < 0.001 ? "0" : duration(Math.round(ms * 1000) / 1000);
-}
-
-function niceStep(ms) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(ms, 1e-3)));
-  return power * [1, 2, 5, 10].find((times) => times * power >= ms);
 }

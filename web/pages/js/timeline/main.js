@@ -1,12 +1,12 @@
 // /requests/<uid>: the timeline of one request, live or ended. It reads the events of the history, and holds one cursor, the
 // number of a token, which the slider, the keys and the chart move.
 
-import { ApiError, apiKey, call, explain, follow } from "../api.js";
-import { announce, button, copy, el, everyFrame, fill, find, toast } from "../dom.js";
+import { ApiError, apiKey, call, explain, follow, pageOf, pathOf } from "../api.js";
+import { announce, button, copy, el, everyFrame, fill, find, table, toast } from "../dom.js";
 import { frame } from "../frame.js";
 import { About } from "./about.js";
 import { Chart } from "./chart.js";
-import { curlOf, parseExactly } from "./curl.js";
+import { curlOf, parseExactly } from "./resend.js";
 import { stepsOf, Timeline } from "./model.js";
 import { Comparison } from "./replay.js";
 import { Slider } from "./slider.js";
@@ -35,7 +35,7 @@ class RequestPage {
     if (this._name.includes("/")) return this._showAbsent(new ApiError("No request has a slash in its id."));
     for (;;) {
       try {
-        const story = await call(`/v1/requests/${encodeURIComponent(this._name)}`);
+        const story = await call(pathOf(this._name));
         if (story.siblings) return this._showFamily(story);
         return this._run(story.uid);
       } catch (error) {
@@ -43,10 +43,10 @@ class RequestPage {
         if (!passes) return this._showAbsent(error);
         fill(
           this._main,
-          el("h1", {}, "Request"),
-          el("p", { class: "notice warn", role: "status" }, `${explain(error)} Trying again.`),
+          el("h1", "Request"),
+          el("p.notice.warn", { role: "status" }, `${explain(error)} Trying again.`),
         );
-        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+        await new Promise(resolve => setTimeout(resolve, RETRY_MS));
       }
     }
   }
@@ -56,21 +56,27 @@ class RequestPage {
   async _run(uid) {
     this._timeline = new Timeline(uid);
     document.title = `${uid} · MiniSGL`;
-    this._about = new About(this._timeline, { onToken: (n) => this._move(n) });
-    this._chart = new Chart({ onPick: (n) => this._move(n) });
-    this._slider = new Slider({ onMove: (n) => this._move(n) });
+    this._about = new About(this._timeline, { onToken: n => this._move(n) });
+    this._chart = new Chart({ onPick: n => this._move(n) });
+    this._slider = new Slider({ onMove: n => this._move(n) });
     this._text = new AnswerText();
     this._state = new TokenState();
     this._actions = this._makeActions();
-    this._notice = el("p", { class: "notice warn", role: "status", hidden: true });
+    this._notice = el("p.notice.warn", { role: "status", hidden: true });
     this._again = el("div");
     this._chart.node.append(this._slider.node);
     fill(
       this._main,
-      el("div", { class: "row head" }, this._about.title, el("span", { class: "grow" }), this._actions.node),
-      this._about.error, this._notice, this._about.facts, this._chart.node,
-      el("div", { class: "sides" }, this._text.node, this._state.node), this._again, this._about.siblings,
-      this._about.moments, this._about.asked,
+      el("div.row.head", this._about.title, el("span.grow"), this._actions.node),
+      this._about.error,
+      this._notice,
+      this._about.facts,
+      this._chart.node,
+      el("div.sides", this._text.node, this._state.node),
+      this._again,
+      this._about.siblings,
+      this._about.moments,
+      this._about.asked,
     );
     this._listenToKeys();
     const wanted = Number(/^#token=(\d+)$/.exec(location.hash)?.[1] ?? NaN);
@@ -87,7 +93,7 @@ class RequestPage {
           this._arrivedAt = performance.now();
           this._draw();
         },
-        (sentence) => this._tell(sentence),
+        sentence => this._tell(sentence),
       );
     } catch (error) {
       this._tell(explain(error));
@@ -139,7 +145,7 @@ class RequestPage {
   }
 
   _listenToKeys() {
-    document.addEventListener("keydown", (event) => {
+    document.addEventListener("keydown", event => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, dialog"))
         return;
       const steps = { ArrowLeft: -1, ArrowRight: 1 }[event.key] ?? 0;
@@ -154,9 +160,9 @@ class RequestPage {
   async _readSteps() {
     if (document.hidden && !this._timeline.isOver) return;
     try {
-      const answer = await call(`/v1/requests/${encodeURIComponent(this._timeline.uid)}/steps`);
+      const answer = await call(`${pathOf(this._timeline.uid)}/steps`);
       const sentence = answer.complete ? "" : "The journal of the engine no longer has the step of this token.";
-      this._known = { steps: stepsOf(answer), waits: new Map(answer.waits.map((wait) => [wait.n, wait])), sentence };
+      this._known = { steps: stepsOf(answer), waits: new Map(answer.waits.map(wait => [wait.n, wait])), sentence };
     } catch (error) {
       this._known = { ...this._known, sentence: explain(error) };
     }
@@ -167,7 +173,7 @@ class RequestPage {
 
   _makeActions() {
     const cached = el("input", { type: "checkbox" });
-    const act = (work) => async () => {
+    const act = work => async () => {
       try {
         await work();
       } catch (error) {
@@ -175,28 +181,25 @@ class RequestPage {
       }
     };
     const replay = button("Replay", {
-      icon: "again", title: "Compute it again on this server, and compare",
-      on: { click: act(() => this._replay(cached.checked)) },
+      icon: "again",
+      title: "Compute it again on this server, and compare",
+      click: act(() => this._replay(cached.checked)),
     });
-    const cancel = button("Cancel", { icon: "stop", class: "danger", on: { click: act(() => this._cancel()) } });
+    const cancel = button("Cancel", { icon: "stop", class: "danger", click: act(() => this._cancel()) });
     const curl = button("Copy as curl", {
       icon: "copy",
-      on: { click: act(() => copy(curlOf(this._timeline.submitted, location.origin, apiKey() !== null))) },
+      click: act(() => copy(curlOf(this._timeline.submitted, location.origin, apiKey() !== null))),
     });
-    const more = el("span", { class: "row" });
+    const more = el("span.row");
     const node = el(
-      "div",
-      { class: "row actions" },
+      "div.row.actions",
       cancel,
       replay,
-      el(
-        "label", { class: "switch small", title: "Otherwise all of its prompt is computed again" }, cached,
-        "with prefix cache",
-      ),
+      el("label.switch.small", { title: "Otherwise all of its prompt is computed again" }, cached, "with prefix cache"),
       curl,
       more,
     );
-    const show = (timeline) => {
+    const show = timeline => {
       cancel.hidden = timeline.isOver;
       replay.disabled = timeline.tokens.length === 0;
       curl.disabled = !timeline.submitted || !curlOf(timeline.submitted, location.origin, false);
@@ -205,12 +208,12 @@ class RequestPage {
   }
 
   async _cancel() {
-    const answer = await call(`/v1/requests/${encodeURIComponent(this._timeline.uid)}`, { method: "DELETE" });
+    const answer = await call(pathOf(this._timeline.uid), { method: "DELETE" });
     toast(answer.cancelled ? "Cancelled" : "It had ended already");
   }
 
   async _replay(cached) {
-    const path = `/v1/requests/${encodeURIComponent(this._timeline.uid)}/replay`;
+    const path = `${pathOf(this._timeline.uid)}/replay`;
     const { uid } = await call(path, { method: "POST", body: { cached } });
     await this._compare(this._timeline, new Timeline(uid));
   }
@@ -219,13 +222,9 @@ class RequestPage {
     fill(
       this._again,
       el(
-        "p",
-        { class: "notice row" },
+        "p.notice.row",
         "This request is a replay of another one.",
-        button("Compare them", {
-          icon: "columns",
-          on: { click: () => this._compare(new Timeline(of), this._timeline) },
-        }),
+        button("Compare them", { icon: "columns", click: () => this._compare(new Timeline(of), this._timeline) }),
       ),
     );
   }
@@ -239,8 +238,8 @@ class RequestPage {
     try {
       await Promise.all(
         [recorded, again]
-          .filter((each) => each !== this._timeline)
-          .map((each) => hearAll(each, draw, (sentence) => this._tell(sentence))),
+          .filter(each => each !== this._timeline)
+          .map(each => hearAll(each, draw, sentence => this._tell(sentence))),
       );
     } catch (error) {
       this._tell(explain(error));
@@ -255,22 +254,16 @@ class RequestPage {
     const send = button("Requeue", {
       icon: "send",
       title: "Send the dead letter again, under a new uid",
-      on: {
-        click: async () => {
-          try {
-            const made = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
-            location.assign(`/requests/${encodeURIComponent(made.uid)}`);
-          } catch (error) {
-            toast(explain(error));
-          }
-        },
+      click: async () => {
+        try {
+          const made = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
+          location.assign(pageOf(made.uid));
+        } catch (error) {
+          toast(explain(error));
+        }
       },
     });
-    fill(
-      node,
-      el("span", { class: "badge bad" }, `dead letter of ${letter.stage} after ${letter.deaths} deaths`),
-      send,
-    );
+    fill(node, el("span.badge.bad", `dead letter of ${letter.stage} after ${letter.deaths} deaths`), send);
   }
 
   // No request, or several
@@ -279,14 +272,14 @@ class RequestPage {
     const madeMs = /^(chatcmpl-|cmpl-)?[0-9a-f]{12}7[0-9a-f]{3}[89ab]/.test(this._name)
       ? parseInt(this._name.replace(/^\w*-/, "").slice(0, 12), 16)
       : null;
-    const letter = el("div", { class: "row" });
+    const letter = el("div.row");
     fill(
       this._main,
-      el("h1", {}, "Request ", el("span", { class: "mono uid" }, this._name)),
-      el("p", { class: "notice bad", role: "alert" }, explain(error)),
-      madeMs !== null && el("p", {}, `Its uid was made on ${new Date(madeMs).toLocaleString("en-GB")}.`),
+      el("h1", "Request ", el("span.mono.uid", this._name)),
+      el("p.notice.bad", { role: "alert" }, explain(error)),
+      madeMs !== null && el("p", `Its uid was made on ${new Date(madeMs).toLocaleString("en-GB")}.`),
       letter,
-      el("p", {}, "The ", el("a", { href: "/pipeline" }, "pipeline"), " lists the newest requests."),
+      el("p", "The ", el("a", { href: "/pipeline" }, "pipeline"), " lists the newest requests."),
     );
     if (madeMs !== null && error.status === 404) this._findLetter(this._name, letter);
     document.title = "Unknown request · MiniSGL";
@@ -295,35 +288,22 @@ class RequestPage {
 
   _showFamily(story) {
     document.title = `${story.uid} · MiniSGL`;
-    const told = new Map(story.requests.map((each) => [each.uid, each]));
-    const row = (uid) => {
+    const told = new Map(story.requests.map(each => [each.uid, each]));
+    const row = uid => {
       const each = told.get(uid);
       return el(
         "tr",
-        {},
-        el("td", {}, el("a", { class: "mono", href: `/requests/${encodeURIComponent(uid)}` }, uid)),
-        el("td", {}, each ? each.state : "gone"),
-        el("td", { class: "number" }, each ? String(each.completion_tokens) : ""),
-        el("td", {}, each ? each.text.slice(0, 120) : ""),
+        el("td", el("a.mono", { href: pageOf(uid) }, uid)),
+        el("td", each ? each.state : "gone"),
+        el("td.number", each ? String(each.completion_tokens) : ""),
+        el("td", each ? each.text.slice(0, 120) : ""),
       );
     };
     fill(
       this._main,
-      el("h1", {}, "Siblings ", el("span", { class: "mono uid" }, story.uid)),
-      el("p", {}, `One body made these ${story.siblings.length} requests. Each has a timeline of its own.`),
-      el(
-        "div",
-        { class: "card scroll" },
-        el(
-          "table",
-          { class: "table" },
-          el(
-            "thead", {},
-            el("tr", {}, ["uid", "state", "tokens", "text"].map((name) => el("th", { scope: "col" }, name))),
-          ),
-          el("tbody", {}, story.siblings.map(row)),
-        ),
-      ),
+      el("h1", "Siblings ", el("span.mono.uid", story.uid)),
+      el("p", `One body made these ${story.siblings.length} requests. Each has a timeline of its own.`),
+      el("div.card.scroll", table(["uid", "state", "tokens", "text"], story.siblings.map(row))),
     );
   }
 }
@@ -337,13 +317,13 @@ async function hearAll(timeline, onEvent, onTrouble) {
     } catch (error) {
       if (!PASSING.has(error.code)) throw error;
       onTrouble(`${error.message} Trying again.`);
-      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+      await new Promise(resolve => setTimeout(resolve, RETRY_MS));
     }
   }
 }
 
 async function hearUntilBroken(timeline, onEvent, onTrouble) {
-  const path = `/v1/requests/${encodeURIComponent(timeline.uid)}/events?format=events`;
+  const path = `${pathOf(timeline.uid)}/events?format=events`;
   for await (const { id, data } of follow(path, {
     lastEventId: timeline.lastId || null,
     onState: (state, sentence) => onTrouble(state === "waiting" ? `${sentence} Trying again.` : ""),

@@ -1,20 +1,34 @@
 // One request as data: a fold of the events of its history, as GET /v1/requests/<uid>/events?format=events sends them.
 // It tells what `minisgl trace` tells, and more of each token. Knows no page, no clock and no network.
 
+import { duration } from "../format.js";
+
 // Classes of pauses, as multiples of the usual one. `pauseClass` returns an index of this list.
 export const PAUSE_CLASSES = [
-  { upTo: 2, says: "usual" }, { upTo: 5, says: "2 to 5 times as long" }, { upTo: 20, says: "5 to 20 times" },
+  { upTo: 2, says: "usual" },
+  { upTo: 5, says: "2 to 5 times as long" },
+  { upTo: 20, says: "5 to 20 times" },
   { upTo: Infinity, says: "more than 20 times" },
 ];
 const SHORTEST_PAUSE_MS = 4; // below it a multiple says nothing: the clock counts milliseconds
 const ENDS = new Set(["finished", "failed", "cancelled", "answered"]);
 const STATES = {
-  submitted: "queued", tokenized: "tokenized", admitted: "running", preempted: "running", taken_over: "running",
-  tokens: "running", finished: "finished", answered: "finished", failed: "failed", cancelled: "cancelled",
+  submitted: "queued",
+  tokenized: "tokenized",
+  admitted: "running",
+  preempted: "running",
+  taken_over: "running",
+  tokens: "running",
+  finished: "finished",
+  answered: "finished",
+  failed: "failed",
+  cancelled: "cancelled",
 };
 // Fields of events that a moment does not repeat, as in pipeline/views/history.py.
-const TOLD_ELSEWHERE = new Set(`kind v n ms frontend by engine epoch endpoint model messages prompt prompt_ids sampling deadline_ms
-  labels constraint grammar token_ids pieces tokens text usage timings`.split(/\s+/));
+const TOLD_ELSEWHERE = new Set(
+  `kind v n ms frontend by engine epoch endpoint model messages prompt prompt_ids sampling deadline_ms
+  labels constraint grammar token_ids pieces tokens text usage timings`.split(/\s+/),
+);
 
 export class Timeline {
   constructor(uid) {
@@ -63,7 +77,7 @@ export class Timeline {
 
   get cachedTokens() {
     return (
-      this.end?.usage?.cached_tokens ?? this.marks.find((mark) => mark.kind === "admitted")?.event.cached_tokens ?? 0
+      this.end?.usage?.cached_tokens ?? this.marks.find(mark => mark.kind === "admitted")?.event.cached_tokens ?? 0
     );
   }
 
@@ -75,8 +89,8 @@ export class Timeline {
   get usualPauseMs() {
     const pauses = this.tokens
       .slice(1)
-      .filter((token) => !token.missing)
-      .map((token) => token.pauseMs);
+      .filter(token => !token.missing)
+      .map(token => token.pauseMs);
     pauses.sort((one, other) => one - other);
     return pauses.length ? pauses[pauses.length >> 1] : 0;
   }
@@ -94,11 +108,15 @@ export class Timeline {
   // Everything that is known of token n, and of the moment at which it came. n = 0: before the first token.
   at(n) {
     const token = n > 0 ? (this.tokens[n - 1] ?? null) : null;
-    const marks = this.marks.filter((mark) => mark.n < n || (n === 0 && mark.n === 0));
-    const admitted = marks.findLast((mark) => mark.kind === "admitted") ?? null;
+    const marks = this.marks.filter(mark => mark.n < n || (n === 0 && mark.n === 0));
+    const admitted = marks.findLast(mark => mark.kind === "admitted") ?? null;
     return {
-      n, token, text: this.textAt(n), added: n > 0 ? this._text.slice(this._ends[n - 1], this._ends[n]) : "",
-      admitted, marks: this.marks.filter((mark) => mark.n === n - 1 || (n === 0 && mark.n === 0)),
+      n,
+      token,
+      text: this.textAt(n),
+      added: n > 0 ? this._text.slice(this._ends[n - 1], this._ends[n]) : "",
+      admitted,
+      marks: this.marks.filter(mark => mark.n === n - 1 || (n === 0 && mark.n === 0)),
       length: this.promptTokens === null ? null : this.promptTokens + n,
     };
   }
@@ -155,7 +173,10 @@ export class Timeline {
       const moment = this._moment(id, event.ms, "tokens", who, this.n);
       Object.assign(moment, { first_n: this.n - count + 1, last_id: id, count, last_at_ms: atMs });
       this.moments.push({
-        ...moment, longest_pause_ms: this._longestIn(moment), longest_client_pause_ms: 0, chunks: event.chunks ?? 0,
+        ...moment,
+        longest_pause_ms: this._longestIn(moment),
+        longest_client_pause_ms: 0,
+        chunks: event.chunks ?? 0,
       });
     }
   }
@@ -218,7 +239,13 @@ export class Timeline {
       this._engine = event.engine;
       who = `${event.engine} epoch ${event.epoch}`;
       this.marks.push({
-        id, n: this.n, ms: event.ms, kind: event.kind, engine: event.engine, epoch: event.epoch, event,
+        id,
+        n: this.n,
+        ms: event.ms,
+        kind: event.kind,
+        engine: event.engine,
+        epoch: event.epoch,
+        event,
       });
     }
     for (const [name, value] of Object.entries(event)) if (!TOLD_ELSEWHERE.has(name)) details[name] = value;
@@ -240,7 +267,12 @@ export function isAfter(id, other) {
 // Return how long a pause was, as an index of PAUSE_CLASSES.
 export function pauseClass(pauseMs, usualMs) {
   const times = pauseMs / Math.max(usualMs, SHORTEST_PAUSE_MS);
-  return PAUSE_CLASSES.findIndex((each) => times < each.upTo);
+  return PAUSE_CLASSES.findIndex(each => times < each.upTo);
+}
+
+// Return the pause before a token in words.
+export function pauseOf({ n, pauseMs }) {
+  return `${duration(pauseMs)} after ${n > 1 ? "the one before" : "submit"}`;
 }
 
 // Return the bars of the chart, in the order of their time: {lane, kind, from, to, says}, in ms since 1970.
@@ -258,13 +290,16 @@ export function barsOf(timeline, nowMs, steps = new Map()) {
   const tokenizedMs = timeline.tokenized?.ms ?? last;
   const answered = timeline.end?.kind === "answered";
   bars.push({
-    lane: "way", kind: "tokenize", from: timeline.beganMs, to: tokenizedMs,
+    lane: "way",
+    kind: "tokenize",
+    from: timeline.beganMs,
+    to: tokenizedMs,
     says: answered ? "the tokenizer answers" : "queue and tokenizer",
   });
   if (!timeline.tokenized) return bars;
   let free = { kind: "wait", from: tokenizedMs }; // the request is in no engine since then
   let stint = null; // in an engine
-  const leave = (ms) => {
+  const leave = ms => {
     if (stint) bars.push(...stintBars(stint, ms));
     stint = null;
   };
@@ -295,21 +330,22 @@ export function barsOf(timeline, nowMs, steps = new Map()) {
 }
 
 const WAITS = {
-  wait: "waits for an engine", preempted: "preempted: its pages went to more important requests",
+  wait: "waits for an engine",
+  preempted: "preempted: its pages went to more important requests",
   gone: "its engine is gone, and another one takes it over",
 };
 
 function inOrder(timeline) {
-  const marks = timeline.marks.map((mark) => ({ ...mark, at: mark.n + 0.5 }));
-  const tokens = timeline.tokens.filter((token) => !token.missing);
-  const told = tokens.map((token) => ({ kind: "token", ms: token.madeMs, at: token.n, token }));
+  const marks = timeline.marks.map(mark => ({ ...mark, at: mark.n + 0.5 }));
+  const tokens = timeline.tokens.filter(token => !token.missing);
+  const told = tokens.map(token => ({ kind: "token", ms: token.madeMs, at: token.n, token }));
   return [...marks, ...told].sort((one, other) => one.at - other.at);
 }
 
 // When an engine took the request: it commits that at the end of the step, and began before it.
 function admittedMs(timeline, mark, steps, earliest) {
   const timings = timeline.end?.timings;
-  if (timings && mark.id === timeline.marks.find((each) => each.kind === "admitted").id)
+  if (timings && mark.id === timeline.marks.find(each => each.kind === "admitted").id)
     return Math.max(timeline.beganMs + timings.admitted_ms, earliest);
   const step = steps.get(stepKey(mark.engine, `${mark.epoch}-${mark.event.step}`));
   return step ? Math.max(step.made_ms - step.forward_ms, earliest) : mark.ms;

@@ -1,6 +1,7 @@
 // Two answers side by side: a request and one that computes it again. It follows the new one as it comes.
 
-import { el, fill } from "../dom.js";
+import { pageOf } from "../api.js";
+import { el, fill, table } from "../dom.js";
 import { count } from "../format.js";
 import { difference } from "./model.js";
 import { short, visible } from "./state.js";
@@ -8,30 +9,26 @@ import { short, visible } from "./state.js";
 export class Comparison {
   constructor(recorded, again) {
     [this._recorded, this._again] = [recorded, again];
-    this._verdict = el("p", { class: "notice", role: "status" });
-    this._texts = [el("div", { class: "answer" }), el("div", { class: "answer" })];
+    this._verdict = el("p.notice", { role: "status" });
+    this._texts = [el("div.answer"), el("div.answer")];
     this._table = el("div");
     const side = (says, timeline, text) =>
       el(
-        "div",
-        { class: "stack" },
+        "div.stack",
         el(
           "h3",
-          {},
           says,
           " ",
-          el(
-            "a",
-            { class: "mono small", href: `/requests/${encodeURIComponent(timeline.uid)}`, title: timeline.uid },
-            short(timeline.uid),
-          ),
+          el("a.mono.small", { href: pageOf(timeline.uid), title: timeline.uid }, short(timeline.uid)),
         ),
         text,
       );
     this.node = el(
-      "section", { class: "card stack comparison", aria: { label: "Replay" } }, el("h2", {}, "Replay"),
+      "section.card.stack.comparison",
+      { aria: { label: "Replay" } },
+      el("h2", "Replay"),
       this._verdict,
-      el("div", { class: "sides" }, side("Recorded", recorded, this._texts[0]), side("Now", again, this._texts[1])),
+      el("div.sides", side("Recorded", recorded, this._texts[0]), side("Now", again, this._texts[1])),
       this._table,
     );
   }
@@ -47,26 +44,19 @@ export class Comparison {
       if (!found) return fill(this._texts[index], whole);
       const [from, to] = [timeline.textAt(found.n - 1).length, timeline.textAt(found.n).length];
       return fill(
-        this._texts[index], whole.slice(0, from), el("mark", { class: "differs" }, whole.slice(from, to)),
-        el("span", { class: "dim" }, whole.slice(to)),
+        this._texts[index],
+        whole.slice(0, from),
+        el("mark.differs", whole.slice(from, to)),
+        el("span.dim", whole.slice(to)),
       );
     });
     fill(
       this._table,
       found &&
-        el(
-          "table",
-          { class: "table" },
-          el("caption", { class: "hidden-text" }, "The first difference"),
-          el(
-            "thead",
-            {},
-            el(
-              "tr", {},
-              ["", "token", "text", "log-probability", "engine"].map((name) => el("th", { scope: "col" }, name)),
-            ),
-          ),
-          el("tbody", {}, row("recorded", found.one, this._recorded), row("now", found.other, this._again)),
+        table(
+          ["", "token", "text", "log-probability", "engine"],
+          [row("recorded", found.one, this._recorded), row("now", found.other, this._again)],
+          { aria: { label: "The first difference" } },
         ),
     );
   }
@@ -74,7 +64,10 @@ export class Comparison {
 
 function verdict(recorded, again, found) {
   if (found) {
-    const texts = [[found.one, recorded], [found.other, again]].map(([token, timeline]) => named(token, timeline));
+    const texts = [
+      [found.one, recorded],
+      [found.other, again],
+    ].map(([token, timeline]) => named(token, timeline));
     return [false, `The first difference is at token ${count(found.n)}: ${texts.join(", now ")}.`];
   }
   const made = `${count(again.n)} of ${count(recorded.n)} tokens`;
@@ -108,5 +101,9 @@ function row(says, token, timeline) {
           token.score ? token.score.logprob.toFixed(4) : "not asked for",
           `${token.engine} epoch ${token.epoch}`,
         ];
-  return el("tr", {}, el("th", { scope: "row" }, says), cells.map((cell) => el("td", { class: "mono" }, cell)));
+  return el(
+    "tr",
+    el("th", { scope: "row" }, says),
+    cells.map(cell => el("td.mono", cell)),
+  );
 }

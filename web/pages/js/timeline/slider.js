@@ -1,7 +1,7 @@
 // The cursor of the timeline as a slider, with buttons: a step, the ends, and playing at the speed of the request.
 
 import { button, el, fill, icon } from "../dom.js";
-import { duration } from "../format.js";
+import { pauseOf } from "./model.js";
 
 const LONGEST_WAIT_MS = 2000; // while it plays
 
@@ -18,40 +18,47 @@ export class Slider {
       max: 0,
       step: 1,
       value: 0,
-      on: {
-        input: () => {
-          this._stop();
-          onMove(Number(this._range.value));
-        },
+      input: () => {
+        this._stop();
+        onMove(Number(this._range.value));
       },
     });
-    this._label = el("output", { class: "number small", for: "token" });
+    this._label = el("output.number.small", { for: "token" });
     const go = (label, drawing, where) =>
       button(label, {
         icon: drawing,
         text: false,
         class: "tiny",
-        on: {
-          click: () => {
-            this._stop();
-            onMove(where());
-          },
+        click: () => {
+          this._stop();
+          onMove(where());
         },
       });
-    this._play = button("Play", { icon: "play", text: false, class: "tiny", on: { click: () => this._toggle() } });
+    this._play = button("Play", { icon: "play", text: false, class: "tiny", click: () => this._toggle() });
     this.node = el(
-      "div",
-      { class: "slider" },
-      el("label", { class: "hidden-text", for: "token" }, "Token"),
+      "div.slider",
+      el("label.hidden-text", { for: "token" }, "Token"),
       el(
-        "div", { class: "row" }, go("Token before", "left", () => this._n - 1), this._play,
+        "div.row",
+        go("Token before", "left", () => this._n - 1),
+        this._play,
         go("Next token", "right", () => this._n + 1),
       ),
       this._range,
       this._label,
       el(
-        "p", { class: "dim small hint" }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " move by a token, with ",
-        el("kbd", {}, "Shift"), " by ten, ", el("kbd", {}, "+"), " ", el("kbd", {}, "-"), " ", el("kbd", {}, "0"),
+        "p.dim.small.hint",
+        el("kbd", "←"),
+        " ",
+        el("kbd", "→"),
+        " move by a token, with ",
+        el("kbd", "Shift"),
+        " by ten, ",
+        el("kbd", "+"),
+        " ",
+        el("kbd", "-"),
+        " ",
+        el("kbd", "0"),
         " zoom",
       ),
     );
@@ -67,7 +74,7 @@ export class Slider {
     this._range.setAttribute(
       "aria-valuetext",
       token
-        ? `token ${state.n} of ${timeline.tokens.length}, “${state.added}”, ${duration(token.pauseMs)} after ${state.n > 1 ? "the one before" : "submit"}`
+        ? `token ${state.n} of ${timeline.tokens.length}, “${state.added}”, ${pauseOf(token)}`
         : "before the first token",
     );
   }

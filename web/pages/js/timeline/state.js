@@ -1,8 +1,9 @@
 // A request at one token: the text so far, and what is known of the token. Also how tokens are written for people.
 
-import { el, fill } from "../dom.js";
+import { pageOf } from "../api.js";
+import { button, el, fill } from "../dom.js";
 import { count, duration } from "../format.js";
-import { pauseClass, PAUSE_CLASSES, stepKey } from "./model.js";
+import { pauseClass, PAUSE_CLASSES, pauseOf, stepKey } from "./model.js";
 
 const MOST_TEXT = 20_000; // characters before the token that are shown: laying out more in each move takes too long
 const COMPANIONS = 24; // that are shown at first
@@ -11,13 +12,15 @@ const COMPANIONS = 24; // that are shown at first
 export class AnswerText {
   constructor() {
     this._before = el("span");
-    this._token = el("mark", { class: "here" });
-    this._cut = el("p", { class: "dim small", hidden: true });
+    this._token = el("mark.here");
+    this._cut = el("p.dim.small", { hidden: true });
     this._text = el(
-      "div", { class: "answer", tabindex: "0", role: "region", aria: { label: "Text up to this token" } },
-      this._before, this._token,
+      "div.answer",
+      { tabindex: "0", role: "region", aria: { label: "Text up to this token" } },
+      this._before,
+      this._token,
     );
-    this.node = el("section", { class: "card" }, el("h2", {}, "Text so far"), this._cut, this._text);
+    this.node = el("section.card", el("h2", "Text so far"), this._cut, this._text);
   }
 
   show(state) {
@@ -34,9 +37,9 @@ export class AnswerText {
 // What is known of a token, as a list of names and values. Each value has `data-field`.
 export class TokenState {
   constructor() {
-    this._list = el("dl", { class: "facts" });
-    this._others = el("div", { class: "stack" });
-    this.node = el("section", { class: "card" }, el("h2", {}, "At this token"), this._list, this._others);
+    this._list = el("dl.facts");
+    this._others = el("div.stack");
+    this.node = el("section.card", el("h2", "At this token"), this._list, this._others);
     this._showAll = false;
   }
 
@@ -46,11 +49,15 @@ export class TokenState {
     fill(
       this._list,
       [
-        ["token", "Token", token || timeline.n ? `${state.n} of ${timeline.n}` : timeline.isOver ? "no tokens" : "none yet"],
+        [
+          "token",
+          "Token",
+          token || timeline.n ? `${state.n} of ${timeline.n}` : timeline.isOver ? "no tokens" : "none yet",
+        ],
         ...(token ? tokenRows(timeline, state, step, known) : beforeRows(timeline)),
       ]
         .filter(([, , value]) => value !== null && value !== "")
-        .flatMap(([name, says, value]) => [el("dt", {}, says), el("dd", { data: { field: name } }, value)]),
+        .flatMap(([name, says, value]) => [el("dt", says), el("dd", { data: { field: name } }, value)]),
     );
     this._showOthers(step, token, known);
   }
@@ -58,42 +65,33 @@ export class TokenState {
   _showOthers(step, token, known) {
     if (!step) {
       const why = token && known.sentence;
-      fill(this._others, why && el("p", { class: "dim small" }, why));
+      fill(this._others, why && el("p.dim.small", why));
       return;
     }
     const shown = this._showAll ? step.companions : step.companions.slice(0, COMPANIONS);
     const left = step.companions.length - shown.length;
     fill(
       this._others,
-      el("h3", {}, step.companions.length ? "In the same batch" : "Alone in its batch"),
+      el("h3", step.companions.length ? "In the same batch" : "Alone in its batch"),
       el(
-        "ul",
-        { class: "chips" },
-        shown.map((one) =>
+        "ul.chips",
+        shown.map(one =>
           el(
             "li",
-            {},
             typeof one === "string"
-              ? el("a", { class: "mono small", href: `/requests/${encodeURIComponent(one)}`, title: one }, short(one))
-              : el("span", { class: "dim small" }, `another client's ${one}`),
+              ? el("a.mono.small", { href: pageOf(one), title: one }, short(one))
+              : el("span.dim.small", `another client's ${one}`),
           ),
         ),
       ),
       left > 0 &&
-        el(
-          "button",
-          {
-            type: "button",
-            class: "button tiny",
-            on: {
-              click: () => {
-                this._showAll = true;
-                this._showOthers(step, token, known);
-              },
-            },
+        button(`${count(left)} more`, {
+          class: "tiny",
+          click: () => {
+            this._showAll = true;
+            this._showOthers(step, token, known);
           },
-          `${count(left)} more`,
-        ),
+        }),
     );
   }
 }
@@ -101,10 +99,9 @@ export class TokenState {
 function tokenRows(timeline, state, step, known) {
   const { token } = state;
   const classOf = pauseClass(token.pauseMs, timeline.usualPauseMs);
-  const pause = `${duration(token.pauseMs)} after ${state.n > 1 ? "the one before" : "submit"}`;
   const wait = known.waits.get(state.n);
   const events = state.marks.map(
-    (mark) =>
+    mark =>
       ({
         preempted: "preempted",
         taken_over: `taken over by ${mark.engine} epoch ${mark.epoch}`,
@@ -115,11 +112,16 @@ function tokenRows(timeline, state, step, known) {
   return [
     ["text", "Text", written(state)],
     ["id", "Id", token.token === null ? "" : String(token.token)],
-    ["logprob", "Log-probability", token.score ? scored(token.score) : el("span", { class: "dim" }, "not asked for")],
+    ["logprob", "Log-probability", token.score ? scored(token.score) : el("span.dim", "not asked for")],
     ["at", "Made", `${duration(token.madeMs - timeline.beganMs)} after submit`],
     [
-      "pause", "Pause",
-      el("span", { class: ["badge", ["", "info", "warn", "bad"][classOf]], title: PAUSE_CLASSES[classOf].says }, pause),
+      "pause",
+      "Pause",
+      el(
+        "span",
+        { class: ["badge", ["", "info", "warn", "bad"][classOf]], title: PAUSE_CLASSES[classOf].says },
+        pauseOf(token),
+      ),
     ],
     ["why", "Why", wait ? wait.why.join(", and ") || nothingElse(wait, step) : ""],
     ["client", "To the client", toClient(token)],
@@ -138,10 +140,11 @@ function tokenRows(timeline, state, step, known) {
     ],
     ["room", "Engine load", step ? `${count(step.waiting)} waiting, ${count(step.pages_free)} pages free` : ""],
     [
-      "numerics", "Numerics",
-      state.admitted?.event.numerics ? el("span", { class: "mono small" }, state.admitted.event.numerics) : "",
+      "numerics",
+      "Numerics",
+      state.admitted?.event.numerics ? el("span.mono.small", state.admitted.event.numerics) : "",
     ],
-    ["entry", "Entry in the log", el("span", { class: "mono small" }, token.id)],
+    ["entry", "Entry in the log", el("span.mono.small", token.id)],
   ];
 }
 
@@ -161,28 +164,28 @@ function toClient({ ms, madeMs, clientPauseMs, isKnown, commit }) {
 function beforeRows(timeline) {
   return [
     ["state", "State", timeline.state],
-    ["prompt", "Prompt", timeline.promptTokens === null ? `not counted${timeline.isOver ? "" : " yet"}` : `${count(timeline.promptTokens)} tokens`],
+    [
+      "prompt",
+      "Prompt",
+      timeline.promptTokens === null
+        ? `not counted${timeline.isOver ? "" : " yet"}`
+        : `${count(timeline.promptTokens)} tokens`,
+    ],
     ["tokenizer", "Tokenizer", timeline.tokenized?.by ?? ""],
     ["frontend", "Frontend", timeline.submitted?.frontend ?? ""],
   ];
 }
 
 function written({ added, token }) {
-  if (added) return el("code", { class: "token" }, visible(added));
-  const none = el("span", { class: "dim" }, "not shown: it is special, or a character or a stop string is incomplete");
-  return token.score?.text
-    ? el("span", {}, el("code", { class: "token" }, visible(token.score.text)), " ", none)
-    : none;
+  if (added) return el("code.token", visible(added));
+  const none = el("span.dim", "not shown: it is special, or a character or a stop string is incomplete");
+  return token.score?.text ? el("span", el("code.token", visible(token.score.text)), " ", none) : none;
 }
 
 function scored(score) {
-  const best = (score.top ?? []).map(
-    (each) => `${visible(each.text ?? String(each.token))} ${each.logprob.toFixed(3)}`,
-  );
+  const best = (score.top ?? []).map(each => `${visible(each.text ?? String(each.token))} ${each.logprob.toFixed(3)}`);
   const said = `${score.logprob.toFixed(4)} (${(100 * Math.exp(score.logprob)).toPrecision(3)} %)`;
-  return best.length
-    ? el("span", {}, said, el("span", { class: "dim small" }, `; most probable: ${best.join(", ")}`))
-    : said;
+  return best.length ? el("span", said, el("span.dim.small", `; most probable: ${best.join(", ")}`)) : said;
 }
 
 // Return a text with its invisible characters written out.

@@ -1,13 +1,20 @@
 // From the first event of a request to a command that sends the same body again, seed included. web/wire/resend.py is the
 // server's own way back; this one leaves out a few fields that do not change the answer.
 
+import { curl } from "../curl.js";
+
 const CHAT = "/v1/chat/completions",
   COMPLETIONS = "/v1/completions",
   GENERATE = "/generate";
 const RECOMMENDED = new Set(["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"]); // a model may have its own defaults
 const DEFAULTS = {
-  typical_p: 1, min_tokens: 0, presence_penalty: 0, frequency_penalty: 0, ignore_eos: false,
-  include_stop_str_in_output: false, skip_special_tokens: true,
+  typical_p: 1,
+  min_tokens: 0,
+  presence_penalty: 0,
+  frequency_penalty: 0,
+  ignore_eos: false,
+  include_stop_str_in_output: false,
+  skip_special_tokens: true,
 };
 
 // Return the JSON of *text*; whole numbers too large for a number, such as seeds, become a BigInt.
@@ -29,12 +36,7 @@ export function curlOf(submitted, origin, withKey) {
     (_, value) => (typeof value === "bigint" ? `@exact ${numbers.push(value) - 1}@` : value),
     2,
   ).replace(/"@exact (\d+)@"/g, (all, index) => String(numbers[index] ?? all));
-  const key = withKey ? ` \\\n    -H "Authorization: Bearer $MINISGL_API_KEY"` : "";
-  return `curl ${origin}${submitted.endpoint} -H 'content-type: application/json'${key} \\\n    -d ${quoted(json)}`;
-}
-
-function quoted(text) {
-  return `'${text.replaceAll("'", `'\\''`)}'`;
+  return curl(origin + submitted.endpoint, json, { streams: body.stream, withKey });
 }
 
 function bodyOf(submitted) {
@@ -49,7 +51,13 @@ function bodyOf(submitted) {
     if (templating.tools?.length) more.tools = templating.tools;
     if (Object.keys(templating.variables ?? {}).length) more.chat_template_kwargs = templating.variables;
     return {
-      model: submitted.model, ...asked, ...said, ...scores, ...length(submitted), ...constraint, ...more,
+      model: submitted.model,
+      ...asked,
+      ...said,
+      ...scores,
+      ...length(submitted),
+      ...constraint,
+      ...more,
       ...shown(submitted),
     };
   }
@@ -65,7 +73,9 @@ function bodyOf(submitted) {
   if (keep) given.no_stop_trim = true;
   const name = typeof prompt === "string" ? "text" : "input_ids";
   return {
-    [name]: prompt, sampling_params: given, stream: submitted.presentation.stream === true,
+    [name]: prompt,
+    sampling_params: given,
+    stream: submitted.presentation.stream === true,
     ...(scores === undefined ? {} : { return_logprob: true, top_logprobs_num: scores }),
   };
 }
