@@ -16,7 +16,6 @@ from web_site import Site, chat, site
 from pipeline.markup import ToolFormat
 from web.wire.idempotency import HEADER
 
-
 NUM_RESUMED: Final = by_night(1, 20)
 """Texts of each family whose streams are resumed."""
 
