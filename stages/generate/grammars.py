@@ -85,16 +85,17 @@ class GrammarMatcher:
             return
         self._tokens += token_ids
         try:
-            is_computed = self._is_computed(token_ids)
-            if not is_computed and not self._is_fresh:
+            if self._is_computed(token_ids):
+                return
+            reason = self._matcher.get_error()  # of the second attempt, it is often that a token does not fit
+            if not self._is_fresh:
                 self._matcher, self._is_fresh = self._new(True), True
-                is_computed = self._is_computed(self._tokens)
-            if not is_computed:
-                self._error = _brief(self._matcher.get_error()) or "it is in no state to go on from"
+                if self._is_computed(self._tokens):
+                    return
+            self._error = _brief(reason) or "it is in no state to go on from"
         except BaseException as error:  # a panic in Rust is no Exception, and this thread must go on
             self._error = _brief(repr(error))
-        if self._error:
-            self._allowed = None
+        self._allowed = None
 
     def _is_computed(self, token_ids: Sequence[int]) -> bool:
         matcher = self._matcher

@@ -22,8 +22,6 @@ from stages.tokenize.grammars import UNFORCED, checked, choices_of, grammar_of, 
 from stages.tokenize.literals import Rules, quoted
 from stages.tokenize.markup import BEGINS, MARKERS, Dialect
 
-MOST_OF_A_CHARACTER: Final = 3
-"""Most bytes of a UTF-8 character after its first one. A budget ends between characters, not inside one."""
 GAP: Final = "/\\n{0,2}/"
 """Between thinking and JSON or a call."""
 
@@ -132,15 +130,9 @@ class _Answer:
         return (f"({opened} {closed} {gap})?",) if is_optional else (opened, closed, gap)
 
     def _counted(self, rules: Rules, end: str, budget: int | None) -> str:
-        """Return thinking that a token ends, of at most *budget* tokens.
-
-        llguidance stops counting inside a character, which is 3 tokens more at most. So it counts to 3 less, and fewer
-        tokens must be ASCII, of which each is a character.
-        """
-        anything = "/(?s:.*)/" if budget is None or budget > MOST_OF_A_CHARACTER else "/[\\x00-\\x7f]*/"
-        text = rules.add(self._text_without(end, of=anything), terminal=True)
-        most = budget if budget is None or budget <= MOST_OF_A_CHARACTER else budget - MOST_OF_A_CHARACTER
-        attributes = "" if most is None else f"[max_tokens={most}]"
+        """Return thinking that a token ends, of at most *budget* tokens. The last one may end inside a character."""
+        text = rules.add(self._text_without(end), terminal=True)
+        attributes = "" if budget is None else f"[max_tokens={budget}]"
         return f"{rules.add(text, attributes=attributes)} {marker(self.dialect, end)}"
 
     def _spelled(self, rules: Rules, end: str) -> str:

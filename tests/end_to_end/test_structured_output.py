@@ -9,7 +9,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -18,6 +18,7 @@ import httpx
 import jsonschema
 import pytest
 from checkpoints import make_checkpoint
+from chunks import documents, put_together
 from evil_grammars import EVILS, REFUSED_AS
 from fresh_logs import fresh_logs
 from kernel_variants import VARIANTS
@@ -33,7 +34,7 @@ from minisgl import main
 from ops.offline.stages import Stages
 from ops.replay.compute import Computer
 from pipeline.constraint import Constraint
-from pipeline.events import Admitted, Failed, Finished, SamplingParams, Submitted, TakenOver
+from pipeline.events import Admitted, Failed, Finished, Preempted, SamplingParams, Submitted, TakenOver
 from pipeline.flags import parse_config
 from pipeline.names import GENERATE
 from pipeline.replaying import again
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.slow
 
 NUM_SCHEMAS: Final = by_night(50, 1000)
 NUM_EVILS: Final = by_night(5, 20)
+NUM_REPLAYED: Final = by_night(10, 50)
 MOST_TOKENS: Final = 300
 DEPTH: Final = 2
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "352")
@@ -111,6 +113,19 @@ def bound(kind: Literal["json", "regex", "grammar"], what: Any, seed: int, **sam
     constraint = Constraint(kind=kind, text=json.dumps(what) if kind == "json" else what, param="field")
     params = SamplingParams(**{"temperature": 1, "seed": seed, "max_tokens": MOST_TOKENS} | sampling)
     return Submitted(endpoint="e", frontend="", prompt=f"{seed} {PROMPT}", sampling=params, constraint=constraint)
+
+
+def format_of(schema: Any) -> dict[str, Any]:
+    """Return the field of a body that asks for JSON of a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}}
+
+
+def assert_replayed(server: Server, uids: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`minisgl replay run` finds the tokens of each request identical, which the server computes again."""
+    with fresh_logs():
+        code = main(["replay", "run", *uids, "--json", "--redis-url", server.redis_url])
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["uid"], each["identical"]) for each in told] == [(uid, 1) for uid in uids] and code == 0
 
 
 REQUESTS: Final = [bound("json", schema, seed) for seed, schema in enumerate(SCHEMAS)]
@@ -198,27 +213,27 @@ def test_no_other_wish_breaks_a_constraint(stages: Stages) -> None:
 @pytest.mark.night
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
-    model: Path, undisturbed: list[History], tmp_path: Path, num_engines: int
+    model: Path, undisturbed: list[History], tmp_path: Path, num_engines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two engines, the other one goes on with some of the requests."""
+    """With two engines, the other one goes on with some of the requests. Few pages are there, so some are preempted."""
 
     def ask(request: Submitted) -> tuple[str, str]:
         assert request.constraint is not None
-        schema = {"json_schema": {"name": "a", "schema": json.loads(request.constraint.text)}, "type": "json_schema"}
         sampling = {"temperature": 1, "seed": request.sampling.seed, "max_tokens": MOST_TOKENS}
-        body = {"prompt": request.prompt, "response_format": schema, **sampling}
+        body = {"prompt": request.prompt, **format_of(json.loads(request.constraint.text)), **sampling}
         response = http.post("/v1/completions", json=body)
         return response.json()["choices"][0]["text"], response.headers["x-minisgl-uid"]
 
     expected = {request.prompt: history.text for request, history in zip(REQUESTS, undisturbed, strict=True)}
-    flags = ("--model", str(model), "--dtype", "float32", "--lease", "1", "--dp", str(num_engines), *SIZES)
+    engines = ("--lease", "1", "--dp", str(num_engines), "--num-pages", "88")
     with (
-        serve(tmp_path, *flags) as server,
+        serve(tmp_path, "--model", str(model), "--dtype", "float32", *SIZES, *engines) as server,
         server.log() as log,
         httpx.Client(base_url=server.url, timeout=120) as http,
-        ThreadPoolExecutor(32) as pool,
+        ThreadPoolExecutor(50) as pool,
     ):
-        taken_over = moved = 0
+        taken_over = moved = preempted = 0
+        uids = list[str]()
         for number in range(1, 4):
             asked = [(request.prompt, pool.submit(ask, request)) for request in REQUESTS[:50]]
             eventually(lambda asked=asked: any(answer.done() for _, answer in asked), "the first answers have come")  # type: ignore[misc]
@@ -226,12 +241,40 @@ def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
             for prompt, answer in asked:
                 text, uid = answer.result()
                 assert text == expected[prompt], (number, prompt)
+                uids.append(uid)
                 events = events_of(log, uid)
                 taken_over += num_of(events, TakenOver)
+                preempted += num_of(events, Preempted)
                 moved += len({event.engine for event in events if isinstance(event, (Admitted, TakenOver))}) > 1
             eventually(lambda: len(read_statuses(log, GENERATE)) == num_engines, "an engine has come in its place")
-        assert taken_over + moved
+        assert taken_over + moved and preempted
         assert num_engines == 1 or moved, "another engine has gone on with some"
+        assert_replayed(server, uids, capsys)
+
+
+@pytest.mark.xdist_group("llama3_server")
+def test_over_http_a_bound_answer_is_the_same_whole_and_streamed_and_in_a_replay(
+    llama3_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(seed: int) -> tuple[str, str]:
+        """Return why the answer ended, and its uid."""
+        prompt = [{"role": "user", "content": f"{seed} {PROMPT}"}]
+        body = {"messages": prompt, "seed": seed, "max_tokens": MOST_TOKENS, **format_of(SCHEMAS[seed])}
+        whole = http.post("/v1/chat/completions", json=body)
+        (choice,) = whole.json()["choices"]
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+        stream = http.post("/v1/chat/completions", json=body | {"stream": True})
+        said = put_together(documents(stream.content))
+        assert (said["content"], said["reason"]) == (content, reason), SCHEMAS[seed]
+        if reason == "stop":
+            jsonschema.validate(json.loads(content), SCHEMAS[seed], cls=jsonschema.Draft202012Validator)
+        return reason, whole.headers["x-minisgl-uid"]
+
+    with httpx.Client(base_url=llama3_server.url, timeout=120) as http, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(NUM_SCHEMAS)))
+    assert [reason for reason, _ in answers].count("stop") >= 0.9 * NUM_SCHEMAS
+    if VARIANTS:
+        assert_replayed(llama3_server, [uid for _, uid in answers[:NUM_REPLAYED]], capsys)
 
 
 class Color(enum.Enum):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, Final
 
 import httpx
 import pytest
 from evil_grammars import EVILS, REFUSED_AS
+from fresh_logs import fresh_logs
 from selection import by_night
 from servers import Server, eventually
 from streams import Stream, ask_all, begun, events_of, num_of
 
+from minisgl import main
 from pipeline.events import TakenOver
 from pipeline.names import GENERATE
 
@@ -29,7 +32,7 @@ MOST_S: Final = by_night(50.0, 10.0)
 LETTERS: Final = {"structured_outputs": {"regex": "([a-z]{3} ){80,90}"}, "temperature": 1, "max_tokens": 500}
 
 
-def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server) -> None:
+def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def ask() -> list[Stream]:
         return [Stream(plain_server, f"Letters {seed}", seed=seed, ignore_eos=True, **LETTERS) for seed in range(4)]
 
@@ -43,6 +46,10 @@ def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server) -> N
     with plain_server.log() as log:
         taken_over = [num_of(events_of(log, stream.uid), TakenOver) for stream in streams]
     assert any(taken_over), "all had ended before the engine was killed"
+    with fresh_logs():
+        uids = [stream.uid for stream in streams]
+        assert main(["replay", "run", *uids, "--json", "--redis-url", plain_server.redis_url]) == 0
+    assert [told["identical"] for told in json.loads(capsys.readouterr().out)] == [1] * len(streams)
 
 
 def test_evil_grammars_end_neither_an_engine_nor_the_answers_beside_them(plain_server: Server) -> None:

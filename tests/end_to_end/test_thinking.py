@@ -1,4 +1,4 @@
-"""Answers of small random models that think, call tools and are bound to schemas, with all stages in this process."""
+"""Answers of small random models that think, call tools and are bound to schemas: in this process, and over HTTP."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import jsonschema
 import pytest
 from checkpoints import make_checkpoint
+from chunks import documents, put_together
 from dialects import make_tokenizer
 from kernel_variants import VARIANTS
-from selection import by_night
-from servers import eventually
+from selection import by_night, rest_at_night
+from servers import eventually, serve
 from tokenizers import Tokenizer
 
 from ops.offline.stages import Stages
@@ -44,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 NUM_EACH: Final = by_night(4, 60)
 BUDGETS: Final = (0, 1, 3, 16, None)
+NUM_OVER_HTTP: Final = by_night(2, 30)
 MOST_TOKENS: Final = 400
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "1600")
 NEEDS_KERNELS: Final = pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens")
@@ -77,14 +81,42 @@ def tools(draw: random.Random) -> tuple[dict[str, Any], ...]:
     )
 
 
-class Model:
+def message(seed: int) -> dict[str, str]:
+    return {"role": "user", "content": f"{seed} She sells sea shells by the sea shore."}
+
+
+class Checkpoint:
     """A model of random weights whose template is that of a family."""
 
     def __init__(self, folder: Path, template: str) -> None:
         make_checkpoint(folder, "qwen3", max_positions=2048)
         make_tokenizer(folder, template, num_tokens=440)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.folder = folder
+        self.folder, self.opens_thinking = folder, template == "qwq"
+        self.bias = {self.id_of(THINK[1]): 4.0, self.id_of(THINK[0]): 8.0}
+        """A random model hardly ever ends its thinking, so it is made more likely."""
+
+    def id_of(self, text: str) -> int:
+        """Return the added token with this text."""
+        token = self.tokenizer.token_to_id(text)
+        assert token is not None
+        return int(token)
+
+    def thought(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens of an answer's thinking, without its markers."""
+        begin, end = (self.id_of(text) for text in THINK)
+        ids = list(token_ids)
+        if not self.opens_thinking and ids[:1] != [begin]:
+            return []
+        ids = ids if self.opens_thinking else ids[1:]
+        return ids[: ids.index(end)] if end in ids else ids
+
+
+class Model(Checkpoint):
+    """A model that all stages in this process serve."""
+
+    def __init__(self, folder: Path, template: str) -> None:
+        super().__init__(folder, template)
         self.stages = self.started("--num-pages", "8192")
 
     def started(self, *flags: str) -> Stages:
@@ -94,22 +126,15 @@ class Model:
         return Stages(config, self.folder, lambda engine: engine)
 
     def request(self, seed: int, budget: int | None, **more: Any) -> Submitted:
-        """A random model hardly ever ends its thinking, so it is made more likely."""
-        bias = ((self.id_of(THINK[1]), 4.0), (self.id_of(THINK[0]), 8.0))
+        bias = tuple(self.bias.items())
         return Submitted(
             endpoint="e",
             frontend="",
-            messages=({"role": "user", "content": f"{seed} She sells sea shells by the sea shore."},),
+            messages=(message(seed),),
             sampling=SamplingParams(temperature=1, seed=seed, max_tokens=MOST_TOKENS, logit_bias=bias),
             thinking_budget=budget,
             **more,
         )
-
-    def id_of(self, text: str) -> int:
-        """Return the added token with this text."""
-        token = self.tokenizer.token_to_id(text)
-        assert token is not None
-        return int(token)
 
     def compute(self, requests: Sequence[Submitted]) -> list[History]:
         return Computer(self.stages.log, at_once=64).compute(requests)
@@ -125,15 +150,11 @@ class Model:
 
     def divided(self, history: History) -> tuple[list[int], str]:
         """Return the tokens of an answer's thinking, without its markers, and the text after it."""
-        begin, end = (self.id_of(text) for text in THINK)
         assert history.tokenized is not None, history.end
-        ids, opens = list(history.token_ids), history.tokenized.markup.opens_thinking
-        if not opens and ids[:1] != [begin]:
-            return [], history.text
-        ids = ids if opens else ids[1:]
-        if end not in ids:
-            return ids, ""
-        return ids[: ids.index(end)], history.text.split(THINK[1], 1)[1]
+        assert history.tokenized.markup.opens_thinking == self.opens_thinking
+        thinks = self.opens_thinking or history.token_ids[:1] == (self.id_of(THINK[0]),)
+        text = history.text.partition(THINK[1])[2] if thinks else history.text
+        return self.thought(history.token_ids), text
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwq"])
@@ -207,7 +228,7 @@ def test_thinking_stays_within_its_budget_and_a_budget_of_none_ends_it_at_once(
     for _, request, history in bound:
         lengths[request.thinking_budget].append(len(model.divided(history)[0]))
     assert [budget for budget, counts in lengths.items() if budget is not None and max(counts) > budget] == []
-    assert max(lengths[16]) >= 13 and max(lengths[None]) > 16
+    assert max(lengths[16]) == 16 and max(lengths[None]) > 16
 
 
 def test_the_markup_of_an_answer_is_told_with_its_first_token(bound: list[tuple[Any, Submitted, History]]) -> None:
@@ -280,3 +301,96 @@ def test_calls_that_begin_with_special_tokens_have_them_in_their_text(tmp_path: 
         assert not ended(first) or "[TOOL_CALLS]wait[ARGS]{" in first.text
     finally:
         model.stages.close()
+
+
+Answer = dict[str, Any]
+
+
+class Client:
+    """Asks a server that thinks."""
+
+    def __init__(self, checkpoint: Checkpoint, http: httpx.Client) -> None:
+        self.checkpoint, self._http = checkpoint, http
+
+    def ask(self, **body: Any) -> Any:
+        """Return the body of an answer; of a stream, its chunks."""
+        response = self._http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return documents(response.content) if body.get("stream") else response.json()
+
+
+@pytest.fixture(scope="module", params=rest_at_night(["qwen3", "qwq"]))
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint = Checkpoint(folder / request.param, request.param)
+    with (
+        serve(folder, "--model", str(checkpoint.folder), "--dtype", "float32") as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield Client(checkpoint, http)
+
+
+def whole(choice: Mapping[str, Any]) -> Answer:
+    """Return what a choice of a whole answer says."""
+    said = choice["message"]
+    assert said.get("reasoning") == said.get("reasoning_content")
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in said.get("tool_calls") or ()]
+    found = {name: said.get(name) or "" for name in ("content", "reasoning")}
+    return found | {"calls": calls, "reason": choice["finish_reason"], "ids": choice["token_ids"]}
+
+
+def streamed(chunks: Sequence[Mapping[str, Any]], index: int) -> Answer:
+    """Return what a choice says in the chunks of a stream."""
+    said = put_together(chunks, index)
+    assert said["reasoning"] == said.pop("reasoning_content")
+    said["calls"] = [call[1:] for call in said["calls"]]
+    ids = [choice.get("token_ids") or [] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return said | {"ids": list(itertools.chain(*ids))}
+
+
+@pytest.mark.parametrize("wish", ["schema", "tools"])
+def test_over_http_thinking_keeps_to_its_budget_and_the_answer_to_its_schema_or_tools(
+    client: Client, wish: str
+) -> None:
+    def ask(seed: int, budget: int | None) -> tuple[list[Answer], int]:
+        """Return the choices of an answer and how many tokens of thinking it tells."""
+        draw = random.Random(seed)
+        wanted, offered = schema(draw), tools(draw)
+        if wish == "schema":
+            bound: dict[str, Any] = {"response_format": {"type": "json_object", "schema": wanted}}
+        else:
+            bound = {"tools": offered, "tool_choice": "required"}
+        body = {"messages": [message(seed)], "seed": seed, "max_tokens": MOST_TOKENS, "n": 2, **bound}
+        body |= {"logit_bias": client.checkpoint.bias, "return_token_ids": True, "thinking_token_budget": budget}
+        answer = client.ask(**body)
+        choices = [whole(choice) for choice in answer["choices"]]
+        chunks = client.ask(**body, stream=True, stream_options={"include_usage": True})
+        assert [streamed(chunks, index) for index in range(2)] == choices
+        alone = client.ask(**body | {"n": 1})
+        assert [whole(choice) for choice in alone["choices"]] == choices[:1]
+        for each in choices:
+            if each["reason"] == "stop":
+                jsonschema.validate(json.loads(each["content"]), wanted, cls=jsonschema.Draft202012Validator)
+            elif each["reason"] == "tool_calls":
+                schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in offered}
+                for name, values in each["calls"]:
+                    jsonschema.validate(json.loads(values), schemas[name], cls=jsonschema.Draft202012Validator)
+        details = [told["usage"]["completion_tokens_details"] for told in (answer, chunks[-1], alone)]
+        assert details[0] == details[1]
+        assert details[2] == {"reasoning_tokens": len(client.checkpoint.thought(choices[0]["ids"]))}
+        return choices, details[0]["reasoning_tokens"]
+
+    with ThreadPoolExecutor(8) as pool:
+        for budget in (0, 16, None):
+            answers = list(pool.map(lambda seed, most=budget: ask(seed, most), range(NUM_OVER_HTTP)))
+            thoughts = [[client.checkpoint.thought(each["ids"]) for each in choices] for choices, _ in answers]
+            assert [num for _, num in answers] == [sum(map(len, both)) for both in thoughts]
+            longest = max(len(thought) for both in thoughts for thought in both)
+            assert longest == 0 if budget == 0 else longest > 0
+            assert budget is None or longest <= budget
+            choices = [each for both, _ in answers for each in both]
+            assert all(bool(each["reasoning"]) <= (budget != 0) for each in choices)
+            reasons = [each["reason"] for each in choices]
+            expected = "stop" if wish == "schema" else "tool_calls"
+            assert set(reasons) <= {expected, "length"}
+            assert reasons.count(expected) >= 0.5 * len(reasons), reasons

@@ -12,10 +12,9 @@ import orjson
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from pipeline.errors import RequestError
 from pipeline.events import Constraint
 from web.wire import fields
-from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported
+from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported, wrong
 
 LARGEST_BYTES: Final = 64 << 10
 MOST_CHOICES: Final = 4096
@@ -137,9 +136,7 @@ class ConstraintFields(Strict):
         found = list(self._constraints(path))
         if len(found) > 1:
             first, second = found[0].param, found[1].param
-            raise RequestError(
-                f"{second}: not together with `{first}`; an answer can have one constraint", param=second
-            )
+            raise wrong(second, f"not together with `{first}`; an answer can have one constraint")
         outputs = self.structured_outputs
         of_outputs = None if outputs is None else outputs.whitespace_pattern
         param = path + ("guided_whitespace_pattern" if of_outputs is None else "structured_outputs.whitespace_pattern")
@@ -147,9 +144,9 @@ class ConstraintFields(Strict):
         if whitespace is None:
             return found[0] if found else None
         if self.guided_whitespace_pattern is not None and outputs is not None:
-            raise RequestError(f"{param}: not together with `structured_outputs`, which has its own", param=param)
+            raise wrong(param, "not together with `structured_outputs`, which has its own")
         if not found or found[0].kind != "json":
-            raise RequestError(f"{param}: only allowed with a JSON schema", param=param)
+            raise wrong(param, "only allowed with a JSON schema")
         return found[0].model_copy(update={"whitespace": whitespace, "whitespace_param": param})
 
     @property
@@ -184,14 +181,12 @@ class ConstraintFields(Strict):
 
 def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
     if asked.type != "json_schema" and asked.json_schema is not None:
-        message = f"{path}.json_schema: only allowed with `type: json_schema`"
-        raise RequestError(message, param=f"{path}.json_schema")
+        raise wrong(f"{path}.json_schema", "only allowed with `type: json_schema`")
     if asked.type != "json_object" and asked.schema_ is not None:
-        raise RequestError(f"{path}.schema: only allowed with `type: json_object`", param=f"{path}.schema")
+        raise wrong(f"{path}.schema", "only allowed with `type: json_object`")
     if asked.type == "json_schema":
         if asked.json_schema is None:
-            message = f"{path}.json_schema: missing; send an object with `name` and `schema`"
-            raise RequestError(message, param=f"{path}.json_schema")
+            raise wrong(f"{path}.json_schema", "missing; send an object with `name` and `schema`")
         yield Constraint(kind="json", text=asked.json_schema.schema_, param=f"{path}.json_schema.schema")
     elif asked.schema_ is not None:
         yield Constraint(kind="json", text=asked.schema_, param=f"{path}.schema")
@@ -213,7 +208,7 @@ def _of_outputs(asked: StructuredOutputs, path: str) -> Iterator[Constraint]:
     if asked.json_object:
         found.append(Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.json_object"))
     if not found:
-        raise RequestError(f"{path}: send one of `json`, `regex`, `choice`, `grammar` and `json_object`", param=path)
+        raise wrong(path, "send one of `json`, `regex`, `choice`, `grammar` and `json_object`")
     yield from found
 
 

@@ -42,6 +42,7 @@ def _of(names: str, *neutral: Any, instead: str = "", kind: Kind = "effect") -> 
 
 
 _TEMPLATE: Final = "variables in `chat_template_kwargs`"
+_CHATS: Final = "/v1/chat/completions"
 _SYSTEM: Final = "a message of role `system`"
 
 GENERATE: Final = (
@@ -54,7 +55,7 @@ GENERATE: Final = (
     *_of("instructions system", "", instead=_SYSTEM),
     *_of("suffix template", ""),
     *_of("raw", False, instead="/v1/completions, which has no chat template"),
-    *_of("context images functions documents logits_processors", []),
+    *_of("context images documents logits_processors", []),
     *_of("chat_template conversation previous_response_id prompt_embeds input_embeds positional_embed_overrides"),
     *_of("add_generation_prompt", True),
     *_of("continue_final_message add_special_tokens", False),
@@ -115,18 +116,19 @@ GENERATE: Final = (
     *_of("modalities", ["text"]),
     *_of("audio moderation prediction web_search_options task width height steps"),
     # tools
-    *_of("tools", []),
-    *_of("tool_choice", "none", instead="/v1/chat/completions"),
+    *_of("tools", [], instead=_CHATS),
+    *_of("functions", [], instead="`tools`"),
+    *_of("tool_choice", "none", instead=_CHATS),
     *_of("function_call", "none", instead="`tool_choice`"),
     *_of("parallel_tool_calls", True, False),  # without tools it changes nothing
     *_of("parse_tool_calls", True),
     *_of("max_tool_calls", kind="note"),
     # reasoning
     *_of("verbosity", kind="note"),
-    *_of("reasoning_effort", instead="/v1/chat/completions"),
+    *_of("reasoning_effort", instead=_CHATS),
     *_of("enable_thinking think thinking", instead=_TEMPLATE),
     *_of("reasoning", {}, instead="`reasoning_effort`"),
-    *_of("thinking_token_budget thinking_budget reasoning_budget reasoning_budget_tokens", -1),
+    *_of("thinking_token_budget thinking_budget reasoning_budget reasoning_budget_tokens", -1, instead=_CHATS),
     *_of("max_thinking_tokens", instead="`thinking_token_budget`"),
     *_of("reasoning_budget_message", ""),
     *_of("reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags", kind="note"),

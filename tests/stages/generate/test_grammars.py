@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -167,6 +168,23 @@ def test_a_matcher_begins_again_with_states_of_its_own_before_it_gives_up(
         matcher.advance(token)
     assert texts(tokenizer, matcher) == expected and matcher.error == ""
     assert taken_in == [(), (output[0],), (output[1],), tuple(output)] and fresh[-1] is True
+
+
+def test_a_matcher_that_gives_up_twice_names_the_limit_that_it_passed_first() -> None:
+    """The second one takes in the whole output at once, and often says of a limit that a token does not fit."""
+
+    class Refusing:
+        def __init__(self, is_fresh: bool) -> None:
+            self._error = 'token "v" doesn\'t satisfy the grammar' if is_fresh else "too many expressions"
+
+        def is_error(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return self._error
+
+    matcher = GrammarMatcher(Refusing, VOCAB, [], queue.SimpleQueue())  # type: ignore[arg-type]
+    assert matcher.error == "too many expressions" and matcher.allowed() is None
 
 
 def test_a_compilation_that_is_stuck_ends_its_request_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:

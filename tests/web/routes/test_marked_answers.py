@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from chunks import documents, put_together, split
@@ -16,11 +16,15 @@ from web_site import Site, chat, site
 from pipeline.markup import ToolFormat
 from web.wire.idempotency import HEADER
 
+NUM_RESUMED: Final = by_night(1, 20)
+"""Texts of each family whose streams are resumed."""
 
-def say(stand_in: StandIn, family: ToolFormat) -> dict[str, Any]:
+
+def say(stand_in: StandIn, family: ToolFormat, number: int = 0) -> dict[str, Any]:
     """Have a text of *family* said, three characters in a token; return what is asked."""
     answers = (written(family, seed) for seed in itertools.count())
-    answer = next(each for each in answers if each.reasoning and len(each.calls) > 1)
+    telling = (each for each in answers if each.reasoning and len(each.calls) > 1)
+    answer = next(itertools.islice(telling, number, None))
     texts = [answer.text[place : place + 3] for place in range(0, len(answer.text), 3)]
     stand_in.marked = (answer.markup, texts)
     return chat("marked", tools=list(answer.tools), stream_options={"include_usage": True}, stream=True)
@@ -45,17 +49,17 @@ def after(stream: bytes, n: int) -> bytes:
 async def test_a_stream_with_calls_goes_on_after_any_event_byte_by_byte(
     redis_url: str, stand_in: StandIn, family: ToolFormat
 ) -> None:
-    body = say(stand_in, family)
     async with site(redis_url) as here, site(redis_url, "web-1") as elsewhere:
-        response = await here.post(body, headers={HEADER: family})
-        uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
-        assert b'"tool_calls":[{"index":0,"id"' in full
-        num_events = len(stand_in.marked[1])
-        for n in range(1, num_events + 1, by_night(7, 1)):
-            rest = await bytes_of(elsewhere, f"/v1/requests/{uid}/events", **{"Last-Event-ID": f"{n}-0"})
-            assert rest == after(full, n), n
-        again = await elsewhere.post(body, headers={HEADER: family})
-        assert await again.get_data(as_text=False) == full, "the same key gets the same answer"
+        for number in range(NUM_RESUMED):
+            body, key = say(stand_in, family, number), {HEADER: f"{family}-{number}"}
+            response = await here.post(body, headers=key)
+            uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
+            assert b'"tool_calls":[{"index":0,"id"' in full
+            for n in range(1, len(stand_in.marked[1]) + 1):
+                rest = await bytes_of(elsewhere, f"/v1/requests/{uid}/events", **{"Last-Event-ID": f"{n}-0"})
+                assert rest == after(full, n), (number, n)
+            again = await elsewhere.post(body, headers=key)
+            assert await again.get_data(as_text=False) == full, "the same key gets the same answer"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -101,7 +102,21 @@ def test_what_contradicts_or_does_not_exist_is_refused_by_its_name(fields: dict[
     with pytest.raises(RequestError) as caught:
         submitted(**{"tools": TOOLS, **fields})
     assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.code in ("invalid_value", "unsupported_parameter")
     assert param in caught.value.message and SECRET not in caught.value.message
+
+
+def test_a_choice_of_tools_without_its_member_is_told_what_to_send() -> None:
+    for choice, expected in (
+        ({"type": "function", "name": "f"}, "tool_choice.function: missing; send an object with `name`"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION]},
+            "tool_choice.allowed_tools: missing; send an object with `mode` and `tools`",
+        ),
+        (FUNCTION | allowed("auto"), "tool_choice.allowed_tools.tools: List should have"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(expected)):
+            submitted(tools=TOOLS, tool_choice=choice)
 
 
 @pytest.mark.parametrize(

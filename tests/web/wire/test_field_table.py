@@ -130,6 +130,9 @@ def test_an_error_says_what_to_use_instead() -> None:
         ("chat", {"think": False}, "leave it out, or use variables in `chat_template_kwargs`"),
         ("sampling_params", {"max_tokens": 5}, "leave it out, or use `max_new_tokens` in `sampling_params`"),
         ("sampling_params", {"return_logprob": True}, "belongs beside `sampling_params`"),
+        ("chat", {"functions": [{"name": "f"}]}, "leave it out or send [], or use `tools`"),
+        ("completions", {"tools": [{"type": "function"}]}, "or send [], or use /v1/chat/completions"),
+        ("completions", {"thinking_budget": 0}, "or send -1, or use /v1/chat/completions"),
         ("tokenize", {"content": "a"}, "leave it out, or use `prompt`"),
     ):
         with pytest.raises(RequestError, match=".*" + re.escape(expected)):

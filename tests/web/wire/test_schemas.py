@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=[f"{param}-{i}" for i, (_, param) in enumerate(BAD)])
 def test_a_bad_field_is_refused_with_its_name_and_without_its_value(fields: dict[str, Any], param: str) -> None:
     error = refusal(body(**fields))
-    assert (error.status, error.param) == (400, param)
+    assert (error.status, error.param) == (400, param) and error.code in ("invalid_value", "unsupported_parameter")
     assert param.split(".")[0] in error.message and SECRET not in error.message
 
 

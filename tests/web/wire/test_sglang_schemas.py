@@ -142,7 +142,7 @@ def sampling(**params: Any) -> dict[str, Any]:
 )
 def test_a_bad_field_is_refused_with_its_name_and_without_its_value(body: dict[str, Any], param: str) -> None:
     error = refusal(body)
-    assert (error.status, error.param) == (400, param)
+    assert (error.status, error.param) == (400, param) and error.code in ("invalid_value", "unsupported_parameter")
     assert param.split(".")[0] in error.message and SECRET not in error.message and len(error.message) < 200
 
 

@@ -79,8 +79,10 @@ class Reader:
         self._think = markup.think
         self._source = Source()
         self._pieces: list[Piece] = []
-        self._unsure_tokens = 0
-        """Tokens of thinking that may be part of a marker."""
+        self._unsure: list[tuple[int, int]] = []
+        """Tokens of thinking that may be part of a marker: where in the answer their text ends, and how many."""
+        self._num_chars = self._marked_at = 0
+        """How much text came, and where in it the last marker within thinking began."""
         self._content = _Lines(keeps_ends=self._family is None)
         self._reasoning = _Lines(keeps_ends=False, after_markup=True)
         of_calls = self._family.markers if self._family else ()
@@ -92,6 +94,7 @@ class Reader:
         """Return the pieces that *text* completes, which is that of so many tokens."""
         was_thinking = self.thinking
         self._source.text += text
+        self._num_chars += len(text)
         next(self._steps)
         if was_thinking:
             self._count(num_tokens)
@@ -104,8 +107,8 @@ class Reader:
         self._source.over = True
         next(self._steps, None)
         if self.thinking:
-            self.reasoning_tokens += self._unsure_tokens
-        self._unsure_tokens = 0
+            self.reasoning_tokens += sum(num for _, num in self._unsure)
+        self._unsure.clear()
         return self._taken()
 
     # the Sink
@@ -146,6 +149,8 @@ class Reader:
             marker, place = markers.find(source.text)
             if not marker:
                 place = len(source.text) if source.over else len(source.text) - markers.held(source.text)
+            if marker and self.thinking:
+                self._marked_at = self._num_chars - len(source.text) + place
             source.at = place
             self._say(source.drop())
             if marker:
@@ -226,13 +231,13 @@ class Reader:
     def _count(self, num_tokens: int) -> None:
         """Count tokens that came while it was thinking, unless they are part of a marker."""
         if not self.thinking:
-            self._unsure_tokens = 0
-            self.reasoning_tokens += num_tokens - 1
+            self.reasoning_tokens += num_tokens - 1 + sum(num for end, num in self._unsure if end <= self._marked_at)
+            self._unsure.clear()
         elif self._source.text:
-            self._unsure_tokens += num_tokens
+            self._unsure.append((self._num_chars, num_tokens))
         else:
-            self.reasoning_tokens += self._unsure_tokens + num_tokens
-            self._unsure_tokens = 0
+            self.reasoning_tokens += num_tokens + sum(num for _, num in self._unsure)
+            self._unsure.clear()
 
 
 class _Lines:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from pipeline.errors import RequestError
 from pipeline.events import Calls
 from web.wire.openai.messages import MOST_TOOLS, Name, Tools
-from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly
+from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly, wrong
 
 BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "reasoning_budget_tokens")
 """vLLM's, Qwen's and llama.cpp's names of one field."""
@@ -71,10 +70,11 @@ class ToolChoice(Strict):
         Raises:
             RequestError: It lacks the member that its type needs, or has another one.
         """
-        for name, value in (("function", self.function), ("allowed_tools", self.allowed_tools)):
+        members = ("function", self.function, "`name`"), ("allowed_tools", self.allowed_tools, "`mode` and `tools`")
+        for name, value, within in members:
             if (value is not None) != (name == self.type):
-                wrong = "missing" if value is None else f"only with type `{name}`"
-                raise _wrong(f"tool_choice.{name}", wrong)
+                missing = f"missing; send an object with {within}"
+                raise wrong(f"tool_choice.{name}", missing if value is None else f"only with type `{name}`")
         if self.function is not None:
             yield "tool_choice.function.name", self.function.name
         for index, tool in enumerate(self.allowed_tools.tools if self.allowed_tools is not None else ()):
@@ -185,21 +185,21 @@ def check_calls(request: ToolFields, *, constraint: str, has_messages: bool) -> 
     calls = request.calls
     if calls is not None and calls.choice == "required" and constraint:
         message = f"with it the answer is a call, so not together with `{constraint}`; leave one of them out"
-        raise _wrong("tool_choice", message)
+        raise wrong("tool_choice", message)
     if not has_messages:
         useless = [name for name in OF_CONVERSATIONS if getattr(request, name) not in (None, -1)]
         useless += ["tools"] if calls is not None and calls.choice != "none" else []
         if useless:
-            raise _wrong(useless[0], "only with `messages`, for which there is a template")
+            raise wrong(useless[0], "only with `messages`, for which there is a template")
     budgets = {name: getattr(request, name) for name in BUDGETS if getattr(request, name) is not None}
     if len(set(budgets.values())) > 1:
         first, *_, last = budgets
-        raise _wrong(last, f"means the same as `{first}`, which has another value; send one of them")
+        raise wrong(last, f"means the same as `{first}`, which has another value; send one of them")
     apart = {"none": False, "deepseek": True}.get(request.reasoning_format or "")
     if apart is not None and request.separate_reasoning not in (None, apart):
-        raise _wrong("reasoning_format", "contradicts `separate_reasoning`; send one of them")
+        raise wrong("reasoning_format", "contradicts `separate_reasoning`; send one of them")
     if request.include_reasoning is False and request.wants_inline:
-        raise _wrong("include_reasoning", "thinking within the content cannot be left out; drop one of the fields")
+        raise wrong("include_reasoning", "thinking within the content cannot be left out; drop one of the fields")
 
 
 def _check_names(request: ToolFields) -> None:
@@ -207,14 +207,14 @@ def _check_names(request: ToolFields) -> None:
     names: set[str] = set()
     for index, tool in enumerate(request.tools or ()):
         if tool.function.name in names:
-            raise _wrong(f"tools.{index}.function.name", "an earlier tool has this name; names must be unique")
+            raise wrong(f"tools.{index}.function.name", "an earlier tool has this name; names must be unique")
         names.add(tool.function.name)
     choice = request.tool_choice
     if choice not in (None, "none", "auto") and not names:
-        raise _wrong("tool_choice", "only with `tools`; send some, or `none`")
+        raise wrong("tool_choice", "only with `tools`; send some, or `none`")
     for path, name in choice.named() if isinstance(choice, ToolChoice) else ():
         if name not in names:
-            raise _wrong(path, "there is no such tool in `tools`")
+            raise wrong(path, "there is no such tool in `tools`")
 
 
 def call_fields(calls: Calls | None) -> Mapping[str, Any]:
@@ -228,7 +228,3 @@ def call_fields(calls: Calls | None) -> Mapping[str, Any]:
     if named:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": calls.choice, "tools": named}}
     return {"tool_choice": choice} | ({} if calls.parallel else {"parallel_tool_calls": False})
-
-
-def _wrong(param: str, message: str) -> RequestError:
-    return RequestError(f"{param}: {message}", param=param, code="invalid_value")

@@ -9,11 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict
 
-from pipeline.errors import RequestError
 from pipeline.events import Templating
 from web.wire.fields import refused
 from web.wire.openai.bulk import MOST_LARGE, bulk_of
-from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported
+from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported, wrong
 
 MOST_MESSAGES: Final = 4096
 MOST_PARTS: Final = 4096
@@ -159,18 +158,18 @@ def check_messages(messages: Sequence[Message]) -> None:
         for number, call in enumerate(message.tool_calls or ()):
             left = _check_arguments(call.function.arguments, f"{path}tool_calls.{number}.function.arguments", left)
         if message.content is None and message.role != "assistant":
-            raise _wrong(f"{path}content", "should be a string or a list of text parts")
+            raise wrong(f"{path}content", "should be a string or a list of text parts")
         if message.tool_calls and message.role != "assistant":
-            raise _wrong(f"{path}tool_calls", "only a message of the assistant has calls")
+            raise wrong(f"{path}tool_calls", "only a message of the assistant has calls")
         if message.role == "tool" and not message.tool_call_id:
-            raise _wrong(f"{path}tool_call_id", "missing; say which call this answers")
+            raise wrong(f"{path}tool_call_id", "missing; say which call this answers")
         if message.role != "tool" and message.tool_call_id is not None:
-            raise _wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
+            raise wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
         if message.thought and message.role != "assistant":
             name = "reasoning_content" if message.reasoning_content else "reasoning"
-            raise _wrong(f"{path}{name}", "only a message of the assistant has reasoning")
+            raise wrong(f"{path}{name}", "only a message of the assistant has reasoning")
         if message.reasoning_content and message.reasoning not in (None, "", message.reasoning_content):
-            raise _wrong(f"{path}reasoning", "means the same as `reasoning_content`, which has another text")
+            raise wrong(f"{path}reasoning", "means the same as `reasoning_content`, which has another text")
         refuse_unsupported(message.extra, _REFUSED, path)
 
 
@@ -182,13 +181,13 @@ def _check_arguments(arguments: str, path: str, left: int) -> int:
     """
     left -= sum(bulk_of(arguments.encode()))
     if left < 0:
-        raise _wrong(path, f"the arguments of all calls have more than {MOST_LARGE} values together")
+        raise wrong(path, f"the arguments of all calls have more than {MOST_LARGE} values together")
     try:
         is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
     except ValueError:
         is_object = False
     if not is_object:
-        raise _wrong(path, "Input should be a JSON object, written as a string")
+        raise wrong(path, "Input should be a JSON object, written as a string")
     return left
 
 
@@ -241,7 +240,7 @@ def templating_of(
     """
     if add_generation_prompt and continue_final_message:
         message = "not together with `add_generation_prompt`, which begins a new message"
-        raise _wrong("continue_final_message", message)
+        raise wrong("continue_final_message", message)
     opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     return Templating(
         add_generation_prompt=opens,
@@ -249,7 +248,3 @@ def templating_of(
         tools=plain_tools(tools or ()),
         variables=dict(variables or {}),
     )
-
-
-def _wrong(param: str, message: str) -> RequestError:
-    return RequestError(f"{param}: {message}", param=param, code="invalid_value")

@@ -28,6 +28,7 @@ from web.wire.openai.strict import (
     kept_exactly,
     parsed,
     refuse_unsupported,
+    wrong,
 )
 
 MOST_CHOICES: Final = 128
@@ -373,10 +374,9 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
     refuse_copies(request, len(body), request.num_choices, repeats=request.repeats_prompt, param="n")
     if request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs: only allowed with `logprobs: true`", param="top_logprobs")
+        raise wrong("top_logprobs", "only allowed with `logprobs: true`")
     if request.continue_final_message and request.add_generation_prompt:
-        message = "continue_final_message: not together with `add_generation_prompt`, which begins a new message"
-        raise RequestError(message, param="continue_final_message")
+        raise wrong("continue_final_message", "not together with `add_generation_prompt`, which begins a new message")
     return request
 
 
@@ -387,7 +387,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise RequestError("best_of: must equal `n`; leave it out", code="unsupported_parameter", param="best_of")
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
-        raise RequestError(f"prompt: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
+        raise wrong("prompt", f"with `n` these are {num_answers} answers; at most {MOST_ANSWERS}")
     param = "n" if request.num_choices > 1 else "prompt"
     refuse_copies(request, len(body), num_answers, repeats=request.repeats_prompt or bool(request.echo), param=param)
     return request
@@ -398,22 +398,21 @@ def _parse(model: type[R], body: bytes) -> R:
     refuse_unsupported(request.extra, _refused(model), "")
     if request.stream_options is not None:
         if not request.stream:
-            raise RequestError("stream_options: only allowed with `stream: true`", param="stream_options")
+            raise wrong("stream_options", "only allowed with `stream: true`")
         refuse_unsupported(request.stream_options.extra, _REFUSED_OPTIONS, "stream_options.")
     if request.longest == 0 and not getattr(request, "echo", False):
-        raise RequestError(f"{request.limit}: 0 is only allowed with `echo: true`", param=request.limit)
+        raise wrong(request.limit, "0 is only allowed with `echo: true`")
     _refuse_two_values(request, request.limit, "n_predict")
     _refuse_two_values(request, "repetition_penalty", "repeat_penalty")
     if request.logprob_token_ids and request.num_logprobs is None:
-        raise RequestError("logprob_token_ids: only allowed with `logprobs`", param="logprob_token_ids")
+        raise wrong("logprob_token_ids", "only allowed with `logprobs`")
     if request.longest is not None and (request.min_tokens or 0) > request.longest:
         limit = request.limit or "max_tokens"
-        message = f"min_tokens: {request.min_tokens} is above {limit} ({request.longest}); raise {limit}"
-        raise RequestError(message, param="min_tokens")
+        raise wrong("min_tokens", f"{request.min_tokens} is above {limit} ({request.longest}); raise {limit}")
     if request.stream and request.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
+        raise wrong("prompt_logprobs", "not with `stream: true`")
     if request.truncate_prompt_tokens == 0:
-        raise RequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
+        raise wrong("truncate_prompt_tokens", "0 leaves no prompt")
     request.constraint()  # whether its fields go together
     return request
 
@@ -422,9 +421,7 @@ def _refuse_two_values(request: GenerationRequest, name: str, alias: str) -> Non
     """Refuse another value of a field under its *alias*. Raises RequestError."""
     value, other = getattr(request, name, None), getattr(request, alias)
     if value is not None and other is not None and value != other:
-        raise RequestError(
-            f"{alias}: means the same as `{name}`, which has another value; send one of them", param=alias
-        )
+        raise wrong(alias, f"means the same as `{name}`, which has another value; send one of them")
 
 
 def refuse_copies(asked: SamplingFields, num_bytes: int, num_answers: int, *, repeats: bool, param: str) -> None:
@@ -437,17 +434,16 @@ def refuse_copies(asked: SamplingFields, num_bytes: int, num_answers: int, *, re
     """
     if repeats and asked.num_choices > 1 and asked.num_choices * num_bytes > MOST_COPIED_BYTES:
         most = max(MOST_COPIED_BYTES // num_bytes, 1)
-        message = f"{param}: each answer repeats the prompt, so with a prompt of this size at most {most}"
-        raise RequestError(message, param=param)
+        raise wrong(param, f"each answer repeats the prompt, so with a prompt of this size at most {most}")
     own = len(asked.model_dump_json(include=PER_ANSWER, exclude_none=True)) if num_answers > 1 else 0
     if num_answers * own > MOST_COPIED_BYTES:
         what = f"each of {num_answers} answers has its own copy of `stop`, `logit_bias` and the like"
-        raise RequestError(f"{param}: {what}; send fewer at once", param=param)
+        raise wrong(param, f"{what}; send fewer at once")
 
 
 def _check_prompt(request: ChatRequest) -> None:
     if request.messages is None and request.prompt is None:
-        raise RequestError("messages: missing; send a list of at least one message", param="messages")
+        raise wrong("messages", "missing; send a list of at least one message")
     if request.messages is not None and request.prompt is not None:
-        raise RequestError("prompt: not together with `messages`; send one of them", param="prompt")
+        raise wrong("prompt", "not together with `messages`; send one of them")
     check_messages(request.messages or ())

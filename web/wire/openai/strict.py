@@ -106,6 +106,11 @@ def refuse_unsupported(extra: Mapping[str, Any], table: Mapping[str, Field], pat
         )
 
 
+def wrong(param: str, message: str) -> RequestError:
+    """Return the error for a field whose value is wrong, or does not go together with another field."""
+    return RequestError(f"{param}: {message}", param=param, code="invalid_value")
+
+
 def _same(value: object, neutral: object) -> bool:
     """Compare as JSON does: 1 is 1.0, but true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -16,7 +16,7 @@ from web.wire.openai.bulk import MOST_VALUES
 from web.wire.openai.calls import TemplateFields
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
 from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, texts_or_one
-from web.wire.openai.strict import INT32_MAX, Strict, parsed, refuse_unsupported
+from web.wire.openai.strict import INT32_MAX, Strict, parsed, refuse_unsupported, wrong
 
 TOKENIZE_ENDPOINT: Final = "/tokenize"
 DETOKENIZE_ENDPOINT: Final = "/detokenize"
@@ -153,13 +153,13 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     request = parsed(TokenizeRequest, body)
     refuse_unsupported(request.extra, _REFUSED, "")
     if request.messages is None and request.prompt is None:
-        raise _wrong("prompt", "missing; send a text, or `messages`")
+        raise wrong("prompt", "missing; send a text, or `messages`")
     if request.messages is not None and request.prompt is not None:
-        raise _wrong("prompt", "not together with `messages`; send one of them")
+        raise wrong("prompt", "not together with `messages`; send one of them")
     if request.messages is None:
         useless = next((name for name in OF_CONVERSATIONS if getattr(request, name)), None)
         if useless is not None:
-            raise _wrong(useless, "only with `messages`")
+            raise wrong(useless, "only with `messages`")
     check_messages(request.messages or ())
     return request
 
@@ -206,7 +206,3 @@ def text_body(answers: Sequence[Answered], asked: Submitted) -> bytes:
     texts = [answer.text for answer in answers]
     text = texts if asked.presentation.in_list else texts[0]
     return orjson.dumps({"prompt": text, "text": text})
-
-
-def _wrong(param: str, message: str) -> RequestError:
-    return RequestError(f"{param}: {message}", param=param, code="invalid_value")

@@ -34,6 +34,7 @@ from web.wire.openai.strict import (
     parsed,
     refusal,
     refuse_unsupported,
+    wrong,
 )
 
 TEXT_TOKENS: Final = 16
@@ -219,7 +220,7 @@ def parse_abort(body: bytes) -> AbortRequest:
     request = parsed(AbortRequest, body)
     refuse_unsupported(request.extra, _REFUSED_IN_ABORT, "")
     if not request.rid and not request.abort_all:
-        raise RequestError("rid: missing; send the id of a request, or `abort_all: true`", param="rid")
+        raise wrong("rid", "missing; send the id of a request, or `abort_all: true`")
     return request
 
 
@@ -235,27 +236,25 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
             raise RequestError(f"{param}: belongs beside `sampling_params`", code="unsupported_parameter", param=param)
     given = [name for name in ("text", "input_ids") if getattr(request, name) is not None]
     if len(given) == 2:
-        raise RequestError("input_ids: not together with `text`; send one of them", param="input_ids")
+        raise wrong("input_ids", "not together with `text`; send one of them")
     if given and request.extra.get("prompt") is not None:
-        raise RequestError(f"prompt: not together with `{given[0]}`; send one of them", param="prompt")
+        raise wrong("prompt", f"not together with `{given[0]}`; send one of them")
     if not given:
-        raise RequestError("text: missing; send a text or several, or `input_ids`, or `prompt`", param="text")
+        raise wrong("text", "missing; send a text or several, or `input_ids`, or `prompt`")
     refuse_unsupported(request.extra, _REFUSED, "")
     refuse_unsupported(request.sampling.extra, _REFUSED_IN_SAMPLING, "sampling_params.")
     if not request.return_logprob:
         for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0)):
             if getattr(request, name) not in (None, neutral):
-                raise RequestError(f"{name}: only allowed with `return_logprob: true`", param=name)
+                raise wrong(name, "only allowed with `return_logprob: true`")
     least, longest = request.sampling.min_new_tokens or 0, request.sampling.longest
     if least > longest:
-        param = "sampling_params.min_new_tokens"
-        raise RequestError(f"{param}: {least} is above max_new_tokens ({longest}); raise max_new_tokens", param=param)
+        message = f"{least} is above max_new_tokens ({longest}); raise max_new_tokens"
+        raise wrong("sampling_params.min_new_tokens", message)
     request.sampling.constraint(WITHIN)  # whether its fields go together
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
-        raise RequestError(
-            f"{given[0]}: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param=given[0]
-        )
+        raise wrong(given[0], f"with `n` these are {num_answers} answers; at most {MOST_ANSWERS}")
     repeats = request.logprob_start_len not in (None, -1)
     param = "sampling_params.n" if request.num_choices > 1 else given[0]
     refuse_copies(request.sampling, num_bytes, num_answers, repeats=repeats, param=param)

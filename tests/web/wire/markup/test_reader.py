@@ -265,6 +265,10 @@ def test_reasoning_is_what_the_markers_enclose_also_where_the_prompt_opened_it(
         (["a </", "thin", "k", "s"], True, 4),
         (["a", " <", "/thi"], True, 3),
         (["So", *FIND, "x", "</think>", "Yes"], True, 2),
+        (["Well", " <", "</think>", "Yes"], True, 2),
+        (["Well", "</", "t", "</", "think>", "Yes"], True, 3),
+        (["Well", "<", "tool_", "</think>", "Yes"], True, 3),
+        (["Well", "<", "<tool_call>", *FIND.removeprefix("<tool_call>"), "x", "</think>"], True, 3),
         (["Yes", "<think>"], False, 0),
     ],
 )
