@@ -36,7 +36,8 @@ from ops.replay.compute import Computer
 from pipeline.constraint import Constraint
 from pipeline.events import Admitted, Failed, Finished, Preempted, SamplingParams, Submitted, TakenOver
 from pipeline.flags import parse_config
-from pipeline.names import GENERATE
+from pipeline.log.protocol import Inbox
+from pipeline.names import GENERATE, slot_name
 from pipeline.replaying import again
 from pipeline.slots import read_statuses
 from pipeline.views.recorded import History
@@ -233,11 +234,13 @@ def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
         ThreadPoolExecutor(50) as pool,
     ):
         taken_over = moved = preempted = 0
-        uids = list[str]()
+        uids, inbox = list[str](), Inbox.tokenized(log.names)
         for number in range(1, 4):
             asked = [(request.prompt, pool.submit(ask, request)) for request in REQUESTS[:50]]
-            eventually(lambda asked=asked: any(answer.done() for _, answer in asked), "the first answers have come")  # type: ignore[misc]
-            server.command.workers(GENERATE)[0].kill()
+            victim = server.command.workers(GENERATE)[0]
+            slot = slot_name(GENERATE, int(victim.cmdline()[victim.cmdline().index("--slot") + 1]))
+            eventually(lambda slot=slot: len(log.pending(inbox, slot)) > 3, "the engine has requests in hand")  # type: ignore[misc]
+            victim.kill()
             for prompt, answer in asked:
                 text, uid = answer.result()
                 assert text == expected[prompt], (number, prompt)
