@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from redis_servers import Servers, command
 from servers import run_command
 
+from ops.bench import pipeline_clients
 from ops.bench.pipeline import median_of, way_figures, web_figures
 from ops.bench.pipeline_clients import Order, Unanswered, carry_out
 from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
@@ -103,6 +106,15 @@ input()
         times = psutil.Process(process.pid).cpu_times()
         assert times.user + times.system > 0.05
         assert cpu_s(process.pid) == pytest.approx(times.user + times.system, abs=0.03)  # it counts in 10 ms
+
+
+def test_ctrl_c_does_not_reach_the_clients() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = [sys.executable, "-P", pipeline_clients.__file__, str(server.getsockname()[1]), "1"]
+        with subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            server.accept()[0].close()
+            process.send_signal(signal.SIGINT)
+            assert process.communicate() == (None, b"") and process.returncode == 0
 
 
 WHOLE = b'HTTP/1.1 200 \r\nContent-Length: 26\r\n\r\n{"finish_reason":"length"}'
