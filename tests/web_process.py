@@ -117,8 +117,9 @@ def serving(
     user_timeout_s: float | None = None,
     files: tuple[int, int] | None = None,
     output: Path | None = None,
+    waits: bool = True,
 ) -> Iterator[Server]:
-    """Run a web process on an inherited socket until it is ready, and end it; what it prints goes to *output*.
+    """Run a web process on an inherited socket, and end it; what it prints goes to *output*. *waits*: until it is ready.
 
     *patience_s* is how long it waits for streams as it stops, and then for clients; *user_timeout_s* how long for one
     that acknowledges nothing. *files*: the soft and the hard limit on its open files.
@@ -141,8 +142,9 @@ def serving(
         )
     server = Server(process, port)
     try:
-        until(lambda: process.poll() is not None or server.status("/ready") == 200, timeout_s=20)
-        assert process.poll() is None
+        if waits:
+            until(lambda: process.poll() is not None or server.status("/ready") == 200, timeout_s=20)
+            assert process.poll() is None
         yield server
     finally:
         process.kill()

@@ -171,11 +171,12 @@ async def _serve(
     )
     _freeze()
     stop = asyncio.Event()
+    beat = asyncio.create_task(_beat(seat, frontend), name="beat")
+    await frontend.readiness.look()
     server = asyncio.create_task(
         _listen(frontend, keys, origins, listener, config.clients, config.requests.max_queued_requests, seldom, stop),
         name="server",
     )
-    beat = asyncio.create_task(_beat(seat, frontend), name="beat")
     tail = asyncio.create_task(frontend.run(), name="frontend")
     collector = asyncio.create_task(_collect(), name="collector")
     signalled = asyncio.create_task(_first_signal(), name="signal")

@@ -30,6 +30,7 @@ logger = structlog.get_logger()
 
 POLL_LOADING_S = 0.05
 POLL_READY_S = 2.0
+LOOK_PATIENCE_S = 1.0
 PROBE_PATIENCE_S = 10.0
 """How long the first probe may take. Each next one may take twice as long: behind much work it is slow, not lost."""
 PROBE_RETRY_S = 1.0
@@ -135,6 +136,15 @@ class Readiness:
             self._tried_s = time.monotonic()
         # Behind much work the probe is late; then the tokens of other requests show that the pipeline works.
         return "" if self._tail.last_token_s > began_s else failure
+
+    async def look(self) -> None:
+        """Read the statuses before the first client asks: beside stages that are ready, a new process is ready, too.
+
+        Takes a second at most. If it fails, `run` reads them.
+        """
+        looking = asyncio.create_task(self._poll())
+        looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # `run` says what is wrong
+        await asyncio.wait({looking}, timeout=LOOK_PATIENCE_S)
 
     async def run(self) -> NoReturn:
         """Poll, and send probes once every stage is there; never ends."""

@@ -53,3 +53,9 @@ def test_the_client_of_a_killed_web_process_goes_on_with_another_one(redis_url: 
         assert ids[:200] == [b"id: %d-0" % n for n in range(1, 201)] and len(ids) == len(set(ids))
         assert b'"code":"cancelled"' in sent[-2]
         assert stream("GET", f"{path}/events").frames_until(b"[DONE]") == sent
+
+
+def test_a_web_process_that_starts_again_beside_ready_stages_answers_its_first_request(redis_url: str) -> None:
+    with closing(StandIn(redis_url, renews=True)), serving(redis_url, waits=False) as server:
+        response = httpx.post(f"http://127.0.0.1:{server.port}{CHAT}", json=chat("one"), timeout=20)
+        assert response.status_code == 200, response.text
