@@ -121,9 +121,9 @@ def serving(
 ) -> Iterator[Server]:
     """Run a web process on an inherited socket, and end it; what it prints goes to *output*.
 
-    *waits*: until it is ready, before the block begins. *patience_s* is how long it waits for streams as it stops, and then
-    for clients; *user_timeout_s* how long for one that acknowledges nothing. *files*: the soft and the hard limit on its
-    open files.
+    *waits*: until it is ready, before the block begins. *patience_s* is how long it waits for streams as it stops, and
+    then for clients; *user_timeout_s* how long for one that acknowledges nothing. *files*: the soft and hard limit on
+    its open files.
     """
     with ExitStack() as stack:
         listener = stack.enter_context(open_listener("127.0.0.1", 0))
