@@ -80,7 +80,7 @@ def log_and_archive(
 def learn_retention(log: StreamLog, given_s: float | None) -> None:
     """Have *log* keep what ends for as long as the server does: for *given_s*, or else for what its workers say.
 
-    Where no worker lives and nothing is given, it stays as it is. Raises LogUnavailable.
+    Without either, the retention of *log* does not change. Raises LogUnavailable.
     """
     told_s = (status.retention_s for stage in STAGES for status in read_statuses(log, stage))
     retention_s = given_s or max(told_s, default=0) or log.limits.retention_s

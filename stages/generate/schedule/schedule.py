@@ -217,7 +217,7 @@ class Schedule:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a request is here whose prompt is not computed yet."""
+        """Whether some request has a prompt that is not computed yet."""
         return bool(self._waiting) or any(request.chunks > 0 for request in self._running)
 
     @property
