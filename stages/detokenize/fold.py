@@ -6,6 +6,7 @@ Remembers the text state of every running request. What it does not know, or wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,11 @@ from pipeline.log.protocol import Produced
 from pipeline.markup import Markup
 from pipeline.names import SEAL, parse_id, tokens_id
 from pipeline.walk import Moment
-from stages.detokenize.text import Decoder, IncrementalText, StopStrings
+from stages.detokenize.text import Decoder, IncrementalText, StopAutomaton, StopStrings
+
+
+AUTOMATONS_KEPT = 32
+"""So many sets of stop strings, the last ones, are not prepared again for another request that has the same."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,7 @@ class DetokenizeFold:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._automaton_of = functools.lru_cache(AUTOMATONS_KEPT)(StopAutomaton)
         # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
         self._requests: dict[str, _Request | None] = {}
 
@@ -179,7 +185,7 @@ class DetokenizeFold:
             prompt_ids=tokenized.token_ids if tells_prompt else (),
             markup=None if tokenized.markup == Markup() else tokenized.markup,
             text=IncrementalText(decode, tokenized.token_ids),
-            stops=StopStrings(sampling.stop, include=sampling.include_stop_str_in_output),
+            stops=StopStrings(self._automaton_of(sampling.stop), include=sampling.include_stop_str_in_output),
             n=0,
             marks=2,
             admitted_ms=0,
