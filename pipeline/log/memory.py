@@ -334,7 +334,14 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
+        self,
+        owner: Owner,
+        entries: Sequence[Entry],
+        engine: str,
+        events: Sequence[Produced],
+        journal: Journalled = (),
+        *,
+        tries: int = 0,
     ) -> bool:
         with self._changed:
             self._leases.fence(owner)
@@ -345,7 +352,12 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 key, limits = self.names.journal(engine), self.limits
                 for entry, kept in zip(entries, journal, strict=True):
                     self._streams.keep(key, entry.id, kept, limits.journal_bytes, limits.retention_ms)
-            if not all(self._streams.consume(inbox, entry.id) for entry in entries):
+            if tries:
+                (entry_id,), (_, group) = (parse_id(entry.id) for entry in entries), self._streams.group(inbox)
+                if entry_id not in group.pending or group.retries.get(entry_id, 1) >= tries:
+                    return False
+                group.retries[entry_id] = tries
+            elif not all(self._streams.consume(inbox, entry.id) for entry in entries):
                 return False
             histories, replies = produced_words(events)
             for item, said in zip(events, histories, strict=True):

@@ -354,12 +354,22 @@ class StreamLog(PastRequests, Protocol):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
+        self,
+        owner: Owner,
+        entries: Sequence[Entry],
+        engine: str,
+        events: Sequence[Produced],
+        journal: Journalled = (),
+        *,
+        tries: int = 0,
     ) -> bool:
         """Consume steps and write what follows from them to the histories and the replies. Raises Fenced.
 
         Nothing is written unless all *entries* are pending. *journal* goes into the engine's journal, with the ids of
         the steps, and the oldest entries leave it. Where memory is short, the whole journal goes instead.
+
+        With *tries* the one step is not consumed: *events* are a part of what follows from it, and it counts as tried
+        so often from now on. Nothing is written if it was tried so often before.
         """
 
     def journal(

@@ -37,7 +37,6 @@ from pipeline.names import SEAL, parse_id, tokens_id
 from pipeline.walk import Moment
 from stages.detokenize.text import Decoder, IncrementalText, StopAutomaton, StopStrings
 
-
 AUTOMATONS_KEPT = 32
 """So many sets of stop strings, the last ones, are not prepared again for another request that has the same."""
 

@@ -101,6 +101,12 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end\n",
         "redis.call('XACK', KEYS[2], 'detokenize', unpack(ids))\n",
         contract("produced", "test_a_repeated_produced_is_lost_and_changes_nothing")),
+    Mutation("a part of a step is said again after a lost reply", f"{COMMITS}/produced.lua",
+        "or item[4] >= tries then", "then",
+        (contract("produced", "test_a_part_of_a_step_is_written_once_and_counts_its_tries"),)),
+    Mutation("a part of a step does not count its tries", f"{COMMITS}/produced.lua",
+        ", 'RETRYCOUNT', tries, 'JUSTID')", ", 'JUSTID')",
+        (contract("produced", "test_a_part_of_a_step_is_written_once_and_counts_its_tries"),)),
     Mutation("of several steps those are consumed that are still there", f"{COMMITS}/produced.lua",
         "    if not are_pending[id] then return 'LOST' end\n", "",
         (contract("produced", "test_several_steps_are_consumed_together_or_not_at_all"),)),  # stories seldom find it

@@ -33,7 +33,8 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
-from stages.detokenize.fold import DetokenizeFold
+from stages.detokenize.fold import AUTOMATONS_KEPT, DetokenizeFold
+from stages.detokenize.text import StopAutomaton
 
 NO_MARKUP = Markup()
 
@@ -256,6 +257,25 @@ def test_what_an_engine_cannot_run_fails_with_its_number() -> None:
     failed = Failed(status=400, code="context_length_exceeded", message="too long")
     (item,) = Fold().step(EventRow(uid="a", n=0, event=failed))
     assert item.entry_id == SEAL and item.event == failed
+
+
+def test_siblings_share_what_is_prepared_of_their_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sequence[str]] = []
+
+    class Counted(StopAutomaton):
+        def __init__(self, stops: Sequence[str]) -> None:
+            made.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr("stages.detokenize.fold.StopAutomaton", Counted)
+    fold = Fold(known=False)
+    for number in range(50):
+        fold.learn(f"a.{number}", moments_of(history("xx", stop=["END", "STOP"])))
+    assert made == [("END", "STOP")]
+    for number in range(AUTOMATONS_KEPT + 1):
+        fold.learn(f"b.{number}", moments_of(history(stop=[f"{number}"])))
+    fold.learn("a", moments_of(history(stop=["END", "STOP"])))
+    assert made.count(("END", "STOP")) == 2, "only the last ones are kept"
 
 
 def test_after_a_failed_commit_the_step_can_be_folded_again() -> None:
