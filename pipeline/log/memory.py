@@ -352,12 +352,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 key, limits = self.names.journal(engine), self.limits
                 for entry, kept in zip(entries, journal, strict=True):
                     self._streams.keep(key, entry.id, kept, limits.journal_bytes, limits.retention_ms)
-            if tries:
-                (entry_id,), (_, group) = (parse_id(entry.id) for entry in entries), self._streams.group(inbox)
-                if entry_id not in group.pending or group.retries.get(entry_id, 1) >= tries:
-                    return False
-                group.retries[entry_id] = tries
-            elif not all(self._streams.consume(inbox, entry.id) for entry in entries):
+            if not all(self._consume_or_try(inbox, entry.id, tries) for entry in entries):
                 return False
             histories, replies = produced_words(events)
             for item, said in zip(events, histories, strict=True):
@@ -373,14 +368,6 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             for frontend, payload in replies.items():
                 self._streams.append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
-
-    def journal(
-        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
-    ) -> list[Entry]:
-        with self._changed:
-            stream = self._streams.get(self.names.journal(engine)) or Stream()
-            ids = stream.between(first, last)
-            return stream.read(ids[-max_entries:] if newest else ids[: max_entries or None])
 
     # entries that cannot be read
 

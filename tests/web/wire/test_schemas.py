@@ -82,6 +82,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop.0"),
     ({"stop": ["a", ""]}, "stop.1"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 1025}, "stop.0"),
+    ({"stop": ["a", "é" * 1025]}, "stop.1"),
     ({"stop": 3}, "stop"),
     ({"stop_token_ids": ["3"]}, "stop_token_ids.0"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),

@@ -36,6 +36,8 @@ MOST_ANSWERS: Final = 1024
 """Most choices of all prompts together."""
 MOST_COPIED_BYTES: Final = 8 << 20
 """Most bytes that all answers of a body have for themselves: how they are sampled, and the prompts that they repeat."""
+LONGEST_STOP: Final = 1024
+"""Most characters of a stop string."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -126,7 +128,7 @@ class SamplingFields(ConstraintFields):
     """Keeps the tokens whose information is closest to the entropy, up to this total probability."""
     stop: (
         Annotated[
-            list[Annotated[str, Field(min_length=1)]],
+            list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP), at_most(LONGEST_STOP)]],
             Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
             Field(max_length=16),
