@@ -339,8 +339,8 @@ class DetokenizeWorker:
 
     def _produce(self, folded: Sequence[_Folded], *, tries: int = 0) -> bool:
         """Consume steps; False when one of them was consumed before. With *tries*: as StreamLog.produced."""
-        is_kept = self._journal is not None and not tries
-        journal = [self._journal.fields(one.entry, one.step) for one in folded] if is_kept else []
+        writer = None if tries else self._journal
+        journal = [writer.fields(one.entry, one.step) for one in folded] if writer is not None else []
         produced = [item for one in folded for item in one.produced]
         began_s = time.perf_counter()
         done = self._log.produced(
