@@ -209,9 +209,7 @@ def _is_right(name: str, value: object) -> bool:
 def _limits(table: Mapping[str, Any], here: str) -> dict[str, int]:
     for name, value in table.items():
         if name not in _LIMITS:
-            raise ConfigError(
-                f"{here}: {_shown(name)} is unknown; expected {', '.join(_LIMITS[:-1])} and {_LIMITS[-1]}"
-            )
+            raise ConfigError(f"{here}: {_shown(name)} is unknown; expected one of {', '.join(_LIMITS)}")
         if type(value) is not int or value < 1:  # True is an int, too
             seen = value if isinstance(value, int | float) else "something else"
             raise ConfigError(f"{here}: {name}: {seen} given, expected a whole number of at least 1")
