@@ -63,7 +63,8 @@ def run(config: WebStageConfig) -> int:
     Raises:
         ConfigError: The address is not available, or the API keys or the allowed names and pages are wrong.
     """
-    keys = read_keys(config.keys.api_key, config.keys.limits, config.keys.admin_key)
+    of_keys, max_log_bytes = config.keys, config.clients.max_log_bytes or 0
+    keys = read_keys(of_keys.api_key, of_keys.limits, of_keys.admin_key, max_log_bytes=max_log_bytes)
     origins = read_origins(config.origins, config.web.host)
     if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
