@@ -6,7 +6,7 @@ Remembers the text state of every running request. What it does not know, or wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipeline.events import (
     Finished,
     FinishReason,
     Score,
+    Scores,
     StepCompleted,
     Submitted,
     Timings,
@@ -199,7 +200,7 @@ class DetokenizeFold:
         if row.score is not None:
             more["scores"] = (self._told(row.token, row.score),)
         if request.prompt_ids:
-            more["prompt"] = self._told_prompt(request, row.prompt_scores or ())
+            more["prompt"] = self._told_prompt(request, row.prompt_scores or Scores())
             request.prompt_ids = ()
         if row.n == 1 and request.markup is not None:
             more["markup"] = request.markup
@@ -213,7 +214,7 @@ class DetokenizeFold:
             self._requests[row.uid] = None
         return produced
 
-    def _told_prompt(self, request: _Request, scores: Sequence[Score]) -> ToldPrompt:
+    def _told_prompt(self, request: _Request, scores: Scores) -> ToldPrompt:
         """Return what a client is told of its prompt."""
         submitted, ids = request.submitted, request.prompt_ids
         shown = submitted.presentation
@@ -229,7 +230,7 @@ class DetokenizeFold:
             cached_tokens=request.cached_tokens,
             token_ids=ids if shown.token_ids else (),
             text=text,
-            scores=tuple(self._told(token, score) for token, score in zip(ids[1:], scores, strict=False)),
+            scores=scores.told(ids[1:], self._decoder.piece),
             first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
         )
 

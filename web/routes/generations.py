@@ -16,7 +16,7 @@ from pipeline.process.failpoints import failpoint
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.routes.access import caller
-from web.routes.answers import error_response, json_response, name_unknown, stream_response
+from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -145,7 +145,7 @@ async def _whole(opened: OpenRequest) -> Response:
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
         if opened.done:
-            return json_response(body_of(opened.uid, opened.events, choices))
+            return json_pieces(body_of(opened.uid, opened.events, choices))
 
 
 async def _streamed(opened: OpenRequest) -> Response:
