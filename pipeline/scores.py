@@ -11,18 +11,12 @@ from abc import abstractmethod
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from pipeline.sampling import Value
-
-MOST_SCORES: Final = 1_000_000
-"""Most pairs of a token and its log-probability that the answers to one body may tell of its prompts, or that one body
-may hold of its answers."""
-TOO_MANY_SCORES: Final = "too_many_scores"
-"""The code of a request that asks for more."""
 
 
 class Score(Value):
