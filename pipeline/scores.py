@@ -136,10 +136,15 @@ class _Packed(Sequence[S], Generic[S]):
         """Return what an event says. Raises ValueError. Older ones have a list of objects."""
         if isinstance(said, cls):
             return said
-        if not isinstance(said, Mapping):
-            if not isinstance(said, Iterable):
-                raise ValueError("expected scores")
-            return cls([cls.item.model_validate(each) for each in said])  # type: ignore[misc]
+        try:
+            if not isinstance(said, Mapping):
+                return cls([cls.item.model_validate(each) for each in said])  # type: ignore
+            return cls._unpacked(said)
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"these are no scores: {error!r}") from error
+
+    @classmethod
+    def _unpacked(cls, said: Mapping[str, Any]) -> _Packed[S]:
         packed = cls()
         for numbers, name in ((packed._ends, "ends"), (packed._tokens, "tokens"), (packed._logprobs, "logprobs")):
             numbers.frombytes(b64decode(said[name], validate=True))
@@ -216,15 +221,25 @@ class ToldScores(_Packed[ToldScore]):
             self._ends.append(len(self._tokens))
 
     def _at(self, first: int, end: int) -> ToldScore:
-        (token, text, logprob), top = self._row(first, end)
-        others = tuple(ToldCandidate(token=one.token, text=one.text, logprob=one.logprob) for one in top)
-        return ToldScore(token=token, text=text, logprob=logprob, top=others)
+        one, *top = (
+            ToldCandidate(token=token, text=self._texts.get(token, ""), logprob=logprob)
+            for token, logprob in zip(self._tokens[first:end], self._logprobs[first:end], strict=True)
+        )
+        return ToldScore(token=one.token, text=one.text, logprob=one.logprob, top=tuple(top))
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """Yield what they say from place *start* on, faster than as ToldScore."""
         first = self._ends[start - 1] if 0 < start <= len(self) else 0
         for end in self._ends[start:]:
             yield self._row(first, end)
+            first = end
+
+    def tokens(self, start: int = 0) -> Iterator[Pair]:
+        """Yield the tokens themselves from place *start* on."""
+        first = self._ends[start - 1] if 0 < start <= len(self) else 0
+        for end in self._ends[start:]:
+            token = self._tokens[first]
+            yield Pair(token, self._texts.get(token, ""), self._logprobs[first])
             first = end
 
     def _row(self, first: int, end: int) -> Row:

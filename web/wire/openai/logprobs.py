@@ -39,14 +39,18 @@ def completion_logprobs(
         yield from () if prompt is None else prompt_rows(prompt)
         yield from rows_of(scores)
 
+    def tokens() -> Iterator[Pair]:
+        yield from () if prompt is None else prompt_tokens(prompt)
+        yield from tokens_of(scores)
+
     def offsets() -> Iterator[int]:
         if prompt is not None:
-            yield from _offsets((token for token, _ in prompt_rows(prompt)), prompt.text, 0)
-        yield from _offsets((token for token, _ in rows_of(scores)), text, offset)
+            yield from _offsets(prompt_tokens(prompt), prompt.text, 0)
+        yield from _offsets(tokens_of(scores), text, offset)
 
     return {
-        "tokens": _listed((_name(token, as_ids) for token, _ in rows()), told),
-        "token_logprobs": _listed((token.logprob for token, _ in rows()), told),
+        "tokens": _listed((_name(token, as_ids) for token in tokens()), told),
+        "token_logprobs": _listed((token.logprob for token in tokens()), told),
         "top_logprobs": _listed((_by_name(token, top, as_ids) for token, top in rows()), told),
         "text_offset": _listed(offsets(), told),
     }
@@ -68,6 +72,13 @@ def prompt_rows(prompt: ToldPrompt, start: int = 0) -> Iterator[Row]:
     yield from prompt.scores.rows(max(start - bool(prompt.first), 0))
 
 
+def prompt_tokens(prompt: ToldPrompt, start: int = 0) -> Iterator[Pair]:
+    """As `prompt_rows`, without the most probable tokens."""
+    if prompt.first and start == 0:
+        yield Pair(prompt.first.token, prompt.first.text, None)
+    yield from prompt.scores.tokens(max(start - bool(prompt.first), 0))
+
+
 def rows_of(scores: Sequence[ToldScore]) -> Iterator[Row]:
     """Yield what *scores* say."""
     if isinstance(scores, ToldScores):
@@ -76,6 +87,14 @@ def rows_of(scores: Sequence[ToldScore]) -> Iterator[Row]:
     for score in scores:
         token, *top = (Pair(one.token, one.text, one.logprob) for one in (score, *score.top))
         yield token, top
+
+
+def tokens_of(scores: Sequence[ToldScore]) -> Iterator[Pair]:
+    """As `rows_of`, without the most probable tokens."""
+    if isinstance(scores, ToldScores):
+        yield from scores.tokens()
+    else:
+        yield from (Pair(score.token, score.text, score.logprob) for score in scores)
 
 
 def _listed(items: Iterable[Any], scores: Sequence[ToldScore]) -> Slices | list[Any]:

@@ -4,9 +4,8 @@ of plain new text. The frames are a fold of events: the same events always give 
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -19,7 +18,7 @@ from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import Choice, InOrder, choices_for
 from web.wire.openai.errors import error_body, error_of
-from web.wire.openai.logprobs import prompt_rows, utf8
+from web.wire.openai.logprobs import prompt_rows, prompt_tokens, utf8
 from web.wire.pieces import Slices, encoded, sliced
 from web.wire.uids import index_of
 
@@ -139,29 +138,28 @@ class _Answer:
 
     def _logprobs(self, *, again: bool) -> dict[str, Any]:
         """Return the fields with log-probabilities. If told *again* and again, the output's are encoded once."""
-        start, self._num_scores = self._num_scores, len(self.choice.scores)
-        of_output = self._lists("output", functools.partial(self.choice.scores.rows, start))
-        told: dict[str, Any] = self._lists("input", self._input) | of_output
+        prompt, scores, start = self.choice.told_prompt, self.choice.scores, self._num_scores
+        self._num_scores = len(scores)
+        since = self.choice.shown.scores_from
+        tokens: Iterator[Pair] = iter(()) if prompt is None else prompt_tokens(prompt, since)
+        rows: Iterator[Row] = iter(()) if prompt is None else prompt_rows(prompt, since)
+        # SGLang's first one has no score, wherever it is: that would come from the token before.
+        first = [Pair(token.token, token.text, None) for token in itertools.islice(tokens, 1)]
+        no_top = [(token, []) for token, _ in zip(first, rows, strict=False)]
+        told: dict[str, Any] = self._lists("input", itertools.chain(first, tokens), itertools.chain(no_top, rows))
+        of_output = self._lists("output", scores.tokens(start), scores.rows(start))
+        told |= of_output
         for name, new in of_output.items() if again else ():
             made = self._of_output.setdefault(name, [])
             made += (orjson.dumps(items)[1:-1] for items in new.slices)
             told[name] = orjson.Fragment(b"[" + b",".join(made) + b"]")
         return told
 
-    def _input(self) -> Iterator[Row]:
-        """Yield the tokens of the prompt. SGLang's first one has no score, wherever it is: that would come from the
-        token before."""
-        prompt = self.choice.told_prompt
-        rows = iter(()) if prompt is None else prompt_rows(prompt, self.choice.shown.scores_from)
-        for first, _ in itertools.islice(rows, 1):
-            yield Pair(first.token, first.text, None), []
-        yield from rows
-
-    def _lists(self, side: str, rows: Callable[[], Iterator[Row]]) -> dict[str, Slices]:
+    def _lists(self, side: str, tokens: Iterator[Pair], rows: Iterator[Row]) -> dict[str, Slices]:
         """Return the lists of one *side*; those of the most probable tokens only if the client asked for them."""
-        told = {f"{side}_token_logprobs": sliced(self._one(token) for token, _ in rows())}
+        told = {f"{side}_token_logprobs": sliced(map(self._one, tokens))}
         if tops := self._sampling.logprobs:
-            others = ([self._one(one) for one in top] if token.logprob is not None else None for token, top in rows())
+            others = ([self._one(one) for one in top] if token.logprob is not None else None for token, top in rows)
             told[f"{side}_top_logprobs"] = sliced(others, tops)
         return told
 
