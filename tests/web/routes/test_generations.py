@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 from typing import Any
 
 import pytest
-from stand_in_stages import Stages, StandIn, finished, tokens
+from stand_in_stages import Script, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import chat, error_of, one_request, request_lines, seal_of, site, until
 
@@ -33,39 +33,28 @@ async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
 
 
 def scored(num_tokens: int, num_top: int) -> ToldPrompt:
-    top = tuple(ToldCandidate(token=token, text="é", logprob=-token / 8) for token in range(num_top))
+    top = tuple(ToldCandidate(token=token, text=f"é{token}", logprob=-token / 8) for token in range(num_top))
     score = ToldScore(token=99, text="\u2028", logprob=-0.5, top=top)
     first = ToldToken(token=99, text="\u2028")
     return ToldPrompt(num_tokens=num_tokens, text="Dear", scores=[score] * (num_tokens - 1), first=first)
 
 
-async def two_choices(stages: Stages) -> list[tuple[str, Submitted]]:
-    """Wait for the two choices of a request; return them in order."""
-    came: list[tuple[str, Submitted]] = []
-
-    def both() -> bool:
-        came.extend((uid, event) for uid, event in stages.take_in() if event.endpoint != "probe")
-        return len(came) == 2
-
-    await until(both)
-    return sorted(came, key=lambda each: each[0])
-
-
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "stream": True}])
 async def test_choices_share_the_scores_of_their_prompt_and_a_long_answer_comes_whole(
-    redis_url: str, stages: Stages, asked: dict[str, Any]
+    redis_url: str, stand_in: StandIn, asked: dict[str, Any]
 ) -> None:
-    stages.say_phase("ready")
+    def says(event: Submitted) -> Script:
+        own = ToldPrompt(num_tokens=500, text="Dear") if event.presentation.echo else None
+        first = event.sampling.prompt_logprobs is not None
+        yield from [None] * 3 if first else ()  # the other one is faster
+        yield 1, tokens(1).model_copy(update={"prompt": scored(500, 20) if first else own})
+        yield 1, finished(1)
+
+    stand_in.scripts["Dear"] = says
     async with site(redis_url) as here:
-        answer = asyncio.create_task(here.client.post("/v1/completions", json={"prompt": "Dear", "n": 2, **asked}))
-        (first, scoring), (second, other) = await two_choices(stages)
-        assert (scoring.sampling.prompt_logprobs, other.sampling.prompt_logprobs) == (20, None), "it is scored once"
-        own = ToldPrompt(num_tokens=500, text="Dear") if other.presentation.echo else None
-        for uid, prompt in ((second, own), (first, scored(500, 20))):
-            told = tokens(1).model_copy(update={"prompt": prompt})
-            stages.say(uid, 1, told, finished(1), frontend="web-0")
-        response = await answer
-        assert response.status_code == 200 and response.headers["x-minisgl-uid"] == first.partition(".")[0]
+        response = await here.client.post("/v1/completions", json={"prompt": "Dear", "n": 2, **asked})
+        of_prompts = [event.sampling.prompt_logprobs for _, event in stand_in.requests()]
+        assert response.status_code == 200 and sorted(of_prompts, key=str) == [20, None], "it is scored once"
         sent = await response.get_data(as_text=False)
         assert len(sent) > 4 * PIECE_BYTES
         if asked.get("stream"):
@@ -80,21 +69,20 @@ async def test_choices_share_the_scores_of_their_prompt_and_a_long_answer_comes_
 
 
 async def test_a_whole_answer_holds_no_more_scores_than_it_may(
-    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def says(event: Submitted) -> Script:
+        for n in itertools.count(1):
+            yield n, tokens(n).model_copy(update={"scores": (scored(2, 4).scores[0],)})
+
+    stand_in.scripts["endless scores"] = says
     monkeypatch.setattr(web.routes.generations, "MOST_SCORES", 20)
-    stages.say_phase("ready")
     async with site(redis_url) as here:
-        answer = asyncio.create_task(here.post(chat(logprobs=True, top_logprobs=4, n=2)))
-        both = await two_choices(stages)
-        (score,) = scored(2, 4).scores
-        for n in (1, 2, 3):
-            for uid, _ in both:
-                stages.say(uid, n, tokens(n).model_copy(update={"scores": (score,)}), frontend="web-0")
-        status, error = await error_of(answer)
+        asked = chat("endless scores", logprobs=True, top_logprobs=4, n=2)
+        status, error = await error_of(here.post(asked))
         assert (status, error["code"], error["param"]) == (400, "too_many_scores", "logprobs")
-        for uid, _ in both:
-            assert seal_of(stages.log, uid)["code"] == "too_many_scores", "nothing of it goes on"
+        for uid, _ in stand_in.requests():
+            assert seal_of(stand_in.stages.log, uid)["code"] == "too_many_scores", "nothing of it goes on"
 
 
 async def test_a_copy_of_a_request_is_labelled_with_its_uid(redis_url: str, stand_in: StandIn) -> None:
