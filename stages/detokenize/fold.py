@@ -19,6 +19,7 @@ from pipeline.events import (
     Finished,
     FinishReason,
     Score,
+    Scores,
     StepCompleted,
     Submitted,
     Timings,
@@ -204,7 +205,7 @@ class DetokenizeFold:
         if row.score is not None:
             more["scores"] = (self._told(row.token, row.score),)
         if request.prompt_ids:
-            more["prompt"] = self._told_prompt(request, row.prompt_scores or ())
+            more["prompt"] = self._told_prompt(request, row.prompt_scores or Scores())
             request.prompt_ids = ()
         if row.n == 1 and request.markup is not None:
             more["markup"] = request.markup
@@ -218,7 +219,7 @@ class DetokenizeFold:
             self._requests[row.uid] = None
         return produced
 
-    def _told_prompt(self, request: _Request, scores: Sequence[Score]) -> ToldPrompt:
+    def _told_prompt(self, request: _Request, scores: Scores) -> ToldPrompt:
         """Return what a client is told of its prompt."""
         submitted, ids = request.submitted, request.prompt_ids
         shown = submitted.presentation
@@ -234,7 +235,7 @@ class DetokenizeFold:
             cached_tokens=request.cached_tokens,
             token_ids=ids if shown.token_ids else (),
             text=text,
-            scores=tuple(self._told(token, score) for token, score in zip(ids[1:], scores, strict=False)),
+            scores=scores.told(ids[1:], self._decoder.piece),
             first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
         )
 

@@ -38,7 +38,8 @@ def replay_routes(frontend: Frontend) -> Blueprint:
             uid = uid_in(name)
             frontend.admit()
             with reaching("request_not_read", uid=uid):
-                history = await history_of(frontend, uid, who, "replay")
+                async with frontend.folding.turn():
+                    history = await history_of(frontend, uid, who, "replay")
                 await _check_engine(frontend)
             new_uid = await submit_unheard(frontend, _again(history, asked), caller().quota)
         except RequestError as error:

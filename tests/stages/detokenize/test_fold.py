@@ -23,6 +23,7 @@ from pipeline.events import (
     Presentation,
     SamplingParams,
     Score,
+    Scores,
     StepCompleted,
     StepRow,
     Submitted,
@@ -326,7 +327,7 @@ def test_scores_are_told_with_the_texts_of_their_tokens() -> None:
 
 def test_a_prompt_is_told_of_with_the_first_token_alone_and_by_whoever_folds_it() -> None:
     shown = {"presentation": Presentation(token_ids=True, echo=True)}
-    first = token_row("a", 1).model_copy(update={"prompt_scores": (Score(logprob=-1), Score(logprob=-2))})
+    first = token_row("a", 1).model_copy(update={"prompt_scores": Scores((Score(logprob=-1), Score(logprob=-2)))})
     for _ in range(2):
         fold = Fold(prompt_ids=(97, 98, 99), submitted=shown, prompt_logprobs=0)
         fold.step(admitted("a", cached=2))

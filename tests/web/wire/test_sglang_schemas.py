@@ -338,7 +338,7 @@ def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
                 choices[each.index].apply(produced)
             case Finished() as end:
                 choices[each.index].finish(end)
-    return json.loads(body_of(UID, events, choices))
+    return json.loads(b"".join(body_of(UID, events, choices)))
 
 
 def streamed(body: dict[str, Any], *given: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
