@@ -67,6 +67,7 @@ async def serving(
     else:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
+        listener.listen()
     server = Server(0 if path else listener.getsockname()[1], HttpConfig(body_bytes, most, Seldom(), **more))
     stop = asyncio.Event()
     with _noting(server.connections):

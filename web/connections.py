@@ -121,11 +121,10 @@ async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: a
             connection.close_if_idle()
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE_S)
-        for task, connection in tasks.items():
+        for connection in tasks.values():
             connection.cut()
-            task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=GRACE_S)
         await app.shutdown()
 
 
@@ -226,6 +225,8 @@ class Connection:
         """As Member.cut: close it at once, whatever it has sent."""
         self._is_cut = True
         self.writer.transport.abort()
+        if hasattr(self, "protocol"):
+            self.protocol.stop()
 
     def let_go(self, error: RequestError) -> None:
         """As Member.let_go."""
@@ -348,7 +349,6 @@ class Connection:
                 await self.protocol.receive(data)
                 if self._lingering is None:
                     self._await_head()
-                    self.note_bytes()
         if self._lingering is not None:
             self._lingering.cancel()
         await self.protocol.end()
@@ -406,15 +406,20 @@ class Protocol:
         self._requests.receive_data(data)
         if not self._is_queued:
             await self._handle_events()
+        self._connection.note_bytes()
         while self._is_far_ahead:
             self._has_room.clear()
             await self._has_room.wait()
 
-    async def end(self) -> None:
-        """Answer nothing more."""
+    def stop(self) -> None:
+        """Answer nothing more, and forget what came."""
         self._is_over = True
-        self._requests = Requests(self._config.max_body_bytes)  # what came is not needed any more
+        self._requests = Requests(self._config.max_body_bytes)
         self._has_room.set()
+
+    async def end(self) -> None:
+        """As `stop`, and tell the application."""
+        self.stop()
         await self._close_stream()
 
     async def refuse_late_head(self) -> None:
@@ -543,7 +548,8 @@ class Protocol:
         """Send what the application answers. An answer that comes before the end of its request closes the connection,
         and so does one to somebody who has no place."""
         if isinstance(event, Response):
-            self._drops_body, self._num_body_bytes = True, 0
+            self._drops_body = True
+            self.has_read()
             headers = [*event.headers, *self._config.response_headers("h11")]
             if self.expects_more or self._closes or self._connection.no_place is not None:
                 headers.append(CLOSE)
