@@ -31,6 +31,7 @@ gc.enable()
 
 web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
+web.connections.GRACE_S = web.server.HARD_EXIT_S / 4
 web.connections.HEAD_TIMEOUT_S = float(sys.argv.pop(1))
 create_app = web.server.create_app
 deaf_ones = set()
