@@ -82,6 +82,11 @@ class Keys:
         """Say whether there is any key."""
         return bool(self._callers)
 
+    @property
+    def are_several(self) -> bool:
+        """Say whether they belong to several clients."""
+        return len({caller.scope for caller in self._callers}) > 1
+
     def find(self, given: Sequence[str]) -> Caller | None:
         """Return who has the first of *given* that is a key, or who needs none; None: a key is needed.
 

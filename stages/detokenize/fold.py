@@ -7,7 +7,7 @@ Remembers the text state of every running request. What it does not know, or wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import hypercorn.asyncio
-import hypercorn.config
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
@@ -27,8 +25,11 @@ import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.log.protocol import Quota
 from pipeline.names import Names
+from web.config import DEFAULT_BODY_BYTES
+from web.connections import HttpConfig, serve
 from web.keys import Caller, Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
+from web.seldom import Seldom
 
 ANN, BOB, ADMIN = "sk-ann-0123456789", "sk-bob/+~!", "sk-root"
 
@@ -523,10 +524,7 @@ async def client_of(here: Site, key: str, *, max_retries: int = 0) -> AsyncItera
     """Give the official client of a site that listens."""
     listener, stop = open_listener("127.0.0.1", 0), asyncio.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    config = hypercorn.config.Config()
-    config.bind = [f"fd://{listener.detach()}"]
-    config.graceful_timeout = 1
-    serving = asyncio.create_task(hypercorn.asyncio.serve(here.app, config, shutdown_trigger=stop.wait))
+    serving = asyncio.create_task(serve(here.app, listener, HttpConfig(DEFAULT_BODY_BYTES, 100, Seldom()), stop))
     try:
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries) as client:
             yield client

@@ -16,7 +16,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
-from web.routes.access import caller
+from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
@@ -125,7 +125,13 @@ async def answer(
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
     del body  # it may be large, and the answer long
+    place().has_read()
     opened = await open_request(frontend, events, once=once, quota=who.quota)
+    if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`
+        try:
+            place().views()
+        except RequestError as error:
+            raise opened.refuse(error) from None
     try:
         response = await (respond or _generated)(opened)
     except Exception:
