@@ -117,18 +117,20 @@ async def streams(order: Order, begun: Callable[[], None], end: asyncio.Event) -
 class Reading(asyncio.Protocol):
     """Reads one answer, and measures when its bytes arrive."""
 
-    def __init__(self, came: Callable[[], None]) -> None:
+    def __init__(self, came: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
         self._came = came
+        self._clock = clock
         self.head = b""
         self.end = b""
         """The last bytes."""
         self.last_s = 0.0
         """When the last piece of the stream came; 0: none has come."""
         self.longest_s = 0.0
+        """The longest time between two pieces."""
         self.closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        now_s = time.perf_counter()
+        now_s = self._clock()
         self.head = self.head or data
         self.end = (self.end + data)[-END_BYTES:]
         if self.last_s:
@@ -139,6 +141,11 @@ class Reading(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
+
+    def stop(self) -> None:
+        """End the measurement: a stream that stands still has paused until now."""
+        if self.last_s and not self.closed.is_set():
+            self.longest_s = max(self.longest_s, self._clock() - self.last_s)
 
     @property
     def frames(self) -> list[bytes]:
@@ -164,8 +171,7 @@ async def _stream(order: Order, which: int, told: Streams, came: Callable[[], No
             await _first_of(*until)
         finally:
             transport.abort()
-            if reading.last_s and not reading.closed.is_set():
-                reading.longest_s = max(reading.longest_s, time.perf_counter() - reading.last_s)
+            reading.stop()
             told.longest_pause_ms = max(told.longest_pause_ms, reading.longest_s * 1000)
     if not reading.closed.is_set():
         return

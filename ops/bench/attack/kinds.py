@@ -127,15 +127,17 @@ async def leavers(order: Order) -> Working:
     async def leave(attack: Attack, resets: bool) -> None:
         while True:
             status = NO_ANSWER
-            with contextlib.suppress(OSError, EOFError, TimeoutError):
-                async with asyncio.timeout(ANSWER_TIMEOUT_S), _attacker(order) as (reader, writer):
-                    writer.write(data)
-                    status = status_in(await reader.readline())
-                    await reader.readuntil(b"data: ")
-                    if resets:
-                        linger = struct.pack("ii", 1, 0)
-                        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            attack.count("leavers", status)
+            try:
+                with contextlib.suppress(OSError, EOFError, TimeoutError):
+                    async with asyncio.timeout(ANSWER_TIMEOUT_S), _attacker(order) as (reader, writer):
+                        writer.write(data)
+                        status = status_in(await reader.readline())
+                        await reader.readuntil(b"data: ")
+                        if resets:
+                            linger = struct.pack("ii", 1, 0)
+                            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            finally:
+                attack.count("leavers", status)
             await asyncio.sleep(PAUSE_S)
 
     return lambda attack: [leave(attack, resets=number % 2 == 0) for number in range(NUM_LEAVERS)]
