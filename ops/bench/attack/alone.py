@@ -21,8 +21,9 @@ from ops.bench import report
 from ops.bench.attack.clients import HEALTH, NEWCOMERS, STREAMS
 from ops.bench.attack.config import AttackConfig
 from ops.bench.attack.kinds import ALONE, KINDS, Order
-from ops.bench.attack.target import Client, Server, Target, client, target
+from ops.bench.attack.target import Client, ClientsFailed, Server, Target, client, target
 from ops.bench.attack.together import answered, broken_by_processes
+from ops.bench.peers import SideFailed
 
 SECONDS: Final = 10.0
 SETTLE_S: Final = 1.0
@@ -88,15 +89,20 @@ def attack(config: AttackConfig, folder: Path, program: Path) -> dict[str, Any]:
     """Attack servers of *program*, print the figures, and return them with a sentence for each broken bound."""
     length_s = config.seconds or SECONDS
     runs: dict[str, list[Run]] = {}
+    failed: list[str] = []
     with Console(stderr=True).status("", refresh_per_second=1) as status:
         for kind in config.kinds or ALONE:
             for number in range(1, config.runs + 1):
                 status.update(f"{kind}: run {number} of {config.runs}")
-                runs.setdefault(kind, []).append(measured(kind, config, length_s, folder, program))
+                try:
+                    runs.setdefault(kind, []).append(measured(kind, config, length_s, folder, program))
+                except (ClientsFailed, SideFailed) as error:  # it is a finding, and the other kinds are worth a look
+                    failed.append(f"{kind}: {error}")
+    runs = {kind: of_it for kind, of_it in runs.items() if of_it}
     print(table(runs, config, length_s))
     return {
         "runs": {kind: [_plain(run) for run in of_it] for kind, of_it in runs.items()},
-        "broken": [f"{kind}: {text}" for kind, of_it in runs.items() for text in broken(of_it, config)],
+        "broken": [*failed, *(f"{kind}: {text}" for kind, of_it in runs.items() for text in broken(of_it, config))],
     }
 
 
@@ -178,11 +184,20 @@ def _summed(answers: Any) -> dict[str, dict[str, int]]:
 
 def table(runs: Mapping[str, Sequence[Run]], config: AttackConfig, length_s: float) -> str:
     """Return a table with a row for each kind, and what its attackers got."""
-    rows = [
-        ("", "pause quiet", "attacked", "longer", "/health p99", "max", "first token", "attacked", "web", "tokenizer"),
-        ("", "s", "s", f"<= {config.pause_s:g} s", f"<= {config.health_ms:g} ms", "ms", "ms", "ms", "MiB", "MiB"),
-    ]
-    shown = [(*row, extra) for row, extra in zip(rows, ("attackers' CPU", "of one core"), strict=True)]
+    heads = {
+        "": "",
+        "pause quiet": "s",
+        "attacked": "s",
+        "longer": f"<= {config.pause_s:g} s",
+        "/health p99": f"<= {config.health_ms:g} ms",
+        "max": "ms",
+        "first token quiet": "ms",
+        "attacked ": "ms",
+        "web": "MiB",
+        "tokenizer": "MiB",
+        "attackers' CPU": "of one core",
+    }
+    shown: list[tuple[str, ...]] = [tuple(map(str.strip, heads)), tuple(heads.values())]
     for kind, of_it in runs.items():
         seen = medians(of_it)
         figures = (seen.quiet_pause_s, seen.pause_s, seen.longer_s)
@@ -205,8 +220,10 @@ def table(runs: Mapping[str, Sequence[Run]], config: AttackConfig, length_s: flo
         "",
         "What the attackers got:",
     ]
-    for of_it in runs.values():
+    for kind, of_it in runs.items():
         lines += answered(_summed(run.attack["answers"] for run in of_it))
+        if connections := sum(run.attack["connections"] for run in of_it):
+            lines.append(f"  {kind}: {connections:,} connections")
     return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ class Newcomers:
     """What other innocent requests got."""
 
     first_ms: list[float] = field(default_factory=list)
-    """Time to the first token of each chat that got one."""
+    """Time to the first token of each chat, or to the end of its client's patience."""
     answers: dict[str, dict[str, int]] = field(default_factory=dict)
     """What was asked -> status -> number."""
 
@@ -219,6 +219,8 @@ async def newcomers(order: Order, begun: Callable[[], None], end: asyncio.Event)
                     status = "an error after 200"
         except TimeoutError:
             status = "timeout"
+            if what == "chats":
+                told.first_ms.append((time.perf_counter() - began_s) * 1000)
         except (OSError, EOFError):
             status = NO_ANSWER
         count(what, status)

@@ -44,6 +44,7 @@ PAGE_FILES: Final = ("/pages/vendor/marked-18.2.1.js", "/pages/icon.svg")
 PAGE_COMES: Final = b"HTTP/1.1 200"
 NUM_UNFINISHED: Final = 150
 NUM_READERS: Final = 12
+STORY_TIMEOUT_S: Final = 300.0
 
 UNANSWERED: Final = "unanswered"
 """Counted as a status where the attack ended before the answer."""
@@ -256,8 +257,8 @@ async def pages(order: Order) -> Working:
 
 async def stories(order: Order) -> Working:
     """Reads long histories, several at once."""
-    told = await asyncio.gather(*(_uid_of(order, bodies.story()) for _ in range(2)))
-    asked = [request(f"/v1/requests/{uid}{of_it}") for uid in told for of_it in ("", "/steps", "/events")]
+    uid = await _uid_of(order, bodies.story())
+    asked = [request(f"/v1/requests/{uid}{of_it}") for of_it in ("", "/steps", "/events")]
 
     async def read(attack: Attack, which: int) -> None:
         for data in itertools.cycle(asked[which % len(asked) :] + asked[: which % len(asked)]):
@@ -268,7 +269,7 @@ async def stories(order: Order) -> Working:
 
 async def _uid_of(order: Order, data: bytes) -> str:
     """Have a request answered; return its uid. Raises EOFError if it is refused."""
-    async with asyncio.timeout(ANSWER_TIMEOUT_S), connected(order.port, ATTACKERS_HOST) as (reader, writer):
+    async with asyncio.timeout(STORY_TIMEOUT_S), connected(order.port, ATTACKERS_HOST) as (reader, writer):
         writer.write(data)
         head = await reader.readuntil(b"\r\n\r\n")
         body = await _read_to_end(reader)

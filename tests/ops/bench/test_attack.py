@@ -19,7 +19,7 @@ from servers import ROOT
 from ops.bench import nonsense
 from ops.bench.attack import alone, bodies, together
 from ops.bench.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
-from ops.bench.attack.clients import Newcomers, Reading, Streams, attacker, health, newcomers, streams
+from ops.bench.attack.clients import Newcomers, Reading, Streams, Told, attacker, health, newcomers, streams
 from ops.bench.attack.config import AttackConfig
 from ops.bench.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
 from ops.bench.attack.target import Server, read_deaths
@@ -36,7 +36,7 @@ GOOD = Figures(
     cpu_s={"bodies": 1.5, "idlers": 0.5},
 )
 HALF = alone.Half(GOOD.health, {"longest_pause_ms": 100.0, "early": []}, GOOD.newcomers, GOOD.server)
-RUN = alone.Run(HALF, HALF, {"answers": {"viewers": {"200": 4}}, "cpu_s": 1.0})
+RUN = alone.Run(HALF, HALF, {"answers": {"viewers": {"200": 4}}, "connections": 5, "cpu_s": 1.0})
 NUM_TOKENS = 20
 CUT_OFF = [text_chunk("a"), usage_chunk(1, NUM_TOKENS)]
 
@@ -161,11 +161,12 @@ def test_every_kind_attacks_each_time_until_it_should_end(kind: str) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nx-minisgl-uid: 1\r\n\r\n")
         writer.close()
 
-    async def run() -> list[Attack]:
+    async def run() -> list[Told]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
             asked = Order(server.sockets[0].getsockname()[1], idle=3)
-            play, told = await attacker(kind, asked), []
+            play = await attacker(kind, asked)
+            told: list[Told] = []
             for _ in range(2):
                 end, before = asyncio.Event(), len(seen)
                 playing = asyncio.create_task(play(asked, lambda: None, end))
@@ -245,7 +246,7 @@ def test_a_broken_bound_is_said(changes: dict[str, object], says: str) -> None:
 def test_alone_no_bound_is_broken_where_the_attack_changes_nothing() -> None:
     assert alone.broken([RUN] * 3, AttackConfig()) == []
     shown = alone.table({"viewers": [RUN] * 3}, AttackConfig(), 10)
-    assert "viewers: 12 x 200" in shown and "10%" in shown
+    assert "viewers: 12 x 200" in shown and "viewers: 15 connections" in shown and "10%" in shown
 
 
 @pytest.mark.parametrize(
@@ -303,3 +304,15 @@ def test_a_server_stands_an_attack(tmp_path: Path) -> None:
     assert set(figures["answers"].get("wrong bodies", {})) <= {"400", "413", UNANSWERED}
     assert figures["streams"]["whole"] >= document["options"]["streams"] and figures["server"]["web_bytes"] > 1 << 20
     assert figures["connections"] >= document["options"]["idle"]
+
+
+@pytest.mark.slow
+@pytest.mark.night
+def test_a_kind_is_measured_alone(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", "--alone", "--runs", "1", "--seconds", "3"]
+    bounds = ["--health-ms", "5000", "--pause", "60", "--kinds", "stories", "--output", str(tmp_path / "out.json")]
+    done = subprocess.run([*command, *bounds], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]["stories"]
+    assert run["attack"]["answers"]["stories"]
+    assert run["quiet"]["streams"]["longest_pause_ms"] > 0 and run["attacked"]["server"]["tokenizer_bytes"] > 1 << 20
