@@ -25,7 +25,6 @@ from ops.bench.attack.target import Client, ClientsFailed, Server, Target, clien
 from ops.bench.attack.together import answered, broken_by_processes
 from ops.bench.peers import SideFailed
 
-SECONDS: Final = 10.0
 SETTLE_S: Final = 1.0
 """Between the two halves of a run: the streams of the first one are cancelled."""
 TOKENS: Final = 3900
@@ -87,7 +86,6 @@ class Medians:
 
 def attack(config: AttackConfig, folder: Path, program: Path) -> dict[str, Any]:
     """Attack servers of *program*, print the figures, and return them with a sentence for each broken bound."""
-    length_s = config.seconds or SECONDS
     runs: dict[str, list[Run]] = {}
     failed: list[str] = []
     with Console(stderr=True).status("", refresh_per_second=1) as status:
@@ -95,19 +93,20 @@ def attack(config: AttackConfig, folder: Path, program: Path) -> dict[str, Any]:
             for number in range(1, config.runs + 1):
                 status.update(f"{kind}: run {number} of {config.runs}")
                 try:
-                    runs.setdefault(kind, []).append(measured(kind, config, length_s, folder, program))
+                    runs.setdefault(kind, []).append(measured(kind, config, folder, program))
                 except (ClientsFailed, SideFailed) as error:  # it is a finding, and the other kinds are worth a look
                     failed.append(f"{kind}: {error}")
     runs = {kind: of_it for kind, of_it in runs.items() if of_it}
-    print(table(runs, config, length_s))
+    print(table(runs, config))
     return {
         "runs": {kind: [_plain(run) for run in of_it] for kind, of_it in runs.items()},
         "broken": [*failed, *(f"{kind}: {text}" for kind, of_it in runs.items() for text in broken(of_it, config))],
     }
 
 
-def measured(kind: str, config: AttackConfig, length_s: float, folder: Path, program: Path) -> Run:
+def measured(kind: str, config: AttackConfig, folder: Path, program: Path) -> Run:
     """Start a server and its clients; let them be alone, and then beside the attack."""
+    length_s = config.seconds or KINDS[kind].seconds
     flags = [*KINDS[kind].serve_flags, *shlex.split(config.serve_flags)]
     with target(program, folder, flags) as server, contextlib.ExitStack() as stack:
         order = Order(server.port, config.streams, TOKENS, False, config.idle)
@@ -182,7 +181,7 @@ def _summed(answers: Any) -> dict[str, dict[str, int]]:
     return total
 
 
-def table(runs: Mapping[str, Sequence[Run]], config: AttackConfig, length_s: float) -> str:
+def table(runs: Mapping[str, Sequence[Run]], config: AttackConfig) -> str:
     """Return a table with a row for each kind, and what its attackers got."""
     heads = {
         "": "",
@@ -208,11 +207,11 @@ def table(runs: Mapping[str, Sequence[Run]], config: AttackConfig, length_s: flo
                 kind,
                 *(f"{value:.2f}" for value in figures),
                 *(f"{value:,.0f}" for value in (*times, *sizes)),
-                f"{seen.cpu_s / length_s:.0%}",
+                f"{seen.cpu_s / (config.seconds or KINDS[kind].seconds):.0%}",
             )
         )
     lines = [
-        f"Beside {config.streams} streams, {config.runs} x {length_s:g} s without each kind and {length_s:g} s with it",
+        f"Beside {config.streams} streams, {config.runs} x without each kind and with it",
         f"On {report.cpu_model()}",
         "Medians. A first token is the slowest of a run. Sizes are the largest of all runs.",
         "",

@@ -14,7 +14,7 @@ class AttackConfig:
     """The attack, and the server."""
 
     seconds: float | None = flag(
-        "--seconds", default=None, parse=seconds, help="length of the attack [60; with --alone 10]"
+        "--seconds", default=None, parse=seconds, help="length of the attack [60; with --alone 10, stops 30]"
     )
     kinds: tuple[str, ...] = flag(
         "--kinds",

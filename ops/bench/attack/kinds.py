@@ -92,6 +92,8 @@ class Kind:
     prepare: Callable[[Order], Awaitable[Working]]
     serve_flags: tuple[str, ...] = ()
     """More flags of the server that is attacked by this kind alone."""
+    seconds: float = 10.0
+    """Length of the attack by this kind alone."""
 
 
 def _repeating(requests: Callable[[], Requests], times: int = 2) -> Callable[[Order], Awaitable[Working]]:
@@ -295,7 +297,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "bodies": Kind("wrong and legal giant bodies, lists of prompts, giant tokenizes", _repeating(bodies.giant_bodies)),
     "leavers": Kind("clients that leave in the middle of an answer", leavers),
     "idlers": Kind("idle connections, and clients that send byte by byte", idlers),
-    "stops": Kind("stop strings that the answer almost matches", _repeating(bodies.stops)),
+    "stops": Kind("stop strings that the answer almost matches", _repeating(bodies.stops, 1), seconds=30.0),
     "scores": Kind("prompts whose every token comes back with its alternatives", _repeating(bodies.scores, 1)),
     "grammars": Kind("grammars that take long to compile", _repeating(bodies.grammars)),
     "schemas": Kind(
