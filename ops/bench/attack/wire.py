@@ -24,7 +24,9 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 def request(path: str, body: bytes | None = None, *, key: str = ATTACKER, stays: bool = False) -> bytes:
     """Return a POST of *body*, or a GET without one. Unless the connection *stays*, it ends after the answer."""
     method = "GET" if body is None else "POST"
-    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {key}"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
+    if key:
+        lines.append(f"Authorization: Bearer {key}")
     if not stays:
         lines.append("Connection: close")
     if body is not None:
