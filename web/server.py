@@ -190,8 +190,9 @@ async def _serve(
     tail = asyncio.create_task(frontend.run(), name="frontend")
     collector = asyncio.create_task(_collect(), name="collector")
     signalled = asyncio.create_task(_first_signal(), name="signal")
-    done, _ = await asyncio.wait({server, beat, tail, signalled}, return_when=asyncio.FIRST_COMPLETED)
-    broken = done - {signalled}
+    tasks = {server, beat, tail, collector, signalled}
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    broken = {task for task in done if task is not signalled or task.exception() is not None}
     for task in broken:
         logger.error("task_ended", task=task.get_name(), exc_info=task.exception())
     await frontend.drain(DRAIN_S)
@@ -246,15 +247,22 @@ async def _listen(
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
-    """Tell the watchdog that the loop is alive; when the slot is lost, take one again and listen under its name."""
+    """Tell the watchdog that the loop is alive; when the slot is lost, take one again and listen under its name.
+
+    The beat goes on meanwhile: the slot of a dead holder is free when its lease has run out, which may take long.
+    """
+    retaking: asyncio.Task[None] | None = None
     while True:
         seat.slot_lease.came_round()
-        if seat.slot_lease.lost.is_set():
+        if retaking is not None and retaking.done():
             try:
-                await asyncio.to_thread(seat.retake)
+                retaking.result()
                 frontend.rename(seat.slot)
             except LogError as error:
                 logger.warning("no_slot", stage=WEB, error=str(error))
+            retaking = None
+        if retaking is None and seat.slot_lease.lost.is_set():
+            retaking = asyncio.create_task(asyncio.to_thread(seat.retake))
         await asyncio.sleep(BEAT_S)
 
 

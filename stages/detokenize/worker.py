@@ -464,6 +464,8 @@ def look_after_others(
         slot_lease = SlotLease(lease_log, owner, lease_ms, serving=serving)
         try:
             serve(log, slot_lease, decoder, stop, measures)
+        except Exception:  # the next guest counts one more try of that step, and this process has an engine of its own
+            logger.exception("guest_broke", slot=slot)
         finally:
             slot_lease.leave()
 

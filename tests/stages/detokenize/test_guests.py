@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from measured import count_of
 from redis_servers import until
+from structlog.testing import capture_logs
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
@@ -298,6 +299,23 @@ def test_a_log_that_is_away_delays_a_guest(scene: Scene) -> None:
     with scene.looking_after_others(lambda: logs.pop() if logs else scene.another_log()):
         until(lambda: engine.text(uid) == "abc")
     assert failed == {"unattended", "acquire"}
+
+
+def test_a_guest_that_breaks_is_logged_and_the_next_one_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, broken = DetokenizeWorker.handle, list[int]()
+
+    def breaks_once(worker: DetokenizeWorker, entries: Sequence[Entry]) -> None:
+        if not broken:
+            broken.append(len(entries))
+            raise ZeroDivisionError
+        handle(worker, entries)
+
+    monkeypatch.setattr(DetokenizeWorker, "handle", breaks_once)
+    engine, uid = scene.request(1)
+    engine.says(uid, "abc")
+    with capture_logs() as lines, scene.looking_after_others():
+        until(lambda: engine.text(uid) == "abc")
+    assert broken and [line["slot"] for line in lines if line["event"] == "guest_broke"] == ["detokenize-1"]
 
 
 def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(scene: Scene) -> None:
