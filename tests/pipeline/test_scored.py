@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeline.events import Presentation, SamplingParams, Submitted
@@ -22,7 +24,7 @@ from pipeline.scored import MOST_SCORES, pairs_told, too_many
     ],
 )
 def test_each_token_and_each_alternative_counts_wherever_it_is_told(
-    sampling: dict[str, int], shown: dict[str, int], pairs: int
+    sampling: dict[str, Any], shown: dict[str, Any], pairs: int
 ) -> None:
     event = Submitted(
         endpoint="e", frontend="f", sampling=SamplingParams(**sampling), presentation=Presentation(**shown)

@@ -14,7 +14,7 @@ from web_site import chat, error_of, one_request, request_lines, seal_of, site, 
 import web.live.listener
 import web.live.open_request
 import web.routes.generations
-from pipeline.events import Failed, Submitted, ToldCandidate, ToldPrompt, ToldScore, ToldToken, new_uid
+from pipeline.events import Failed, Submitted, ToldCandidate, ToldPrompt, ToldScore, ToldScores, ToldToken, new_uid
 from web.wire.pieces import PIECE_BYTES
 
 
@@ -36,7 +36,7 @@ def scored(num_tokens: int, num_top: int) -> ToldPrompt:
     top = tuple(ToldCandidate(token=token, text=f"é{token}", logprob=-token / 8) for token in range(num_top))
     score = ToldScore(token=99, text="\u2028", logprob=-0.5, top=top)
     first = ToldToken(token=99, text="\u2028")
-    return ToldPrompt(num_tokens=num_tokens, text="Dear", scores=[score] * (num_tokens - 1), first=first)
+    return ToldPrompt(num_tokens=num_tokens, text="Dear", scores=ToldScores([score] * (num_tokens - 1)), first=first)
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "stream": True}])

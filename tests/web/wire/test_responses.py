@@ -26,6 +26,7 @@ from pipeline.events import (
     ToldCandidate,
     ToldPrompt,
     ToldScore,
+    ToldScores,
     ToldToken,
 )
 from pipeline.names import SEAL
@@ -157,7 +158,7 @@ PROMPT = ToldPrompt(
     num_tokens=2,
     token_ids=(8, 9),
     text="Dear ",
-    scores=(score("r ", -3.0, ("x", -0.5)),),
+    scores=ToldScores((score("r ", -3.0, ("x", -0.5)),)),
     first=ToldToken(token=8, text="Dea"),
 )
 
@@ -222,7 +223,9 @@ def test_a_token_begins_where_its_text_does_and_one_that_is_not_shown_where_the_
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True)
     first, *rest = pieces
     scores = tuple(score(piece, -1.0) for piece in rest)
-    prompt = ToldPrompt(num_tokens=len(pieces), text=text, scores=scores, first=ToldToken(token=1, text=first))
+    prompt = ToldPrompt(
+        num_tokens=len(pieces), text=text, scores=ToldScores(scores), first=ToldToken(token=1, text=first)
+    )
     answer = json.loads(whole([event], "!", scores=(score("!", -1.0),), prompt=prompt))["choices"][0]
     assert answer["text"] == text + "!" and answer["logprobs"]["text_offset"] == [*offsets, len(text)]
     given = submitted(endpoint=COMPLETIONS_ENDPOINT)

@@ -25,6 +25,7 @@ from pipeline.events import (
 )
 from pipeline.names import SEAL
 from pipeline.scored import MOST_SCORES
+from pipeline.scores import Row
 from web.wire.endpoints import body_of, frames_for
 from web.wire.frames import ClientEvent
 from web.wire.openai.answers import choices_for
@@ -77,7 +78,9 @@ def score(token: int, *others: int) -> ToldScore:
 def scored(prompt: int, length: int = 3, width: int = 1) -> ToldPrompt:
     scores = [score(prompt + place, *range(width)) for place in range(1, length)]
     first = ToldToken(token=prompt, text=f"<{prompt}>")
-    return ToldPrompt(num_tokens=length, token_ids=(7,) * length, text=f"prompt {prompt}", scores=scores, first=first)
+    return ToldPrompt(
+        num_tokens=length, token_ids=(7,) * length, text=f"prompt {prompt}", scores=ToldScores(scores), first=first
+    )
 
 
 def told(events: list[Submitted], *, each_scored: bool) -> list[list[ClientEvent]]:
@@ -171,7 +174,12 @@ def test_a_long_answer_comes_in_pieces_of_which_each_is_made_when_it_is_due(
         pytest.skip("prompt_logprobs is not streamed")
     rows: list[int] = []
     row_of = ToldScores._row
-    monkeypatch.setattr(ToldScores, "_row", lambda *args: rows.append(1) or row_of(*args))
+
+    def counted(scores: ToldScores, first: int, end: int) -> Row:
+        rows.append(first)
+        return row_of(scores, first, end)
+
+    monkeypatch.setattr(ToldScores, "_row", counted)
     body = {name: value[0] if name in ("text", "prompt") else value for name, value in body.items()}
     events = to_events({**body, "stream": stream})
     (history,) = told(events, each_scored=True)

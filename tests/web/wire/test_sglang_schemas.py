@@ -25,6 +25,7 @@ from pipeline.events import (
     ToldCandidate,
     ToldPrompt,
     ToldScore,
+    ToldScores,
     ToldToken,
     Usage,
 )
@@ -316,10 +317,12 @@ PROMPT = ToldPrompt(
     num_tokens=4,
     cached_tokens=1,
     first=ToldToken(token=1, text="A"),
-    scores=(
-        score(2, "b", -2.0, (9, "x", -0.5)),
-        score(3, "bytes:\\xe4\\xbd", -3.0, (9, "x", -0.25)),
-        score(4, "d", -4.0, (4, "d", -4.0)),
+    scores=ToldScores(
+        (
+            score(2, "b", -2.0, (9, "x", -0.5)),
+            score(3, "bytes:\\xe4\\xbd", -3.0, (9, "x", -0.25)),
+            score(4, "d", -4.0, (4, "d", -4.0)),
+        )
     ),
 )
 ANSWER = (
