@@ -341,8 +341,9 @@ class StreamLog(PastRequests, Protocol):
     ) -> StepCommitted:
         """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raises Fenced.
 
-        A step has the id `<epoch>-<number>`. The numbers ascend. A caller that did not hear the answer commits the same
-        steps again. Raises LogUnavailable while the stream holds an entry after them, which is not the engine's.
+        Without steps it only says what is new. A step has the id `<epoch>-<number>`. The numbers ascend. A caller that
+        did not hear the answer commits the same steps again. Raises LogUnavailable while the stream holds an entry
+        after them, which is not the engine's.
         """
 
     def flush(self, by: str) -> str:
