@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
@@ -34,22 +34,31 @@ from pipeline.scores import ToldToken as ToldToken
 FinishReason = Literal["stop", "length"]
 Task = Literal["generate", "tokenize", "detokenize", "describe"]
 
+MOST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999, in ms since 1970. A later moment has no date, and an event with one does not decode."""
+MOST_COUNT: Final = 2**53 - 1
+"""The largest number that JavaScript reads as it is."""
+Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
+Span = Annotated[int, Field(ge=-MOST_MS, le=MOST_MS)]
+"""Milliseconds between two moments. It is negative where a clock was set back."""
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+
 
 class Usage(Value):
     """Token counts of one request."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0
     """Prompt tokens that were found in the prefix cache."""
 
 
 class Timings(Value):
     """Milliseconds since submit, by Redis' clock."""
 
-    admitted_ms: int
-    first_token_ms: int
-    total_ms: int
+    admitted_ms: Span
+    first_token_ms: Span
+    total_ms: Span
 
 
 class Templating(Value):
@@ -123,7 +132,7 @@ class Event(Value):
     """
 
     v: Literal[1] = 1
-    ms: int = 0
+    ms: Moment = 0
 
 
 class Submitted(Event):
@@ -171,7 +180,7 @@ class Submitted(Event):
     siblings: int = 1
     """Number of requests that were submitted together, with this one; set by the commit."""
     presentation: Presentation = Presentation()
-    deadline_ms: int = 0
+    deadline_ms: Moment = 0
     """Redis' clock; set by the commit."""
     labels: dict[str, Any] = Field(default_factory=dict)
     """Fields of the request that have no effect but are kept: user, metadata ..."""
@@ -203,8 +212,8 @@ class Admitted(Event):
 
     kind: Literal["admitted"] = "admitted"
     engine: str
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     fingerprint: str
     """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
     numerics: str = ""
@@ -212,7 +221,7 @@ class Admitted(Event):
     histories lack it."""
     version: str = ""
     """Of MiniSGL. Older histories lack it."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
 
 
 class Preempted(Event):
@@ -220,8 +229,8 @@ class Preempted(Event):
 
     kind: Literal["preempted"] = "preempted"
     engine: str
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
 
 
 class TakenOver(Event):
@@ -230,7 +239,7 @@ class TakenOver(Event):
 
     kind: Literal["taken_over"] = "taken_over"
     engine: str
-    epoch: int
+    epoch: Count
     numerics: str = ""
     """As in Admitted."""
     alone: bool = False
@@ -241,15 +250,15 @@ class TokensProduced(Event):
     """The next `count` tokens; the last one is number n, the first half of the history id. History `n-0`."""
 
     kind: Literal["tokens"] = "tokens"
-    count: int = 1
+    count: Count = 1
     tokens: tuple[int, ...]
     text: str
     """Text that can be shown now; empty while a character or a possible stop string is incomplete."""
-    step: str
+    step: Annotated[str, Field(pattern=r"^([0-9]{1,20}(-[0-9]{1,20})?)?$")]
     """`<epoch>-<step>` of the engine."""
-    age_ms: int | None = None
+    age_ms: Span | None = None
     """How long before `ms` the engine had made the last of them; set by the commit. Older histories lack it."""
-    chunks: int = 0
+    chunks: Count = 0
     """Prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this token; 0 for
     the token of a decode row."""
     scores: tuple[ToldScore, ...] = ()
@@ -264,7 +273,7 @@ class Finished(Event):
     """The request ended normally. Seals the history."""
 
     kind: Literal["finished"] = "finished"
-    n: int
+    n: Count
     reason: FinishReason
     stop_string: str = ""
     """The stop string that ended the request; empty if its last token did."""
@@ -276,7 +285,7 @@ class Failed(Event):
     """The request ended with an error, which its client is told. Seals the history."""
 
     kind: Literal["failed"] = "failed"
-    n: int = 0
+    n: Count = 0
     """Set by the commit."""
     status: int
     """The HTTP status for a client that has received nothing yet."""
@@ -290,7 +299,7 @@ class Cancelled(Event):
     """Somebody ended the request. Seals the history."""
 
     kind: Literal["cancelled"] = "cancelled"
-    n: int = 0
+    n: Count = 0
     """Set by the commit."""
     by: str
 
@@ -299,7 +308,7 @@ class Answered(Event):
     """The tokenizer answered a request that needs no engine. Seals the history."""
 
     kind: Literal["answered"] = "answered"
-    n: int = 0
+    n: Count = 0
     token_ids: tuple[int, ...] = ()
     pieces: tuple[str, ...] = ()
     """Each token as the vocabulary writes it, if the client asked for that."""
@@ -366,7 +375,7 @@ class StepCompleted(Event):
     """One forward pass of an engine. Stream `steps:<engine>`, id `<epoch>-<step>`."""
 
     kind: Literal["step"] = "step"
-    made_ms: int = 0
+    made_ms: Moment = 0
     """When it was computed, by Redis' clock as the engine reckons it; 0: unknown. Until `ms` it waited for other steps,
     which were committed with it, or for Redis."""
     rows: tuple[StepRow, ...]

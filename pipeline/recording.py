@@ -18,6 +18,8 @@ from pipeline.names import SEAL
 
 RECORDING_VERSION: Final = 1
 """The newest version of a line that this code reads."""
+MOST_BYTES: Final = 128 << 20
+"""Longest line that is read. Parsed, it can take several times as much memory."""
 SHOWN: Final = 60
 """Characters of a bad line that an error shows."""
 
@@ -53,8 +55,10 @@ def decode_recording(line: bytes) -> Recording:
     """Return the request that *line* holds.
 
     Raises:
-        UnreadableRecording: It holds none, or is of a newer version.
+        UnreadableRecording: It holds none, is too long, or is of a newer version.
     """
+    if len(line) > MOST_BYTES:
+        raise UnreadableRecording(f"a request of {len(line):,} bytes; at most {MOST_BYTES:,} are read")
     try:
         plain = orjson.loads(line)
     except orjson.JSONDecodeError as error:

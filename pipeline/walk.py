@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import End, HistoryEvent, StepCompleted, TokensProduced, decode
+from pipeline.events import MOST_COUNT, End, HistoryEvent, StepCompleted, TokensProduced, decode
 from pipeline.log.protocol import Entry
 from pipeline.names import parse_id
 
@@ -38,15 +38,29 @@ def walk(
     decoded: prompts are long.
 
     Raises:
-        UndecodableEvent: An entry does not decode, is a step, or (unless *over_holes*) does not follow the one before.
+        UndecodableEvent: An entry does not decode, is a step, has no id of a history, or (unless *over_holes*) does not
+            follow the one before.
     """
     for entry in entries:
         event = decode(entry.fields, without=without)
         if isinstance(event, StepCompleted):
             raise UndecodableEvent(f"entry {entry.id} is a step, which no history holds")
-        after = max(event.n, n) if isinstance(event, End) else parse_id(entry.id)[0]
+        after = max(event.n, n) if isinstance(event, End) else _number_in(entry.id)
         before = after - event.count if isinstance(event, TokensProduced) else after
+        if isinstance(event, TokensProduced) and event.count != len(event.tokens):
+            raise UndecodableEvent(f"the event {entry.id} counts {event.count} tokens and has {len(event.tokens)}")
         if before != n and not over_holes:
             raise UndecodableEvent(f"after token {n} comes the event {entry.id}")
         yield Moment(entry.id, after, event, range(n + 1, before + 1))
         n = after
+
+
+def _number_in(entry_id: str) -> int:
+    """Return the number of tokens in the id of an event."""
+    try:
+        n, _ = parse_id(entry_id)
+    except ValueError:
+        n = -1
+    if not 0 <= n <= MOST_COUNT:
+        raise UndecodableEvent(f"{entry_id[:60]!r} is not the id of an event: expected <tokens>-<number>")
+    return n

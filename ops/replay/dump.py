@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             if how.form in OTHER_FORMATS:
                 count = write_lines(Path(file), some(OTHER_FORMATS[how.form](recordings, unfit.leave_out)))
             else:
-                count = write_dump(Path(file), some(recordings), about)
+                count = write_dump(Path(file), some(recordings), about, unfit.leave_out)
         except NothingChosen:
             reasons = "; ".join(left_out(past, unfit))
             raise NothingChosen(f"no request to write, so {file} is not there{reasons and f'; {reasons}'}") from None

@@ -21,13 +21,13 @@ from typing import Any, BinaryIO, Final
 import orjson
 import zstandard
 
-from ops.replay.formats import Reader, reader_for
+from ops.replay.formats import LeftOut, Reader, reader_for
 from pipeline import VERSION as PROGRAM_VERSION
 from pipeline.archive.folder import archive_id
 from pipeline.archive.reader import Archive
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.process.private import open_private
-from pipeline.recording import Recording, UnreadableRecording, decode_recording, encode_recording
+from pipeline.process.private import open_private, open_regular
+from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decode_recording, encode_recording
 
 DUMP_VERSION: Final = 1
 """The newest version of a file that this code reads."""
@@ -35,7 +35,8 @@ FRAME_BYTES: Final = 1 << 20
 """A frame of Zstandard ends after so many bytes of lines. Its checksum is behind them."""
 HELD_BYTES: Final = 64 << 20
 """So many bytes of a frame wait for its checksum; the lines of a larger frame, which others wrote, do not wait."""
-READ_BYTES: Final = 1 << 18
+READ_BYTES: Final = 1 << 10
+"""Zstandard makes at most 32 MiB of so many bytes at once."""
 MAGIC: Final = b"\x28\xb5\x2f\xfd"
 """How a frame of Zstandard begins."""
 
@@ -54,6 +55,8 @@ class Dump:
     header: Mapping[str, Any]
     recordings: Iterator[Recording]
     """Raises DamagedFile where the file cannot be read on; what came before is whole."""
+    lines: Lines | None = None
+    """The file; None: an archive."""
 
 
 def read_dump(path: Path) -> Iterator[Recording]:
@@ -74,19 +77,19 @@ def open_dump(path: Path) -> Dump:
         if not archive_id(path):
             raise ConfigError(f"{path}: a folder that is no archive; name a file, or the folder of an archive")
         return Dump({}, Archive(path).recordings())
-    lines = lines_of(path)
+    lines = Lines(path)
     number, line = next(lines, (1, b""))
     header, reader = _marker(line), reader_for(line)
     if reader is not None:
-        return Dump({}, _foreign(path, itertools.chain([(number, line)], lines), reader))
+        return Dump({}, _foreign(path, itertools.chain([(number, line)], lines), reader), lines)
     if header.get("minisgl") != "dump":
         expected = "expected the header of a dump, or a line of a batch of OpenAI or of a trace of Mooncake"
         raise DamagedFile(path, number, f"{expected}: {line[:60]!r}")
     _check_version(path, number, header)
-    return Dump(header, _recordings(path, lines))
+    return Dump(header, _recordings(path, lines), lines)
 
 
-def _recordings(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[Recording]:
+def _recordings(path: Path, lines: Lines) -> Iterator[Recording]:
     number, has_ended = 1, False
     for number, line in lines:
         marker = _marker(line)
@@ -131,15 +134,33 @@ def _check_version(path: Path, number: int, header: Mapping[str, Any]) -> None:
         raise DamagedFile(path, number, f"the file is of version {version}, and {known}")
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, compressed or not, each with its number from 1. Empty lines are left out.
+class Lines:
+    """The lines of a file that are not empty, compressed or not, each with its number from 1. One of them is in memory
+    at a time, whatever the file unpacks to."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = 0
+        """Of the last one that was read."""
+        self._lines = _lines_of(path)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return self
+
+    def __next__(self) -> tuple[int, bytes]:
+        """Raises as `_lines_of`."""
+        self.number, line = next(self._lines)
+        return self.number, line
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield what `Lines` has.
 
     Raises:
         ConfigError: There is no such file, or it may not be read.
-        DamagedFile: What was compressed is damaged or cut off.
+        DamagedFile: A line is too long, or what was compressed is damaged or cut off.
     """
     try:
-        file = path.open("rb")
+        file = os.fdopen(open_regular(path), "rb")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     number = 0
@@ -147,7 +168,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
         is_compressed = file.read(len(MAGIC)) == MAGIC
         file.seek(0)
         try:
-            for number, line in enumerate(_split(_unpacked(file)) if is_compressed else file, 1):
+            parts = _unpacked(file) if is_compressed else iter(lambda: file.read(READ_BYTES), b"")
+            for number, line in enumerate(_split(parts), 1):
                 if line.strip():
                     yield number, line
         except (_Broken, OSError) as error:
@@ -155,16 +177,25 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _split(parts: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
+    line = bytearray()
     for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
+        first = 0
+        while first < len(part):
+            end = part.find(b"\n", first)
+            last = len(part) if end < 0 else end
+            if len(line) + last - first > MOST_BYTES:
+                raise _Broken(f"the line is too long; a request may have {MOST_BYTES:,} bytes")
+            line += memoryview(part)[first:last]
+            if end >= 0:
+                yield bytes(line)
+                line.clear()
+            first = last + 1
+    if line:
+        yield bytes(line)
 
 
 class _Broken(Exception):
-    """A frame cannot be read."""
+    """The file cannot be read on."""
 
 
 def _unpacked(file: BinaryIO) -> Iterator[bytes]:
@@ -188,10 +219,16 @@ def _unpacked(file: BinaryIO) -> Iterator[bytes]:
         yield bytes(held)
 
 
-def write_dump(path: Path, recordings: Iterable[Recording], about: Mapping[str, Any] | None = None) -> int:
+def write_dump(
+    path: Path,
+    recordings: Iterable[Recording],
+    about: Mapping[str, Any] | None = None,
+    left_out: LeftOut = lambda reason: None,
+) -> int:
     """Write *recordings* into a new file that only its owner may read; return how many there were.
 
     The header says what *about* does, besides the moment and our version. The file gets its name when it is whole.
+    *left_out* is called with the reason for each request that no reader would read.
 
     Raises:
         ConfigError: There is such a file already, or none can be written there.
@@ -202,7 +239,11 @@ def write_dump(path: Path, recordings: Iterable[Recording], about: Mapping[str, 
         frames = _Frames(file)
         frames.add(orjson.dumps(made | dict(about or {}), option=orjson.OPT_APPEND_NEWLINE))
         for recording in recordings:
-            frames.add(encode_recording(recording))
+            line = encode_recording(recording)
+            if len(line) > MOST_BYTES:
+                left_out(f"longer than {MOST_BYTES:,} bytes")
+                continue
+            frames.add(line)
             count += 1
         frames.add(orjson.dumps({"minisgl": "end", "requests": count}, option=orjson.OPT_APPEND_NEWLINE))
         frames.finish()

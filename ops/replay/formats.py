@@ -22,6 +22,7 @@ from ops.replay.origin import CUSTOM_ID
 from ops.replay.redact import block_hashes, stand_in
 from pipeline.errors import RequestError, UndecodableEvent
 from pipeline.events import (
+    MOST_MS,
     Event,
     Failed,
     Finished,
@@ -37,7 +38,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, base_uid, sibling_uids, tokens_id
-from pipeline.recording import Recording, UnreadableRecording
+from pipeline.recording import SHOWN, Recording, UnreadableRecording
 from pipeline.walk import walk
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT
 from web.wire.openai.schemas import parse_chat, parse_completion
@@ -48,8 +49,6 @@ MOONCAKE_BLOCK: Final = 512
 """Tokens in a block of a trace."""
 MOST_TOKENS: Final = 1 << 24
 """A line with more is not believed."""
-MOST_MS: Final = 2**48
-"""A uid has no room for a later moment."""
 NOT_COMPUTED: Final = "not_computed"
 """The code with which requests of a batch end: there is no answer to them yet."""
 
@@ -210,8 +209,8 @@ def from_mooncake(number: int, line: bytes) -> list[Recording]:
 
 def _count(plain: Mapping[str, Any], name: str) -> int:
     value = plain.get(name)
-    if not isinstance(value, int | float) or not 0 <= value < MOST_MS:
-        raise UnreadableRecording(f"{name} is {value!r}, expected a number")
+    if not isinstance(value, int | float) or not 0 <= value <= MOST_MS:
+        raise UnreadableRecording(f"{name} is {str(value)[:SHOWN]!r}, expected a number from 0 to {MOST_MS}")
     return int(value)
 
 

@@ -14,17 +14,20 @@ from ops.replay.files import Dump, open_dump
 from ops.replay.origin import incoming
 from ops.trace import as_json
 from pipeline.errors import ConfigError, UndecodableEvent
+from pipeline.events import MOST_MS
 from pipeline.flags import flag, parse_flags, seconds, split_names, yes_or_no
 from pipeline.log.past import NotWhole
 from pipeline.log.protocol import RequestLimits, StreamLog
-from pipeline.recording import Recording
-from web.wire.uids import uid_of
+from pipeline.recording import SHOWN, Recording
+from web.wire.uids import drawn_ms, uid_of
 
 ABOUT: Final = """\
 Puts the requests of a FILE into the log of a running server: of one that replay dump wrote, of a batch of OpenAI, or of
 a trace of Mooncake. All tools show them. Nothing is computed. A request that the log has already stays as it is.
 """
 DEFAULT_RETENTION_S: Final = 86400.0
+MOST_TOLD: Final = 1000
+"""Requests that are named with the reason why they were not imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,9 @@ class Tally:
     there: int = 0
     """The log had them already."""
     refused: list[str] = field(default_factory=list)
-    """Why, for each of the others."""
+    """Why, for each of the others; at most MOST_TOLD of them."""
+    num_untold: int = 0
+    """The rest of them."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -88,7 +93,11 @@ def take_in(log: StreamLog, dump: Dump, name: str, tally: Tally, *, keep_owner: 
             else:
                 tally.there += 1
         except (UndecodableEvent, NotWhole) as error:
-            tally.refused.append(f"{one_line(recording.uid)}: {one_line(str(error))}")
+            if len(tally.refused) == MOST_TOLD:
+                tally.num_untold += 1
+                continue
+            where = f"line {dump.lines.number}, " if dump.lines is not None else ""
+            tally.refused.append(f"{where}{one_line(recording.uid[:SHOWN])}: {one_line(' '.join(str(error).split()))}")
 
 
 def origin_of(name: str, dump: Dump) -> dict[str, Any]:
@@ -100,6 +109,8 @@ def origin_of(name: str, dump: Dump) -> dict[str, Any]:
 def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool) -> bool:
     if uid_of(recording.uid) != recording.uid:
         raise UndecodableEvent("not a uid; expected 32 hex digits of a UUID version 7")
+    if drawn_ms(recording.uid) > MOST_MS:
+        raise UndecodableEvent("uid: it names a moment after the year 9999")
     if not recording.is_sealed:
         raise NotWhole("it has not ended; only whole requests can be imported")
     return log.import_history(recording.uid, incoming(recording, origin, keep_owner=keep_owner))
@@ -108,6 +119,7 @@ def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, 
 def _say(file: str, tally: Tally, *, as_plain: bool) -> None:
     if as_plain:
         told = {"file": file, "imported": tally.imported, "there": tally.there, "refused": tally.refused}
+        told |= {"untold": tally.num_untold} if tally.num_untold else {}
         sys.stdout.write(as_json(told))
         return
     sys.stdout.write(f"{file}: {counted(tally.imported, 'request')} imported\n")
@@ -115,3 +127,5 @@ def _say(file: str, tally: Tally, *, as_plain: bool) -> None:
         sys.stdout.write(f"there already, and left as it is: {counted(tally.there, 'request')}\n")
     for line in tally.refused:
         sys.stderr.write(f"minisgl: not imported: {line}\n")
+    if tally.num_untold:
+        sys.stderr.write(f"minisgl: not imported: {tally.num_untold:,} more\n")

@@ -12,9 +12,11 @@ import orjson
 
 from pipeline.archive.volume import replace, sync_folder
 from pipeline.errors import ConfigError
-from pipeline.process.private import make_private
+from pipeline.process.private import make_private, open_ours
 
 ID_FILE: Final = "archive.json"
+ID_BYTES: Final = 1 << 16
+"""More of that file is not read."""
 ARCHIVE_VERSION: Final = 1
 """The newest version of a folder that this code reads and writes."""
 
@@ -26,7 +28,8 @@ def archive_id(folder: Path) -> str:
         ConfigError: The folder, or what it holds, is no archive that this version reads.
     """
     try:
-        said = orjson.loads((folder / ID_FILE).read_bytes())
+        with open(open_ours(folder / ID_FILE), "rb") as file:
+            said = orjson.loads(file.read(ID_BYTES))
     except FileNotFoundError:
         return ""
     except (OSError, orjson.JSONDecodeError) as error:

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ import zstandard
 
 from pipeline.errors import LogError
 from pipeline.process.failpoints import failpoint
-from pipeline.process.private import open_private
-from pipeline.recording import Recording, UnreadableRecording, decode_recording, encode_recording
+from pipeline.process.private import UnsafeFile, open_ours, open_private
+from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decode_recording, encode_recording
 
 logger = structlog.get_logger()
 
@@ -38,14 +39,23 @@ INDEX: Final = ".index"
 HOUR_S: Final = 3600
 FRAME_BYTES: Final = 1 << 20
 """A batch of more text than this becomes several frames, because a reader decompresses a whole one."""
+MOST_TEXT_BYTES: Final = FRAME_BYTES + MOST_BYTES
+"""No frame of ours holds more text, so a frame that does is damaged: it is not unpacked further."""
+INDEX_BYTES: Final = 256 << 20
+"""A larger index is damaged: it would be that of three million requests, of one archiver and hour."""
 DAMAGED: Final = "-"
 """Stands for a uid in the line of an index about bytes that are no frame."""
 
-_NAME: Final = re.compile(r"(\d{10})-([a-z]+-\d+)-(\d+)")
+_NAME: Final = re.compile(r"([1-9][0-9]{3}(?:0[1-9]|1[0-2])[0-3][0-9][0-2][0-9])-([a-z]+-[0-9]+)-([0-9]{1,18})")
+_LINE: Final = re.compile(rb"(\S{1,64}) ([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,18}) ([0-9]{1,15})\n?")
 _UID: Final = re.compile(rb'"uid":"([^"]*)"')
 _HEAD_BYTES: Final = 200  # of a line, which have its uid
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
-_CHUNK: Final = 1 << 16
+_CHUNK: Final = 1 << 10
+"""Zstandard makes at most 32 MiB of so many bytes at once."""
+_LOOK: Final = 1 << 20
+_MOST_TRIES: Final = 100
+"""Places after a damage that look like the beginning of a frame."""
 _LAST_LINE: Final = 256
 """Bytes at the end of an index that hold at least one line."""
 
@@ -73,10 +83,12 @@ class Place:
 
 
 def parse_place(line: bytes) -> Place:
-    """Return what a line of an index says. Raises ValueError if it is none."""
-    uid, *numbers = line.split()
-    made_ms, ended_ms, offset, size = map(int, numbers)
-    return Place(uid.decode(), made_ms, ended_ms, offset, size)
+    """Return what a line of an index says. Raises ArchiveDamaged if it is none."""
+    found = _LINE.fullmatch(line)
+    if found is None or not line.isascii():
+        raise ArchiveDamaged(f"an index of the archive has the line {line[:200]!r}; remove its file, it is made again")
+    made_ms, ended_ms, offset, size = map(int, found.groups()[1:])
+    return Place(found[1].decode(), made_ms, ended_ms, offset, size)
 
 
 def moments_of(recording: Recording) -> tuple[int, int]:
@@ -86,12 +98,16 @@ def moments_of(recording: Recording) -> tuple[int, int]:
 
 
 def frames_of(recordings: Sequence[Recording]) -> Iterator[tuple[bytes, list[Recording]]]:
-    """Yield compressed frames, and the requests in each."""
+    """Yield compressed frames, and the requests in each. One that no reader would read is left out."""
     text, inside = bytearray(), list[Recording]()
     for at, recording in enumerate(recordings, 1):
-        text += encode_recording(recording)
-        inside.append(recording)
-        if at == len(recordings) or len(text) >= FRAME_BYTES:
+        line = encode_recording(recording)
+        if len(line) <= MOST_BYTES:
+            text += line
+            inside.append(recording)
+        else:
+            logger.warning("not_archived", uid=recording.uid, bytes=len(line), reason="it is too long to be read")
+        if inside and (at == len(recordings) or len(text) >= FRAME_BYTES):
             yield zstandard.ZstdCompressor(write_checksum=True).compress(bytes(text)), inside
             text, inside = bytearray(), []
 
@@ -126,7 +142,8 @@ class Volume:
     @property
     def until_s(self) -> float:
         """The end of its hour, in seconds since 1970."""
-        return calendar.timegm(time.strptime(self.hour, "%Y%m%d%H")) + HOUR_S
+        year, *others = (int(self.hour[first:last]) for first, last in ((0, 4), (4, 6), (6, 8), (8, 10)))
+        return calendar.timegm((year, *others, 0, 0)) + HOUR_S
 
     def num_bytes(self) -> int:
         """Return how much disk it takes; 0 if it is gone."""
@@ -135,13 +152,23 @@ class Volume:
     # what readers do
 
     def lines(self) -> bytes:
-        """Return the index of all whole frames; b"" if the file is gone. What the file of the index lacks is made."""
+        """Return the index of all whole frames; b"" if the file is gone, or is none of ours. What the file of the index
+        lacks is made."""
+        try:
+            return self._lines()
+        except UnsafeFile as error:
+            _say_refused(error)
+            return b""
+
+    def _lines(self) -> bytes:
+        """As `lines`. Raises UnsafeFile if the file is none of ours."""
         lines, end = _trusted(self.index)
         try:
             # Nearly always the index has all. There may be a thousand files, and opening each would take longest.
-            if lines and os.stat(f"{self.folder}/{self.name}{FRAMES}").st_size == end:
+            frames = os.lstat(f"{self.folder}/{self.name}{FRAMES}") if lines else None
+            if frames is not None and frames.st_size == end and stat.S_ISREG(frames.st_mode):
                 return lines
-            with self.frames.open("rb") as file:
+            with open(open_ours(self.frames), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if end > size:
                     lines, end = b"", 0
@@ -151,8 +178,8 @@ class Volume:
 
     def places(self, since_ms: int = 0, until_ms: int = 1 << 63) -> list[Place]:
         """Return where every request is that the file holds, of those that were submitted then."""
-        lines = (line for line in self.lines().splitlines() if since_ms <= int(line.split()[1]) < until_ms)
-        return [place for place in map(parse_place, lines) if place.uid != DAMAGED]
+        places = map(parse_place, self.lines().splitlines())
+        return [place for place in places if place.uid != DAMAGED and since_ms <= place.made_ms < until_ms]
 
     def read(self, places: Sequence[Place]) -> dict[str, Recording]:
         """Return the requests at *places*, which are all in one frame, by their uids.
@@ -163,10 +190,12 @@ class Volume:
         """
         first, wanted, found = places[0], {place.uid.encode() for place in places}, dict[str, Recording]()
         try:
-            for line in zstandard.ZstdDecompressor().decompress(self._frame(first)).split(b"\n"):
+            for line in _lines_in(_text_of(self._frame(first))):
                 if (name := _UID.search(line, 0, _HEAD_BYTES)) and name[1] in wanted:
                     recording = decode_recording(line)
                     found.setdefault(recording.uid, recording)
+        except UnsafeFile as error:
+            raise ArchiveDamaged(f"{self.frames}: {error.strerror}") from error
         except (zstandard.ZstdError, UnreadableRecording) as error:
             raise ArchiveDamaged(f"{self.frames} is damaged at byte {first.offset}: {error}") from error
         if missing := next((place.uid for place in places if place.uid not in found), ""):
@@ -175,7 +204,7 @@ class Volume:
 
     def recordings(self) -> Iterator[Recording]:
         """Yield all requests, also while the file is replaced; none of a frame that cannot be read."""
-        with contextlib.suppress(FileNotFoundError), self.frames.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError, UnsafeFile), open(open_ours(self.frames), "rb") as file:
             for _, _, inside in _frames(file, 0):
                 yield from inside
 
@@ -191,7 +220,7 @@ class Volume:
         """
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0)
         while True:
-            descriptor = open_private(self.frames, flags)
+            descriptor = open_private(self.frames, flags, is_ours=True)
             try:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,7 +258,7 @@ class Volume:
                 with contextlib.suppress(OSError):  # whoever writes next cuts it
                     os.ftruncate(descriptor, before)
                 raise
-            index = open_private(self.index, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            index = open_private(self.index, os.O_WRONLY | os.O_CREAT | os.O_APPEND, is_ours=True)
             try:
                 _write_all(index, lines)
             finally:
@@ -241,7 +270,7 @@ class Volume:
         Raises:
             OSError: The files cannot be written.
         """
-        with contextlib.suppress(VolumeBusy, FileNotFoundError), self.locked() as descriptor:
+        with contextlib.suppress(VolumeBusy, FileNotFoundError, UnsafeFile), self.locked() as descriptor:
             self._mend(descriptor, thorough=True)
             self._drop_unfinished()
 
@@ -258,7 +287,7 @@ class Volume:
             with self.locked() as descriptor:
                 self._mend(descriptor, thorough=False)
                 self._drop_unfinished()
-                kept = [parse_place(line) for line in self.lines().splitlines()]
+                kept = [parse_place(line) for line in self._lines().splitlines()]
                 num_before = len(kept)
                 spoilt = {place.offset for place in kept if place.uid in uids}
                 kept = [place for place in kept if place.uid not in uids]
@@ -271,7 +300,7 @@ class Volume:
     def _write_anew(self, kept: Sequence[Place], spoilt: Collection[int]) -> None:
         """Replace the file by one with the requests *kept*, of which some are in the *spoilt* frames."""
         new, lines, end = self.frames.with_name(f".{self.name}.new"), bytearray(), 0
-        descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_ours=True)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # so that nobody writes to it before it has its index
             for offset, places in groupby(kept, key=lambda place: place.offset):
@@ -301,9 +330,10 @@ class Volume:
             os.close(descriptor)
 
     def _frame(self, place: Place) -> bytes:
-        with self.frames.open("rb") as file:
+        with open(open_ours(self.frames), "rb") as file:
+            left = os.fstat(file.fileno()).st_size - place.offset
             file.seek(place.offset)
-            return file.read(place.size)
+            return file.read(max(0, min(place.size, left, MOST_TEXT_BYTES)))  # packed, it is hardly ever larger
 
     def remove(self) -> None:
         """Delete the files.
@@ -328,7 +358,7 @@ class Volume:
         end = _trusted(self.index)[1] if thorough else _end_of(_tail(self.index))
         if end == size:
             return size
-        lines = self.lines()
+        lines = self._lines()
         end = _end_of(lines)
         if end < size:
             logger.warning("archive_cut", file=self.frames.name, bytes=size - end, reason="a frame was half written")
@@ -366,7 +396,7 @@ def sync_folder(folder: Path) -> None:
 def replace(path: Path, content: bytes | bytearray) -> None:
     """Write a private file, whole or not at all."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_ours=True)
     try:
         _write_all(descriptor, content)
         os.fsync(descriptor)
@@ -412,11 +442,14 @@ def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None
                 return None
             text += frame.decompress(chunk)
             size += len(chunk)
+            if len(text) > MOST_TEXT_BYTES:
+                return None
     except zstandard.ZstdError:
         return None
     size -= len(frame.unused_data)
     try:
-        return size, [decode_recording(line) for line in bytes(text).split(b"\n") if line]
+        recordings = [decode_recording(line) for line in _lines_in(bytes(text))]
+        return size, [each for each in recordings if _LINE.fullmatch(Place(each.uid, 0, 0, 0, 0).line())]
     except UnreadableRecording:
         return size, []
 
@@ -424,30 +457,61 @@ def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None
 def _only(frame: bytes, uids: Collection[str]) -> bytes:
     """Return *frame* with nothing but the requests *uids*; b"" if it cannot be read."""
     try:
-        text = zstandard.ZstdDecompressor().decompress(frame)
-        kept = [line for line in text.splitlines(keepends=True) if decode_recording(line).uid in uids]
+        kept = [line + b"\n" for line in _lines_in(_text_of(frame)) if decode_recording(line).uid in uids]
     except (zstandard.ZstdError, UnreadableRecording):
         return b""
     return zstandard.ZstdCompressor(write_checksum=True).compress(b"".join(kept))
 
 
+def _text_of(frame: bytes) -> bytes:
+    """Return what *frame* holds. What it is to hold is known before it is unpacked. Raises ZstdError."""
+    if (size := zstandard.frame_content_size(frame)) > MOST_TEXT_BYTES:
+        raise zstandard.ZstdError(f"it would be {size:,} bytes, and at most {MOST_TEXT_BYTES:,} are unpacked")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=MOST_TEXT_BYTES)
+
+
+def _lines_in(text: bytes) -> Iterator[bytes]:
+    """Yield the lines of *text* that are not empty, one at a time: it may have as many as it has bytes."""
+    first = 0
+    while first < len(text):
+        last = text.find(b"\n", first)
+        last = len(text) if last < 0 else last
+        if last > first:
+            yield text[first:last]
+        first = last + 1
+
+
 def _next_frame(file: BinaryIO, offset: int) -> int | None:
-    """Return where the next whole frame after *offset* begins."""
-    file.seek(offset)
-    rest = file.read()
-    at = rest.find(_MAGIC, 1)
-    while at > 0:
-        if _frame_at(file, offset + at) is not None:
-            return offset + at
-        at = rest.find(_MAGIC, at + 1)
-    return None
+    """Return where the next whole frame after *offset* begins. After too many tries, what is left counts as damaged."""
+    num_tries, first = 0, offset + 1
+    while True:
+        file.seek(first)
+        part = file.read(_LOOK)
+        at = part.find(_MAGIC)
+        while at >= 0:
+            if _frame_at(file, first + at) is not None:
+                return first + at
+            num_tries += 1
+            if num_tries == _MOST_TRIES:
+                return None
+            at = part.find(_MAGIC, at + 1)
+        if len(part) < _LOOK:
+            return None
+        first += len(part) - len(_MAGIC) + 1
 
 
 def _trusted(path: Path) -> tuple[bytes, int]:
-    """Return the whole lines of an index, and the end of the last frame that they name; nothing of a damaged one."""
+    """Return the whole lines of an index, and the end of the last frame that they name; nothing of a damaged one, or
+    of one that is none of ours."""
     try:
-        lines = path.read_bytes()
+        with open(open_ours(path), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES:
+                raise UnsafeFile(errno.EFBIG, f"{size:,} bytes, expected at most {INDEX_BYTES:,}", str(path))
+            lines = file.read(size)
     except FileNotFoundError:
+        return b"", 0
+    except UnsafeFile as error:
+        _say_refused(error)
         return b"", 0
     lines = lines[: lines.rfind(b"\n") + 1]
     end = _end_of(lines)
@@ -457,12 +521,16 @@ def _trusted(path: Path) -> tuple[bytes, int]:
 def _tail(path: Path) -> bytes:
     """Return the end of an index."""
     try:
-        with path.open("rb") as file:
+        with open(open_ours(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _LAST_LINE))
-            return file.read()
-    except FileNotFoundError:
+            return file.read(_LAST_LINE)
+    except (FileNotFoundError, UnsafeFile):
         return b""
+
+
+def _say_refused(error: UnsafeFile) -> None:
+    logger.warning("archive_file_refused", file=error.filename, reason=error.strerror)
 
 
 def _end_of(lines: bytes) -> int:
@@ -471,7 +539,7 @@ def _end_of(lines: bytes) -> int:
         return 0
     try:
         last = parse_place(lines[lines.rfind(b"\n", 0, -1) + 1 :])
-    except ValueError:
+    except ArchiveDamaged:
         return -1
     return last.offset + last.size if lines.endswith(b"\n") else -1
 
@@ -491,10 +559,10 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return 0
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= 15 else 0

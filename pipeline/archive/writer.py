@@ -16,6 +16,7 @@ import structlog
 from pipeline.archive.reader import Archive
 from pipeline.archive.volume import Volume, VolumeBusy, moments_of, volumes
 from pipeline.errors import LogError
+from pipeline.process.private import UnsafeFile
 from pipeline.recording import Recording
 
 logger = structlog.get_logger()
@@ -110,7 +111,7 @@ class Writer:
                 if volume.until_s <= now_s and (is_old or is_too_much):
                     try:
                         volume.remove()
-                    except VolumeBusy:  # the next time, then
+                    except (VolumeBusy, UnsafeFile):  # the next time, then; what is none of ours stays
                         continue
                     total -= sizes[volume]
                     removed.append(volume.name)

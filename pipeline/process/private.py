@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from fnmatch import fnmatch
@@ -47,14 +48,50 @@ def tighten(folder: Path) -> None:
         _tighten(folder)
 
 
-def open_private(path: Path, flags: int) -> int:
+def open_private(path: Path, flags: int, *, is_ours: bool = False) -> int:
     """Open a file that only its owner may read, and return its descriptor; one that was there loses wider rights.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened; UnsafeFile: it *is_ours*, and `open_ours` would refuse it.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    descriptor = open_ours(path, flags) if is_ours else os.open(path, flags | os.O_CLOEXEC, 0o600)
     _tighten(path)
+    return descriptor
+
+
+class UnsafeFile(OSError):
+    """A file that we did not write: a link, a pipe or a device, or a file of another user."""
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, and return its descriptor. Opening a named pipe would wait for its writer.
+
+    Raises:
+        OSError: It cannot be opened; UnsafeFile: it is a pipe, a device or the like.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnsafeFile(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def open_ours(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file that belongs to us, to root or to the owner of its folder. The folder may be a link.
+
+    Raises:
+        OSError: It cannot be opened; UnsafeFile: it is a symbolic link or another user's, or not a regular file.
+    """
+    try:
+        descriptor = open_regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UnsafeFile(errno.ELOOP, "a symbolic link; put the file itself there", str(path)) from error
+    owner = os.fstat(descriptor).st_uid
+    if owner not in (os.geteuid(), 0) and owner != os.stat(path.parent).st_uid:
+        os.close(descriptor)
+        raise UnsafeFile(errno.EPERM, f"it belongs to user {owner}, and its folder does not", str(path))
     return descriptor
 
 

@@ -7,6 +7,7 @@ What counts is the CPU time of the loop's thread in one callback: the clock woul
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -16,11 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
+from bodies_within_limits import ALONE, any_body, body
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_client import connect, head, request
 from redis_servers import Servers, command, running_server
-from selection import by_night
+from selection import by_night, rest_at_night
 from stand_in_stages import StandIn
 from web_process import Server, serving
 from web_site import CHAT
@@ -344,3 +346,17 @@ def bodies(draw: st.DrawFn) -> bytes:
 def test_any_body_is_answered_holds_nobody_up_and_takes_little_memory(scene: Scene, body: bytes, path: str) -> None:
     if len(body) <= DEFAULT_BODY_BYTES:
         scene.check(body, path)
+
+
+@pytest.mark.parametrize("names", rest_at_night(ALONE, first=0), ids=" + ".join)
+def test_each_extreme_within_the_limits_holds_nobody_up_and_takes_little_memory(
+    scene: Scene, names: tuple[str, ...]
+) -> None:
+    drawn = body(random.Random(1), *names)
+    scene.check(drawn.body, drawn.path)
+
+
+@pytest.mark.parametrize("seed", range(by_night(2, 100)))
+def test_any_extremes_within_the_limits_hold_nobody_up_and_take_little_memory(scene: Scene, seed: int) -> None:
+    drawn = any_body(random.Random(seed))
+    scene.check(drawn.body, drawn.path)

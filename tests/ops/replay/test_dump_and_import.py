@@ -287,13 +287,14 @@ def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
     out, err = capsys.readouterr()
     assert out == f"{path}: 1 request imported\n"
     reasons = [line.removeprefix("minisgl: not imported: ") for line in err.splitlines()]
-    for uid, reason, said in zip(
+    for line, uid, reason, said in zip(
+        range(2, 8),
         [uids[0], uids[1], "../live", uids[2], uids[3], uids[4]],
         ["it has not ended", "version 2", "not a uid", "expected submitted", "unknown kind", "rising order"],
         reasons,
         strict=True,
     ):
-        assert said.startswith(f"{uid}: ") and reason in said
+        assert said.startswith(f"line {line}, {uid}: ") and reason in said
     assert command(dump.url, "KEYS", "*") == [Names().request(uids[5]).encode()]
 
 
@@ -321,3 +322,51 @@ def test_import_takes_one_file_that_is_there(bring_in: Tool, path: Path, capsys:
     for arguments, said in {(): "expected one FILE, got 0", (str(path),): "cannot be read: No such file"}.items():
         assert main(["replay", "import", *arguments, "--redis-url", bring_in.url]) == 2
         assert said in capsys.readouterr().err
+
+
+TOKEN = ("1-0", {"kind": "tokens", "ms": "1", "tokens": "5", "text": "a", "step": "1-1"})
+
+
+@pytest.mark.parametrize(
+    ("entries", "field"),
+    [
+        ((BEGUN, (SEAL, OVER[1] | {"ms": "900000000000000000"})), "ms"),
+        (((BEGUN[0], BEGUN[1] | {"ms": "-1"}), OVER), "ms"),
+        (((BEGUN[0], BEGUN[1] | {"deadline_ms": "1e17"}), OVER), "deadline_ms"),
+        ((BEGUN, (TOKEN[0], TOKEN[1] | {"age_ms": "900000000000000000"}), OVER), "age_ms"),
+        ((BEGUN, (TOKEN[0], TOKEN[1] | {"step": "soon"}), OVER), "step"),
+        ((BEGUN, ("1000000000-0", TOKEN[1] | {"count": "1000000000"}), OVER), "counts 1000000000 tokens and has 1"),
+        ((BEGUN, ("9999999999999999999-0", TOKEN[1]), OVER), "9999999999999999999-0"),
+        ((BEGUN, ("one-0", TOKEN[1]), OVER), "one-0"),
+        ((BEGUN, (SEAL, OVER[1] | {"n": "9" * 18})), "n"),
+    ],
+)
+def test_times_counts_and_ids_that_no_tool_can_show_are_not_imported(
+    bring_in: Tool, dump: Tool, path: Path, capsys: pytest.CaptureFixture[str], entries: Any, field: str
+) -> None:
+    uid = new_uid()
+    write_dump(path, [recorded(uid, *entries)])
+    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{path}: 0 requests imported\n"
+    assert err.startswith(f"minisgl: not imported: line 2, {uid}: ") and len(err.splitlines()) == 1
+    assert field in err
+    assert command(dump.url, "KEYS", "*") == []
+
+
+def test_a_uid_of_a_moment_without_a_date_is_not_imported(
+    bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dump(path, [recorded("f" * 12 + new_uid()[12:], BEGUN, OVER)])
+    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
+    assert "uid: it names a moment after the year 9999" in capsys.readouterr().err
+
+
+def test_of_many_requests_that_cannot_come_in_some_are_named(
+    bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ops.replay.importing.MOST_TOLD", 2)
+    write_dump(path, [recorded(f"{number}", BEGUN, OVER) for number in range(5)])
+    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 3 and err[2] == "minisgl: not imported: 3 more"

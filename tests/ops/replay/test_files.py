@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,3 +164,50 @@ def test_a_file_that_holds_something_else_says_where_and_what(path: Path, text: 
     _, error = read(path)
     assert error.startswith(f"{path}, line {line}: ")
     assert said in error
+
+
+def bomb(head: bytes, num_bytes: int) -> bytes:
+    """Return a frame that says nothing of its size: *head*, and then zeros."""
+    frame = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    parts = [frame.compress(head)]
+    parts += [frame.compress(bytes(1 << 20)) for _ in range(num_bytes >> 20)]
+    return b"".join((*parts, frame.flush()))
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_a_line_that_is_too_long_is_refused_before_it_is_unpacked_further(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_compressed: bool
+) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "HELD_BYTES", 1 << 20)
+    head = HEADER + encode_recording(THREE[0])
+    path.write_bytes(bomb(head, 200 << 20) if is_compressed else head + bytes(200 << 20))
+    tracemalloc.start()
+    found, said = read(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found, said) == (
+        THREE[:1],
+        f"{path}, line 3: the line is too long; a request may have 1,048,576 bytes",
+    )
+    assert most < 80 << 20, "of 200 MiB, and Zstandard makes up to 32 MiB at once"
+
+
+def test_a_request_that_no_reader_would_read_is_left_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    reasons: list[str] = []
+    assert write_dump(path, [THREE[0], recording(1, size=1000), THREE[2]], left_out=reasons.append) == 2
+    assert reasons == ["longer than 1,000 bytes"]
+    assert read(path) == ([THREE[0], THREE[2]], "")
+
+
+def test_a_pipe_is_refused_at_once(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be read: not a regular file"):
+        next(read_dump(path))
+
+
+def test_a_link_to_a_file_that_is_named_is_read(path: Path) -> None:
+    write_dump(path.with_name("real"), THREE)
+    path.symlink_to("real")
+    assert read(path) == (THREE, "")
