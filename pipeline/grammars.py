@@ -6,14 +6,20 @@ They count work and not time, so that a grammar is refused everywhere or nowhere
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
+T = TypeVar("T")
+
 STACK_BYTES: Final = 256 << 20
 """Of a thread that reads grammars. llguidance follows rules by recursion, and a full stack ends the process: a chain of
 2,700 short rules needs 8 MiB, and 64 KiB of grammar have room for thousands."""
+LIMITS_SAY: Final = ("too many", "too complex", "limit", "max is", "unable to determine", "fuel exhausted")
+"""llguidance has no codes of errors. With one of these words it is a limit that refuses a grammar."""
 _starting = threading.Lock()
 
 
@@ -25,6 +31,25 @@ def start_with_stack(thread: threading.Thread) -> None:
             thread.start()
         finally:
             threading.stack_size(before)
+
+
+def with_stack(work: Callable[[], T]) -> T:
+    """Return what *work* returns, which reads grammars in a thread with a large stack, or raise what it raises."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # it is raised where the result is asked for
+            done.set_exception(error)
+
+    start_with_stack(threading.Thread(target=run, name="grammar", daemon=True))
+    return done.result()
+
+
+def is_limit(reason: str) -> bool:
+    """Return whether an error of llguidance says that a grammar takes too much work."""
+    return any(word in reason.lower() for word in LIMITS_SAY)
 
 
 def parser_limits() -> LLParserLimits:

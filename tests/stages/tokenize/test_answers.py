@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls, SamplingParams, Submitted, Templating
-from pipeline.grammars import parser_limits
+from pipeline.grammars import parser_limits, with_stack
 from stages.generate.grammars import _Spelled
 from stages.tokenize import calls as call_writer
-from stages.tokenize.answers import grammar_param
+from stages.tokenize.answers import answer_grammar
 from stages.tokenize.grammars import TOO_LARGE, checked
 from stages.tokenize.prompts import PromptEncoder
 
@@ -84,7 +84,8 @@ class Family:
         self._vocabulary = LLTokenizer(spelled, None, [self.eos])  # type: ignore[arg-type]
 
     def grammar(self, **asked: Any) -> str:
-        return self.encoder.render(request(**asked)).grammar
+        wanted = self.encoder.render(request(**asked)).asked
+        return "" if wanted is None else with_stack(lambda: answer_grammar(wanted, self.encoder.dialect))
 
     def matcher(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=parser_limits())
@@ -254,9 +255,8 @@ def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
     ],
 )
 def test_the_field_that_asks_for_a_grammar_is_named(family: GetFamily, asked: dict[str, Any], param: str) -> None:
-    event = request(tools=TOOLS, **asked)
-    rendered = family("qwen3").encoder.render(event)
-    assert rendered.grammar and grammar_param(event, rendered.markup) == param
+    wanted = family("qwen3").encoder.render(request(tools=TOOLS, **asked)).asked
+    assert wanted is not None and wanted.param == param and family("qwen3").grammar(tools=TOOLS, **asked)
 
 
 def test_calls_that_this_model_cannot_write_cannot_be_required(family: GetFamily) -> None:
@@ -473,5 +473,7 @@ def test_markers_of_thinking_that_are_texts_work_but_are_not_counted(family: Get
 def test_a_completion_is_bound_as_before(family: GetFamily) -> None:
     model = family("deepseek_r1")
     event = request(schema=NUMBER).model_copy(update={"messages": (), "prompt": "a"})
-    grammar = model.encoder.render(event).grammar
+    wanted = model.encoder.render(event).asked
+    assert wanted is not None
+    grammar = answer_grammar(wanted, model.encoder.dialect)
     assert model.takes(grammar, '{"n":1}') and not model.takes(grammar, '</think>{"n":1}')

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
-from pipeline.grammars import parser_limits
+from pipeline.grammars import parser_limits, with_stack
 from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, grammar_of, known_formats
 from web.wire.constraints import MOST_CHOICES
 
@@ -30,7 +30,7 @@ def tokenizer() -> LLTokenizer:
 
 def grammar(kind: Literal["json", "regex", "choice", "grammar"], what: Any, *, whitespace: str | None = None) -> str:
     text = json.dumps(what) if kind in ("json", "choice") else what
-    return grammar_of(Constraint(kind=kind, text=text, whitespace=whitespace, param="field"))
+    return with_stack(lambda: grammar_of(Constraint(kind=kind, text=text, whitespace=whitespace, param="field")))
 
 
 def is_accepted(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
