@@ -38,9 +38,11 @@ from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, spread_s
 from web.crowd import BODIES_BYTES, LEAST_BYTES, Crowd, Proxies, Queue, address_of
 from web.http1 import MOST_AHEAD_BYTES, Requests, refusal
+from web.keys import Keys, keys_in
 from web.listener import BACKLOG
 from web.routes.access import PLACE
 from web.routes.answers import SEND, WRITE
+from web.routes.pipeline import PATH as PICTURES
 from web.seldom import Seldom
 from web.wire.openai.errors import error_body
 
@@ -64,6 +66,8 @@ UNREAD_BYTES: Final = 4 << 10
 """A socket with twice as much that nobody looked at is not read."""
 PROBES: Final = (b"/health", b"/ready", b"/metrics")
 """What a connection without a place may GET."""
+VIEWS: Final = (PICTURES.encode(),)
+"""Paths whose answer to a GET has no end of its own."""
 CLOSE: Final = (b"connection", b"close")
 STREAM_ID: Final = 1
 _LATE: Final = "The request line and headers did not arrive within {:g} s."
@@ -79,7 +83,7 @@ class HttpConfig(Config):
         most_connections: int,
         seldom: Seldom,
         *,
-        several_keys: bool = False,
+        keys: Keys | None = None,
         proxies: Proxies | None = None,
     ) -> None:
         super().__init__()
@@ -88,9 +92,9 @@ class HttpConfig(Config):
         self.errorlog = logging.getLogger(_NO_LOGGER)
         self.max_app_queue_size = 0  # a piece of a body never waits for its application: it may be gone
         self.max_body_bytes = max_body_bytes
-        self.proxies = proxies or Proxies()
+        self.keys, self.proxies = keys or Keys(), proxies or Proxies()
         most_bytes = max(BODIES_BYTES * max_body_bytes, LEAST_BYTES)
-        self.crowd = Crowd(most_connections, seldom, several_keys=several_keys, most_bytes=most_bytes)
+        self.crowd = Crowd(most_connections, seldom, several_keys=self.keys.are_several, most_bytes=most_bytes)
 
 
 async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: asyncio.Event) -> None:
@@ -186,7 +190,7 @@ class Connection:
         self.no_place = crowd.enter(self)
         if self.no_place is not None and not crowd.keep(self):
             with contextlib.suppress(OSError):
-                self.writer.write(_written(self.no_place))
+                self.writer.write(_written(self.no_place, self.config))
                 self.writer.close()
             return
         try:
@@ -206,7 +210,8 @@ class Connection:
             crowd.waits(self)  # it may have to wait until the client has read its last answer
             await self._close()
             crowd.leave(self)
-            self.__dict__.pop("protocol", None)  # it leads back here: only a full collection would free the two
+            self.no_place = None  # its traceback leads back here, and so does the protocol:
+            self.__dict__.pop("protocol", None)  # only a full collection would free them
             self.__dict__.pop("_tasks", None)
 
     # as the crowd sees it
@@ -215,11 +220,6 @@ class Connection:
     def is_exempt(self) -> bool:
         """As Member.is_exempt."""
         return self.is_local or self.is_proxy
-
-    @property
-    def awaits_body(self) -> bool:
-        """As Member.awaits_body."""
-        return self._lingering is not None or (hasattr(self, "protocol") and self.protocol.expects_more)
 
     def cut(self) -> None:
         """As Member.cut: close it at once, whatever it has sent."""
@@ -286,9 +286,10 @@ class Connection:
         is_free = not (self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size())
         return transport if is_free and self._lingering is None else None
 
-    async def close(self) -> None:
-        """Close it, once what was sent is gone, and the client has sent what it was about to."""
-        await (self._linger() if self.awaits_body else self._close())
+    async def close(self, *, lingers: bool) -> None:
+        """Close it, once what was sent is gone, and if it *lingers*, the client has sent what it was about to."""
+        self.config.crowd.waits(self)
+        await (self._linger() if lingers else self._close())
 
     # its end
 
@@ -367,8 +368,6 @@ class Protocol:
         self._num_body_bytes = 0
         """What the application has of the body of the current request, and has not read."""
         self._drops_body = False
-        self._closes = False
-        """The connection ends after the current answer."""
         self._is_queued = False
         """The next request waits for its turn."""
         self._is_over = False
@@ -403,6 +402,8 @@ class Protocol:
 
     async def receive(self, data: bytes) -> None:
         """Take what the client has sent, b"" at its end; wait while it is far ahead of its answers."""
+        if self._is_over:
+            return
         self._requests.receive_data(data)
         if not self._is_queued:
             await self._handle_events()
@@ -426,26 +427,23 @@ class Protocol:
         """End a connection on which no request came in time."""
         if self.has_begun_head:
             error = RequestError(_LATE.format(HEAD_TIMEOUT_S), code="request_timeout", status=408)
-            await self._send_error(error)
-        await self._connection.close()
+            await self.refuse(error)
+        else:
+            await self._connection.close(lingers=False)
 
-    async def refuse(self, error: RequestError) -> None:
+    async def refuse(self, error: RequestError, *, is_logged: bool = True) -> None:
         """Answer the current request with *error*, if it has no answer yet, and end the connection."""
+        connection, requests = self._connection, self._requests
+        is_whole = requests.their_state is h11.DONE and not (requests.num_waiting or connection.has_unread)
         if self.can_refuse:
-            self._requests.is_broken = True  # its rest may come
-            await self._send_error(error)
-        await self._connection.close()
+            if is_logged:
+                logger.info("request", status=error.status, error=error.code)
+            answer = _written(error, self._config, has_body=requests.method != b"HEAD")
+            await self.end()
+            await connection.write(answer)
+        await connection.close(lingers=not is_whole)
 
     # what an application may call
-
-    def belongs_to(self, key: str) -> None:
-        """As Place.belongs_to."""
-        crowd = self._config.crowd
-        try:
-            crowd.belongs(self._connection, f"key {key}", crowd.key_share)
-        except RequestError:
-            self._closes = True
-            raise
 
     def views(self) -> None:
         """As Place.views."""
@@ -493,6 +491,7 @@ class Protocol:
                     self._num_body_bytes += len(event.data)
                     await self._stream.handle(Body(stream_id=STREAM_ID, data=bytes(event.data)))
                 elif isinstance(event, h11.EndOfMessage):
+                    self._connection.works()
                     await self._stream.handle(EndBody(stream_id=STREAM_ID))
         if not self._is_far_ahead:
             self._has_room.set()
@@ -501,8 +500,10 @@ class Protocol:
         connection = self._connection
         connection.works()
         self._drops_body = False
-        if error := self._refusal_of(request):
-            await self.refuse(error)
+        try:
+            self._take_place(request)
+        except RequestError as error:
+            await self.refuse(error, is_logged=False)  # there may be many, and the crowd has written a line
             return
         state = ConnectionState({PLACE: self})
         if request.http_version == b"1.1" and request.method != b"HEAD":
@@ -529,20 +530,27 @@ class Protocol:
             )
         )
 
-    def _refusal_of(self, request: h11.Request) -> RequestError | None:
-        """Return the error for a request of somebody who has no place, if there is none."""
+    def _take_place(self, request: h11.Request) -> None:
+        """Count the connection for whom *request* comes from. Raises RequestError if there is no place for it: an
+        application would need ten times as long to say so."""
         connection = self._connection
+        path = request.target.partition(b"?")[0] if request.method == b"GET" else b""
         if connection.no_place is not None:
-            is_probe = request.method == b"GET" and request.target.partition(b"?")[0] in PROBES
-            return None if is_probe else connection.no_place
-        if connection.is_proxy and connection.client is not None:
+            if path in PROBES:
+                return
+            raise connection.no_place
+        crowd, keys = self._config.crowd, self._config.keys
+        caller = keys.find(keys_in(request.headers)) if keys.exist else None
+        if caller is not None and caller.scope:
+            crowd.belongs(connection, f"key {caller.scope}", crowd.key_share)
+        elif connection.is_proxy and connection.client is not None:
             said = [value.decode("latin1") for name, value in request.headers if name == b"x-forwarded-for"]
             client = self._config.proxies.client_of(connection.client[0], said)
-            try:
-                self._config.crowd.belongs(connection, address_of(client), self._config.crowd.share)
-            except RequestError as error:
-                return error
-        return None
+            crowd.belongs(connection, address_of(client), crowd.share)
+        if path in VIEWS:
+            crowd.views(connection)
+        if self.expects_more:
+            crowd.receives(connection)
 
     async def _stream_send(self, event: Event) -> None:
         """Send what the application answers. An answer that comes before the end of its request closes the connection,
@@ -551,7 +559,7 @@ class Protocol:
             self._drops_body = True
             self.has_read()
             headers = [*event.headers, *self._config.response_headers("h11")]
-            if self.expects_more or self._closes or self._connection.no_place is not None:
+            if self.expects_more or self._connection.no_place is not None:
                 headers.append(CLOSE)
             await self._send(h11.Response(status_code=event.status_code, headers=headers))
         elif isinstance(event, Body):
@@ -580,7 +588,7 @@ class Protocol:
         requests, connection = self._requests, self._connection
         if connection.context.terminated.is_set() or (requests.our_state, requests.their_state) != (h11.DONE, h11.DONE):
             self._has_room.set()
-            await connection.close()
+            await connection.close(lingers=self.expects_more)
             return
         requests.start_next_cycle()
         self._is_queued = requests.num_waiting > 0 or connection.has_unread
@@ -606,33 +614,21 @@ class Protocol:
         is_waiting = self._is_queued or self._requests.is_ahead
         return not self._is_over and is_waiting and self._requests.num_waiting >= MOST_AHEAD_BYTES
 
-    async def _send_error(self, error: RequestError) -> None:
-        """Answer bytes that are not a request, or one that no application gets."""
-        logger.info("request", status=error.status, error=error.code)
-        body = error_body(error)
-        headers = [*_headers_of(error, body), *self._config.response_headers("h11")]
-        await self._send(h11.Response(status_code=error.status, headers=headers))
-        if self._requests.method != b"HEAD":
-            await self._send(h11.Data(data=body))
-        await self._send(h11.EndOfMessage())
-
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _headers_of(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]:
-    return [
+def _written(error: RequestError, config: HttpConfig, *, has_body: bool = True) -> bytes:
+    """Return an answer that no application gives."""
+    body = error_body(error)
+    headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", uuid.uuid4().hex.encode()),
         *([(b"retry-after", b"1")] if error.status in (429, 503) else []),
         CLOSE,
+        *config.response_headers("h11"),
     ]
-
-
-def _written(error: RequestError) -> bytes:
-    """Return the whole answer to somebody whose request is not read."""
-    body = error_body(error)
-    lines = [b"HTTP/1.1 %d " % error.status, *(b"%b: %b" % header for header in _headers_of(error, body))]
-    return b"\r\n".join([*lines, b"", body])
+    lines = [b"HTTP/1.1 %d " % error.status, *(b"%b: %b" % header for header in headers)]
+    return b"\r\n".join([*lines, b"", body if has_body else b""])

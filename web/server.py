@@ -238,7 +238,7 @@ async def _listen(
     stop: asyncio.Event,
 ) -> None:
     most = most_connections(raise_file_limit(), max_queued)
-    config = HttpConfig(clients.max_body_bytes, most, seldom, several_keys=keys.are_several, proxies=proxies)
+    config = HttpConfig(clients.max_body_bytes, most, seldom, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
     await serve(app, listener, config, stop)
