@@ -24,9 +24,11 @@ from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import SamplingParams as SamplingParams
 from pipeline.sampling import Value as Value
 from pipeline.scores import Score as Score
+from pipeline.scores import Scores as Scores
 from pipeline.scores import ToldCandidate as ToldCandidate
 from pipeline.scores import ToldPrompt as ToldPrompt
 from pipeline.scores import ToldScore as ToldScore
+from pipeline.scores import ToldScores as ToldScores
 from pipeline.scores import ToldToken as ToldToken
 
 FinishReason = Literal["stop", "length"]
@@ -327,7 +329,7 @@ class TokenRow(Value):
     chunks: int = 0
     """As in TokensProduced."""
     score: Score | None = None
-    prompt_scores: tuple[Score, ...] | None = None
+    prompt_scores: Scores | None = None
     """With the first token, if they were asked for: of all tokens of the prompt but the first."""
 
 

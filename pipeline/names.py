@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
@@ -184,8 +184,12 @@ class Names:
         base uid of siblings). It ends in `:left` once their sender has left while other clients read one of them."""
         return self._key(f"idempotency:{key}")
 
-    def limit(self, key: str, minute: int) -> str:
-        """String with a time to live: how many submits of an API key were accepted in one minute of Redis' clock."""
+    def limit(self, key: str, minute: int | Literal["bytes"]) -> str:
+        """String with a time to live: how many submits of an API key were accepted in one minute of Redis' clock.
+
+        `bytes`, in place of a minute: how much the key has submitted within the retention, as `<begin_ms>:<bytes>` for
+        each sixteenth of it.
+        """
         return self._key(f"limit:{key}:{minute}")
 
     def running(self, key: str) -> str:

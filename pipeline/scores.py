@@ -1,6 +1,20 @@
-"""How probable tokens are, and what clients are told of that and of their prompt: values that events hold."""
+"""How probable tokens are, and what clients are told of that and of their prompt: values that events hold.
+
+A prompt can have a million pairs of token and log-probability. `Scores` and `ToldScores` hold them in arrays, and so do
+events and the log: 12 bytes for each pair, where an object takes 500.
+"""
 
 from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from pipeline.sampling import Value
 
@@ -34,6 +48,209 @@ class ToldScore(ToldCandidate):
     top: tuple[ToldCandidate, ...] = ()
 
 
+class Pair(NamedTuple):
+    """What a ToldCandidate says, and a ToldToken, which has no log-probability."""
+
+    token: int
+    text: str
+    logprob: float | None
+
+
+Row = tuple[Pair, list[Pair]]
+"""What a ToldScore says: a token, and the most probable ones in its place."""
+
+S = TypeVar("S", Score, ToldScore)
+
+
+class _Packed(Sequence[S], Generic[S]):
+    """Scores in arrays. Those of one place are next to each other: the token itself, then the most probable ones."""
+
+    item: ClassVar[type[Value]]
+
+    def __init__(self, items: Iterable[S] = ()) -> None:
+        self._ends = array("i")
+        """Where the pairs of each place end."""
+        self._tokens = array("i")
+        self._logprobs = array("d")
+        self._texts: dict[int, str] = {}
+        self.extend(items)
+
+    @abstractmethod
+    def extend(self, items: Iterable[S]) -> None:
+        """Add scores at the end. Only who made these does that."""
+
+    @abstractmethod
+    def _at(self, first: int, end: int) -> S:
+        """Return the score whose pairs are these."""
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs of a token and its log-probability there are."""
+        return len(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> S: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[S]: ...
+    def __getitem__(self, index: int | slice) -> S | list[S]:
+        if isinstance(index, slice):
+            return [self._at(*self._span(place)) for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._at(*self._span(index % len(self)))
+
+    def __iter__(self) -> Iterator[S]:
+        first = 0
+        for end in self._ends:
+            yield self._at(first, end)
+            first = end
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, list | tuple):
+            other = type(self)(other)
+        return type(other) is type(self) and self._parts == other._parts
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)!r})"
+
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        return self._ends, self._tokens, self._logprobs, self._texts
+
+    def _span(self, place: int) -> tuple[int, int]:
+        return self._ends[place - 1] if place else 0, self._ends[place]
+
+    # as events hold it
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[object], handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls._of, serialization=core_schema.plain_serializer_function_ser_schema(cls._plain)
+        )
+
+    @classmethod
+    def _of(cls, said: object) -> _Packed[S]:
+        """Return what an event says. Raises ValueError. Older ones have a list of objects."""
+        if isinstance(said, cls):
+            return said
+        try:
+            if not isinstance(said, Mapping):
+                return cls([cls.item.model_validate(each) for each in said])  # type: ignore
+            return cls._unpacked(said)
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"these are no scores: {error!r}") from error
+
+    @classmethod
+    def _unpacked(cls, said: Mapping[str, Any]) -> _Packed[S]:
+        packed = cls()
+        for numbers, name in ((packed._ends, "ends"), (packed._tokens, "tokens"), (packed._logprobs, "logprobs")):
+            numbers.frombytes(b64decode(said[name], validate=True))
+            if sys.byteorder == "big":
+                numbers.byteswap()
+        packed._texts = {int(token): str(text) for token, text in said.get("texts", {}).items()}
+        lengths = {len(packed._tokens), len(packed._logprobs), packed._ends[-1] if packed._ends else 0}
+        begin = 0
+        for end in packed._ends:
+            if end <= begin:
+                raise ValueError("scores of a place end before they begin")
+            begin = end
+        if len(lengths) > 1:
+            raise ValueError(f"scores have parts of different lengths: {sorted(lengths)}")
+        return packed
+
+    def _plain(self) -> dict[str, Any] | list[S]:
+        if not self:
+            return []
+        plain: dict[str, Any] = {}
+        for numbers, name in ((self._ends, "ends"), (self._tokens, "tokens"), (self._logprobs, "logprobs")):
+            if sys.byteorder == "big":
+                numbers = numbers[:]
+                numbers.byteswap()
+            plain[name] = b64encode(numbers).decode()
+        return plain | ({"texts": {str(token): text for token, text in self._texts.items()}} if self._texts else {})
+
+
+class Scores(_Packed[Score]):
+    """Those of an engine. It does not say whose they are: the tokens of a prompt are known."""
+
+    item = Score
+
+    def extend(self, items: Iterable[Score]) -> None:
+        for score in items:
+            self._tokens.append(0)
+            self._logprobs.append(score.logprob)
+            for token, logprob in score.top:
+                self._tokens.append(token)
+                self._logprobs.append(logprob)
+            self._ends.append(len(self._tokens))
+
+    def _at(self, first: int, end: int) -> Score:
+        return Score(
+            logprob=self._logprobs[first],
+            top=tuple(zip(self._tokens[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
+        )
+
+    def told(self, token_ids: Sequence[int], text_of: Callable[[int], str]) -> ToldScores:
+        """Return the scores of *token_ids*, with the texts of all tokens."""
+        told = ToldScores()
+        told._ends = self._ends[: len(token_ids)]
+        num_pairs = told._ends[-1] if told._ends else 0
+        told._tokens, told._logprobs = self._tokens[:num_pairs], self._logprobs[:num_pairs]
+        first = 0
+        for token, end in zip(token_ids, told._ends, strict=False):
+            told._tokens[first] = token
+            first = end
+        told._texts = {token: text_of(token) for token in sorted(set(told._tokens))}
+        return told
+
+
+class ToldScores(_Packed[ToldScore]):
+    """Those that a client is told. A token has one text, wherever it is."""
+
+    item = ToldScore
+
+    def extend(self, items: Iterable[ToldScore]) -> None:
+        for score in items:
+            for each in (score, *score.top):
+                self._tokens.append(each.token)
+                self._logprobs.append(each.logprob)
+                self._texts[each.token] = each.text
+            self._ends.append(len(self._tokens))
+
+    def _at(self, first: int, end: int) -> ToldScore:
+        one, *top = (
+            ToldCandidate(token=token, text=self._texts.get(token, ""), logprob=logprob)
+            for token, logprob in zip(self._tokens[first:end], self._logprobs[first:end], strict=True)
+        )
+        return ToldScore(token=one.token, text=one.text, logprob=one.logprob, top=tuple(top))
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """Yield what they say from place *start* on, faster than as ToldScore."""
+        first = self._ends[start - 1] if 0 < start <= len(self) else 0
+        for end in self._ends[start:]:
+            yield self._row(first, end)
+            first = end
+
+    def tokens(self, start: int = 0) -> Iterator[Pair]:
+        """Yield the tokens themselves from place *start* on."""
+        first = self._ends[start - 1] if 0 < start <= len(self) else 0
+        for end in self._ends[start:]:
+            token = self._tokens[first]
+            yield Pair(token, self._texts.get(token, ""), self._logprobs[first])
+            first = end
+
+    def _row(self, first: int, end: int) -> Row:
+        texts = self._texts
+        pairs = [
+            Pair(token, texts.get(token, ""), logprob)
+            for token, logprob in zip(self._tokens[first:end], self._logprobs[first:end], strict=True)
+        ]
+        return pairs[0], pairs[1:]
+
+
 class ToldPrompt(Value):
     """What a client asked to be told about its prompt."""
 
@@ -43,7 +260,7 @@ class ToldPrompt(Value):
     """If it asked for them."""
     text: str = ""
     """If it asked for its prompt before the answer (`echo`)."""
-    scores: tuple[ToldScore, ...] = ()
+    scores: ToldScores = ToldScores()
     """Of all tokens but the first, if it asked for them."""
     first: ToldToken | None = None
     """The first token, which has no score, if the others have one."""

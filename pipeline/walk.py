@@ -12,6 +12,8 @@ from pipeline.names import parse_id
 
 PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
 """Fields of Submitted that can be long; most readers need none of them."""
+UNTOLD: Final = PROMPT | {"scores"}
+"""And the log-probabilities of tokens: a story has neither."""
 NOT_COMPUTED: Final = PROMPT | {"templating", "labels", "constraint"}
 """Fields of Submitted that no engine needs: it computes the tokens."""
 

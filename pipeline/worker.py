@@ -38,7 +38,8 @@ Handle = Callable[[Sequence[Entry]], Sequence[Entry] | None]
 """Does the work of a stage on the entries of one read, and commits it. What it puts off it returns; each of these comes
 again before what is read next, one at a time."""
 Bury = Callable[[Entry, int], None]
-"""Ends the request of an entry that killed its worker so many times, without doing its work."""
+"""Ends the request of an entry that killed its worker so many times, without doing its work. Of an entry
+of several requests it finds the one at fault."""
 
 
 class Stop:
@@ -141,15 +142,17 @@ def follow(
     forget: Callable[[], None] = lambda: None,
     look: Callable[[], None] = lambda: None,
     in_order: bool = True,
+    most_tries: int = MOST_DELIVERIES,
 ) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
 
-    Unless *in_order*, new entries come between those that the slot had read before, which can take long.
+    Unless *in_order*, new entries come between those that the slot had read before, which can take long. *bury* gets an
+    entry that was tried more than *most_tries* times.
 
     *forget* is called when the log could not be reached: it may come back without the last commits. *look* is called
     once a second while there is nothing of its own to do.
     """
-    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order)
+    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order, most_tries)
     group_lost = True  # or not there yet
     while not stop and not slot_lease.lost.is_set():
         slot_lease.came_round()
@@ -189,6 +192,7 @@ class _Reader:
         look: Callable[[], None],
         max_entries: int,
         in_order: bool,
+        most_tries: int,
     ) -> None:
         self._log = log
         self._inbox = inbox
@@ -197,6 +201,7 @@ class _Reader:
         self._look = look
         self._max_entries = max_entries
         self._in_order = in_order
+        self._most_tries = most_tries
         self._reads_next = False
         self._own: list[Entry] | None = None  # None: to be looked up
         self._put_off: list[Entry] = []
@@ -253,7 +258,7 @@ class _Reader:
         if entry.id not in self._tries:
             self._tries[entry.id] = self._log.retry(self._inbox, self._slot_lease.owner, entry)
         times = self._tries[entry.id]
-        if times > MOST_DELIVERIES:
-            logger.error("buried", stream=self._inbox.stream, id=entry.id, deaths=times - 1)
+        if times > self._most_tries:
+            logger.error("tried_too_often", stream=self._inbox.stream, id=entry.id, deaths=times - 1)
             self._bury(entry, times - 1)
-        return 0 < times <= MOST_DELIVERIES
+        return 0 < times <= self._most_tries

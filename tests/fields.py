@@ -109,7 +109,7 @@ FIELDS = (
         lambda a, b: a.num_tokens == 1 and b.num_tokens == 7 and 50 not in b.token_ids[:6], -1,
     ),
     Field(
-        "stop", "a text, or up to 16", "none",
+        "stop", "a text of up to 1,024 characters, or up to 16", "none",
         GREEDY, None, lambda a, b: a.text.startswith(b.text) and b.text != a.text and b.reason == "stop", "",
         lambda said: {"stop": said.text[3:5]},
     ),

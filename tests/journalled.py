@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.events import SamplingParams, StepCompleted, TokenRow, encode
+from pipeline.events import SamplingParams, Score, StepCompleted, TokenRow, encode
 from pipeline.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.worker import Stop
@@ -19,7 +19,7 @@ from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import Arrived, Ended, Flush, News
 from stages.generate.pace import Pace
 from stages.generate.schedule.noted import NotedSchedule
-from stages.generate.schedule.plan import BatchPlan, Computed, Work
+from stages.generate.schedule.plan import BatchPlan, Computed, RowScores, Work
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, ScheduleLimits
 from stages.generate.worker import GenerateWorker
@@ -102,7 +102,9 @@ class Life:
     def forward(self, plan: BatchPlan) -> Computed:
         if any(POISON in row.token_ids for row in plan.rows):
             raise IndexError("poison")
-        return Computed([self.chance.randrange(3, 7) for row in plan.rows if row.sample is not None])
+        scored = {row.table: row.scoring.targets for row in plan.rows if row.scoring is not None}
+        scores = {table: RowScores(prompt=(Score(logprob=-1),) * len(targets)) for table, targets in scored.items()}
+        return Computed([self.chance.randrange(3, 7) for row in plan.rows if row.sample is not None], scores)
 
     # as the histories
 

@@ -70,7 +70,7 @@ KILLED = Failed(status=500, code="killed_its_worker", message="It killed its wor
 ONCE = Once("key", "body")
 ATTACHED_TO_A = SubmitResult(Submission.ATTACH, "a")
 ACCEPTED, DUPLICATE, BUSY = Submission.ACCEPTED, Submission.DUPLICATE, Submission.BUSY
-TOO_FAST, TOO_MANY = Submission.TOO_FAST, Submission.TOO_MANY
+TOO_FAST, TOO_MANY, TOO_MUCH = Submission.TOO_FAST, Submission.TOO_MANY, Submission.TOO_MUCH
 
 
 def limits(*, timeout_ms: int = LONG_MS, retention_ms: int = LONG_MS, max_queued: int = 100) -> RequestLimits:

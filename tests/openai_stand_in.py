@@ -80,6 +80,8 @@ class OpenAIStandIn:
     """Awaited before a stream is answered."""
     cut: bool = False
     """Whether the connection breaks after the frames."""
+    breaks: int = 0
+    """How many connections break before an answer begins."""
     model: str = "stand-in"
     version: object = None
     """What /version says; None: there is no such path."""
@@ -107,6 +109,9 @@ class OpenAIStandIn:
         self.paths.append(request.path)
         if self.gate is not None:
             await self.gate()
+        if self.breaks and request.transport is not None:
+            self.breaks -= 1
+            request.transport.abort()
         return await self._send(request, self.script(body))
 
     async def _send(self, request: web.Request, answer: Frames | tuple[int, object]) -> web.StreamResponse:

@@ -150,9 +150,14 @@ class Client:
         assert self.file.read() == b""
 
 
-def connect(port: int, *, receive_bytes: int | None = None) -> Client:
-    """Connect to a server of this machine; with *receive_bytes*, as one that takes little before it reads."""
+def connect(port: int, *, receive_bytes: int | None = None, address: str = "") -> Client:
+    """Connect to a server of this machine; with *receive_bytes*, as one that takes little before it reads.
+
+    *address*: from this one of 127.0.0.0/8.
+    """
     connection = socket.socket()
+    if address:
+        connection.bind((address, 0))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if receive_bytes is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

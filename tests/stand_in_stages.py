@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from log_contract import FINISHED, LONG_MS, Scene, submitted
 
@@ -151,6 +151,8 @@ class StandIn:
         self.answers_probes = True
         self.marked: tuple[Markup, Sequence[str]] = (Markup(), ())
         """How the text of an answer is to be read, and that text, a token at a time."""
+        self.scripts: dict[str, Callable[[Submitted], Script]] = {}
+        """How a test answers certain words."""
         self._running: dict[str, tuple[Submitted, Script]] = {}
         self._renews = renews
         self._stopped = threading.Event()
@@ -191,6 +193,8 @@ class StandIn:
 
     def _script(self, event: Submitted) -> Script:
         match "marked" if event.replay is not None and self.marked[1] else _words(event):
+            case words if words in self.scripts:
+                yield from self.scripts[words](event)
             case "silent":
                 return
             case "endless":

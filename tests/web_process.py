@@ -31,6 +31,7 @@ gc.enable()
 
 web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
+web.connections.GRACE_S = web.server.HARD_EXIT_S / 4
 web.connections.HEAD_TIMEOUT_S = float(sys.argv.pop(1))
 create_app = web.server.create_app
 deaf_ones = set()
@@ -54,7 +55,7 @@ def create_app_with_more(frontend, keys, **more):
 
     @app.get("/left")
     async def left():
-        served = [task for task in asyncio.all_tasks() if "_server_callback" in task.get_coro().__qualname__]
+        served = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "serve.<locals>.run"]
         return {
             "connections": len(served),
             "listeners": sorted(listener.uid for listener in frontend.tail.listeners),

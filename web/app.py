@@ -21,6 +21,7 @@ from web.keys import Caller, Keys
 from web.live.frontend import Frontend
 from web.origins import Origins, body_refusal, is_preflight
 from web.page_files import PAGES
+from web.routes.access import place
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.dead import dead_letter_routes
@@ -135,6 +136,11 @@ def create_app(
         return response
 
     @app.after_request
+    async def drop_body(response: Response) -> Response:
+        request.body.clear()  # nobody reads it any more, and the answer may have no end
+        return response
+
+    @app.after_request
     async def count_response(response: Response) -> Response:
         frontend.measures.add(HTTP_RESPONSES, *_route_and_method(), str(response.status_code))
         return response
@@ -167,6 +173,12 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
         if found is None and not _is_open():
             _log_line(401)
             raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
+        if g.caller.scope:
+            try:
+                place().belongs_to(g.caller.scope)
+            except RequestError as error:
+                _log_line(error.status, error.code)
+                raise
 
     @app.before_request
     async def check_page() -> None:

@@ -72,6 +72,15 @@ class ClientConfig:
             "delay other requests by 50 ms for each 4 MiB"
         ),
     )
+    trusted_proxies: tuple[str, ...] = flag(
+        "--trusted-proxies",
+        default=(),
+        repeated=True,
+        help=(
+            "addresses or networks of proxies, such as 10.0.0.5 or 10.0.0.0/8: their X-Forwarded-For header says whose "
+            "connection it is, and all connections of one address count together [none]"
+        ),
+    )
     pages: bool = flag(
         "--pages",
         default=True,

@@ -5,6 +5,7 @@ A file of limits, in TOML; every number is optional:
     [default]                     # for all keys, unless their own table says otherwise
     requests_per_minute = 60
     concurrent_requests = 4
+    log_bytes = 500_000_000       # what it may submit within the retention
 
     [[key]]                       # one table for each key; keys of --api-key need none
     key = "sk-..."
@@ -81,6 +82,11 @@ class Keys:
         """Say whether there is any key."""
         return bool(self._callers)
 
+    @property
+    def are_several(self) -> bool:
+        """Say whether they belong to several clients."""
+        return len({caller.scope for caller in self._callers}) > 1
+
     def find(self, given: Sequence[str]) -> Caller | None:
         """Return who has the first of *given* that is a key, or who needs none; None: a key is needed.
 
@@ -105,8 +111,11 @@ def shown(owner: str) -> str:
     return owner[:8] if _HASH.fullmatch(owner) else owner
 
 
-def read_keys(api_keys: Sequence[str], limits_file: str, admin_key: str | None = None) -> Keys:
-    """Return the keys that the flags `--api-key`, `--limits` and `--admin-key` name.
+def read_keys(
+    api_keys: Sequence[str], limits_file: str, admin_key: str | None = None, *, max_log_bytes: int = 0
+) -> Keys:
+    """Return the keys that the flags `--api-key`, `--limits` and `--admin-key` name. If several share a log of
+    *max_log_bytes*, none may fill more than half of it, unless the file says otherwise.
 
     Raises:
         ConfigError: A key or the file is malformed. No message shows a key.
@@ -126,6 +135,9 @@ def read_keys(api_keys: Sequence[str], limits_file: str, admin_key: str | None =
     if any(table.name in keys for table in tables.values()):
         raise ConfigError(f"{where}: a name is one of the keys, and names are no secret; take another name")
     all_tables = dict.fromkeys(api_keys, _Table()) | tables
+    owners = {table.name or key for key, table in all_tables.items()}
+    if max_log_bytes and len(owners) > 1:
+        limits = {"log_bytes": max_log_bytes // 2} | limits
     callers = (Caller.of(hash_of(key), table.name, **(limits | table.limits)) for key, table in all_tables.items())
     return Keys([*callers, *([Caller(hash_of(admin_key), is_admin=True)] if admin_key else [])])
 
@@ -202,7 +214,7 @@ def _is_right(name: str, value: object) -> bool:
 def _limits(table: Mapping[str, Any], here: str) -> dict[str, int]:
     for name, value in table.items():
         if name not in _LIMITS:
-            raise ConfigError(f"{here}: {_shown(name)} is unknown; expected {' and '.join(_LIMITS)}")
+            raise ConfigError(f"{here}: {_shown(name)} is unknown; expected one of {', '.join(_LIMITS)}")
         if type(value) is not int or value < 1:  # True is an int, too
             seen = value if isinstance(value, int | float) else "something else"
             raise ConfigError(f"{here}: {name}: {seen} given, expected a whole number of at least 1")

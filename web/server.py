@@ -1,4 +1,4 @@
-"""The web process: its slot, its listening socket, Hypercorn, and how it stops.
+"""The web process: its slot, its listening socket, its server, and how it stops.
 
 first signal    no new requests; open streams have DRAIN_S; the others end as Failed(shutting_down); exit 0
 second signal   exit at once; the log keeps the accepted requests
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -19,9 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-import hypercorn.asyncio
-import hypercorn.asyncio.run
-import hypercorn.protocol
 import structlog
 
 from pipeline.errors import LogError
@@ -33,7 +29,8 @@ from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
 from web.config import ClientConfig, WebStageConfig
-from web.connections import Connection, HttpConfig, Protocol
+from web.connections import HttpConfig, serve
+from web.crowd import Proxies, read_proxies
 from web.files import most_connections, raise_file_limit
 from web.keys import Keys, read_keys
 from web.listener import open_listener, url_to
@@ -63,8 +60,10 @@ def run(config: WebStageConfig) -> int:
     Raises:
         ConfigError: The address is not available, or the API keys or the allowed names and pages are wrong.
     """
-    keys = read_keys(config.keys.api_key, config.keys.limits, config.keys.admin_key)
+    of_keys, max_log_bytes = config.keys, config.clients.max_log_bytes or 0
+    keys = read_keys(of_keys.api_key, of_keys.limits, of_keys.admin_key, max_log_bytes=max_log_bytes)
     origins = read_origins(config.origins, config.web.host)
+    proxies = read_proxies(config.clients.trusted_proxies)
     if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
     else:
@@ -86,7 +85,7 @@ def run(config: WebStageConfig) -> int:
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
-            return asyncio.run(_serve(config, keys, origins, listener, seat, hard_exit))
+            return asyncio.run(_serve(config, keys, origins, proxies, listener, seat, hard_exit))
         finally:
             stop.set()
             sweeping.join(JANITOR_PATIENCE_S)
@@ -144,14 +143,15 @@ def _limits(config: WebStageConfig) -> RequestLimits:
 
 
 def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return url_to(host, port)
+    name = listener.getsockname()
+    return url_to(*name[:2]) if isinstance(name, tuple) else f"unix:{name!s}"
 
 
 async def _serve(
     config: WebStageConfig,
     keys: Keys,
     origins: Origins,
+    proxies: Proxies,
     listener: socket.socket,
     seat: Seat,
     hard_exit: threading.Timer,
@@ -174,18 +174,29 @@ async def _serve(
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")
     await frontend.readiness.look()
     server = asyncio.create_task(
-        _listen(frontend, keys, origins, listener, config.clients, config.requests.max_queued_requests, seldom, stop),
+        _listen(
+            frontend,
+            keys,
+            origins,
+            proxies,
+            listener,
+            config.clients,
+            config.requests.max_queued_requests,
+            seldom,
+            stop,
+        ),
         name="server",
     )
     tail = asyncio.create_task(frontend.run(), name="frontend")
     collector = asyncio.create_task(_collect(), name="collector")
     signalled = asyncio.create_task(_first_signal(), name="signal")
-    done, _ = await asyncio.wait({server, beat, tail, signalled}, return_when=asyncio.FIRST_COMPLETED)
-    broken = done - {signalled}
+    tasks = {server, beat, tail, collector, signalled}
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    broken = {task for task in done if task is not signalled or task.exception() is not None}
     for task in broken:
         logger.error("task_ended", task=task.get_name(), exc_info=task.exception())
     await frontend.drain(DRAIN_S)
-    hard_exit.start()  # a client that never reads holds Hypercorn for ever: its issue 308, StreamWriter.wait_closed
+    hard_exit.start()
     stop.set()
     await asyncio.wait({server})
     for task in (beat, tail, collector, signalled):
@@ -221,6 +232,7 @@ async def _listen(
     frontend: Frontend,
     keys: Keys,
     origins: Origins,
+    proxies: Proxies,
     listener: socket.socket,
     clients: ClientConfig,
     max_queued: int,
@@ -228,32 +240,29 @@ async def _listen(
     stop: asyncio.Event,
 ) -> None:
     most = most_connections(raise_file_limit(), max_queued)
-    config = HttpConfig(clients.max_body_bytes, most, seldom)
-    config.bind = [f"fd://{listener.detach()}"]  # Hypercorn closes it
-    config.alpn_protocols = ["http/1.1"]
-    config.h11_max_incomplete_size = 64 << 10
-    config.include_server_header = False
-    config.keep_alive_max_requests = 10**9
-    config.graceful_timeout = 1
-    config.accesslog = None
-    config.errorlog = logging.getLogger("hypercorn.error")
-    hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]  # there is no other way in
-    hypercorn.protocol.H11Protocol = Protocol  # type: ignore[attr-defined, assignment]
+    config = HttpConfig(clients.max_body_bytes, most, seldom, several_keys=keys.are_several, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
-    await hypercorn.asyncio.serve(app, config, shutdown_trigger=stop.wait)
+    await serve(app, listener, config, stop)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
-    """Tell the watchdog that the loop is alive; when the slot is lost, take one again and listen under its name."""
+    """Tell the watchdog that the loop is alive; when the slot is lost, take one again and listen under its name.
+
+    The beat goes on meanwhile: the slot of a dead holder is free when its lease has run out, which may take long.
+    """
+    retaking: asyncio.Task[None] | None = None
     while True:
         seat.slot_lease.came_round()
-        if seat.slot_lease.lost.is_set():
+        if retaking is not None and retaking.done():
             try:
-                await asyncio.to_thread(seat.retake)
+                retaking.result()
                 frontend.rename(seat.slot)
             except LogError as error:
                 logger.warning("no_slot", stage=WEB, error=str(error))
+            retaking = None
+        if retaking is None and seat.slot_lease.lost.is_set():
+            retaking = asyncio.create_task(asyncio.to_thread(seat.retake))
         await asyncio.sleep(BEAT_S)
 
 
@@ -283,7 +292,7 @@ def _log_loop_error(context: dict[str, Any], seldom: Seldom) -> None:
     times = seldom.times(f"{reason} {error!r}"[:256])
     if not times:
         return
-    if isinstance(error, OSError):  # a client whose connection broke: Hypercorn's issue 361
+    if isinstance(error, OSError):  # a client whose connection broke
         logger.info("connection_broke", error=str(error), times=times)
         return
     logger.error("loop_error", reason=reason, times=times, exc_info=error)

@@ -56,6 +56,13 @@ class UnwatchedSlot(SlotLease):
     ) -> None:
         super().came_round(patience_s=math.inf)
 
+    def _keep(self) -> None:
+        try:
+            super()._keep()
+        except BaseException:  # a worker has nothing without its lease, and the caller's process goes on
+            self.lost.set()
+            raise
+
 
 class Stages:
     """The three stages of one model, each in a thread."""

@@ -252,11 +252,14 @@ def _check_ranks(config: EngineConfig, folder: Path) -> None:
 
 
 def _check_origins(config: ServerConfig | WebStageConfig) -> None:
-    """Read which names and pages are allowed, as a frontend will; warn once if any name is. Raises ConfigError."""
+    """Read which proxies, names and pages are allowed, as a frontend will; warn once if any name is. Raises
+    ConfigError."""
     import structlog
 
+    from web.crowd import read_proxies
     from web.origins import ANY, read_origins
 
+    read_proxies(config.clients.trusted_proxies)
     origins = read_origins(config.origins, config.web.host)
     if ANY in origins.hosts and not (config.origins.allow_host or config.keys.api_key or config.keys.limits):
         structlog.get_logger().warning(

@@ -31,11 +31,12 @@ busy cores: it, too, imports torch first."""
 
 def run_worker(config: StageConfig, stage: str) -> int:
     """Be one worker of *stage*; return the exit code."""
-    from pipeline.process.observe import configure_logging
+    from pipeline.process.observe import configure_logging, end_with_any_thread
     from pipeline.process.parent import die_with_supervisor
 
     die_with_supervisor(os.environ)
     configure_logging(stage=stage)
+    end_with_any_thread()
     gc.disable()  # nothing that is imported is garbage, and looking for it takes a tenth of the time
 
     from pipeline.process import failpoints

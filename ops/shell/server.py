@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -22,13 +23,20 @@ DOCUMENT_TIMEOUT_S: Final = 5.0
 GO_ON_S: Final = 8.0
 """How long to retry a broken stream; a worker is back after two seconds, a server somewhat later."""
 GO_ON_POLL_S: Final = 0.25
+ASK_AGAIN_S: Final = (0.25, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0)
+"""How long to wait before a question is sent again whose connection broke before an answer began."""
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+KEY: Final = "idempotency-key"
+"""What is sent several times under one key is one request for a MiniSGL server."""
 UID: Final = "x-minisgl-uid"
 UNKNOWN_FIELDS: Final = "x-minisgl-unknown-fields"
 NOT_NOW: Final = (502, 503, 504)
+BROKE: Final = Piece(" [the connection broke; reconnecting ..] ", "note")
 NO_MODEL: Final = "default"
 """The model name for servers that list none."""
 NETWORK: Final = (aiohttp.ClientError, OSError, TimeoutError)
+NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+"""Those of them after which the server has got nothing."""
 
 
 class Unanswered(MiniSGLError):
@@ -117,21 +125,30 @@ class Server:
         Raises:
             Unanswered: The server refused it, or the stream broke and could not be resumed.
         """
+        key, has_begun, has_broken, trouble = {KEY: uuid.uuid4().hex}, False, False, "it ended too early"
         async with self._session(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)) as session:
-            has_begun, trouble = False, "it ended too early"
-            try:
-                async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
-                    if response.status != 200:
-                        raise Unanswered(refusal_of(response.status, await response.read()))
-                    has_begun = True
-                    reply.uid = one_line(response.headers.get(UID, ""))
-                    reply.unknown_fields = one_line(response.headers.get(UNKNOWN_FIELDS, ""))
-                    async for piece in _pieces(response, reply):
-                        yield piece
-            except NETWORK as error:
-                if not has_begun:
-                    raise self._unreachable(error) from None
-                trouble = _said(error)
+            for wait_s in (*ASK_AGAIN_S, 0.0):
+                try:
+                    async with session.post(f"{self._url}/v1/chat/completions", json=body, headers=key) as response:
+                        has_begun = response.status == 200
+                        if not has_begun and not (has_broken and wait_s and response.status in NOT_NOW):
+                            raise Unanswered(refusal_of(response.status, await response.read()))
+                        if has_begun:
+                            reply.uid = one_line(response.headers.get(UID, ""))
+                            reply.unknown_fields = one_line(response.headers.get(UNKNOWN_FIELDS, ""))
+                            async for piece in _pieces(response, reply):
+                                yield piece
+                except NETWORK as error:
+                    trouble = _said(error)
+                    was_sent = has_broken or not isinstance(error, NOT_CONNECTED)
+                    if not has_begun and not (was_sent and wait_s):
+                        raise self._unreachable(error) from None
+                if has_begun:
+                    break
+                if not has_broken:
+                    yield BROKE
+                has_broken = True
+                await asyncio.sleep(wait_s)
             if reply.uid and not reply.is_done and reply.refusal is None:
                 async for piece in self._go_on(session, reply, trouble):
                     yield piece
@@ -163,7 +180,7 @@ class Server:
             if reply.num_frames > num_frames:
                 deadline_s = time.monotonic() + GO_ON_S
             elif not has_told:
-                yield Piece(" [the connection broke; reconnecting ..] ", "note")
+                yield BROKE
                 has_told = True
             await asyncio.sleep(GO_ON_POLL_S)
 

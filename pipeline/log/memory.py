@@ -55,7 +55,7 @@ from pipeline.log.protocol import (
     SubmitResult,
     Taken,
 )
-from pipeline.log.shared import submitted_fields
+from pipeline.log.shared import submitted_bytes, submitted_fields, submitted_words
 from pipeline.names import (
     DETOKENIZE,
     GENERATE,
@@ -110,14 +110,17 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 return SubmitResult(Submission.DUPLICATE, uid)
             if letter and not self._streams.has(self.names.dead, letter):
                 return SubmitResult(Submission.GONE, uid)
-            refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
+            retention_ms = self.limits.retention_ms
+            refused = (once and self._held(once)) or (
+                quota and self._quotas.used_up(quota, uid, self._live, retention_ms)
+            )
             if refused:
                 return refused
             if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
             now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
-            gone_ms = self._in_ms(timeout_ms + self.limits.retention_ms)
+            gone_ms = self._in_ms(timeout_ms + retention_ms)
             moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
             for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
                 history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, moments | fields, make=True)
@@ -133,7 +136,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 self._once[once.key] = (uid, once.digest, gone_ms)
                 self._left &= {held[0] for held in self._once.values()}
             if quota is not None:
-                self._quotas.count(quota, uids)
+                self._quotas.count(quota, uids, submitted_bytes(*submitted_words(events)), retention_ms)
             return SubmitResult(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmitResult | None:
@@ -334,7 +337,14 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
+        self,
+        owner: Owner,
+        entries: Sequence[Entry],
+        engine: str,
+        events: Sequence[Produced],
+        journal: Journalled = (),
+        *,
+        tries: int = 0,
     ) -> bool:
         with self._changed:
             self._leases.fence(owner)
@@ -345,7 +355,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 key, limits = self.names.journal(engine), self.limits
                 for entry, kept in zip(entries, journal, strict=True):
                     self._streams.keep(key, entry.id, kept, limits.journal_bytes, limits.retention_ms)
-            if not all(self._streams.consume(inbox, entry.id) for entry in entries):
+            if not all(self._consume_or_try(inbox, entry.id, tries) for entry in entries):
                 return False
             histories, replies = produced_words(events)
             for item, said in zip(events, histories, strict=True):
@@ -361,14 +371,6 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             for frontend, payload in replies.items():
                 self._streams.append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
-
-    def journal(
-        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
-    ) -> list[Entry]:
-        with self._changed:
-            stream = self._streams.get(self.names.journal(engine)) or Stream()
-            ids = stream.between(first, last)
-            return stream.read(ids[-max_entries:] if newest else ids[: max_entries or None])
 
     # entries that cannot be read
 

@@ -78,6 +78,17 @@ class MemoryGroups:
             group.retries[entry_id] = group.retries.get(entry_id, 1) + 1
             return group.retries[entry_id]
 
+    def _consume_or_try(self, inbox: Inbox, entry_id: str, tries: int) -> bool:
+        """Consume an entry, or count its tries up to a number. False: it was consumed, or tried so often, before."""
+        if not tries:
+            return self._streams.consume(inbox, entry_id)
+        _, group = self._streams.group(inbox)
+        key = parse_id(entry_id)
+        if key not in group.pending or group.retries.get(key, 1) >= tries:
+            return False
+        group.retries[key] = tries
+        return True
+
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
         with self._changed:
             return list(self._streams.group(inbox)[1].pending.values()).count(consumer)

@@ -1,18 +1,18 @@
-"""What MemoryLog does for tools with requests of the past."""
+"""What MemoryLog does for tools with requests and steps of the past."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
-from pipeline.log.memory_streams import Streams
+from pipeline.log.memory_streams import Stream, Streams
 from pipeline.log.past import check_whole, is_between
 from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.names import Names
 
 
 class MemoryPast:
-    """What StreamLog says of requests of the past, on the streams and the lock of a MemoryLog."""
+    """What StreamLog says of requests and steps of the past, on the streams and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits
@@ -26,6 +26,14 @@ class MemoryPast:
             uids = [key.removeprefix(prefix) for key in list(self._streams.by_key) if key.startswith(prefix)]
             there = [uid for uid in uids if self._streams.get(self.names.request(uid)) is not None]
         return sorted(uid for uid in there if is_between(uid, since_ms, until_ms))
+
+    def journal(
+        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+    ) -> list[Entry]:
+        with self._changed:
+            stream = self._streams.get(self.names.journal(engine)) or Stream()
+            ids = stream.between(first, last)
+            return stream.read(ids[-max_entries:] if newest else ids[: max_entries or None])
 
     def import_history(self, uid: str, entries: Sequence[Entry]) -> bool:
         check_whole(uid, entries)

@@ -138,7 +138,7 @@ class Streams:
         Raises LogUnavailable while there is an entry of somebody else that they cannot follow.
         """
         stream, ids = self.get(key), list(steps)
-        if stream is not None and stream.last >= parse_id(ids[0]):
+        if ids and stream is not None and stream.last >= parse_id(ids[0]):
             if stream.last == parse_id(ids[-1]):
                 return
             if stream.entries:

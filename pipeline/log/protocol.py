@@ -341,8 +341,9 @@ class StreamLog(PastRequests, Protocol):
     ) -> StepCommitted:
         """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raises Fenced.
 
-        A step has the id `<epoch>-<number>`. The numbers ascend. A caller that did not hear the answer commits the same
-        steps again. Raises LogUnavailable while the stream holds an entry after them, which is not the engine's.
+        Without steps it only says what is new. A step has the id `<epoch>-<number>`. The numbers ascend. A caller that
+        did not hear the answer commits the same steps again. Raises LogUnavailable while the stream holds an entry
+        after them, which is not the engine's.
         """
 
     def flush(self, by: str) -> str:
@@ -354,12 +355,22 @@ class StreamLog(PastRequests, Protocol):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
+        self,
+        owner: Owner,
+        entries: Sequence[Entry],
+        engine: str,
+        events: Sequence[Produced],
+        journal: Journalled = (),
+        *,
+        tries: int = 0,
     ) -> bool:
         """Consume steps and write what follows from them to the histories and the replies. Raises Fenced.
 
         Nothing is written unless all *entries* are pending. *journal* goes into the engine's journal, with the ids of
         the steps, and the oldest entries leave it. Where memory is short, the whole journal goes instead.
+
+        With *tries* the one step is not consumed: *events* are a part of what follows from it, and it counts as tried
+        so often from now on. Nothing is written if it was tried so often before.
         """
 
     def journal(

@@ -29,6 +29,9 @@ NEVER_SHARED: Final = frozenset({"kind", "endpoint", "frontend"})
 SEED: Final = b'"seed":%d'
 """As it is in the text of `sampling`, where what is large comes after it."""
 
+REQUEST_BYTES: Final = 2048
+"""What a request takes in Redis beside its texts: its keys, the names of fields, its other events without tokens."""
+
 Words: TypeAlias = dict[str, bytes]
 """The fields of an entry, or digest -> shared text, in UTF-8."""
 
@@ -52,6 +55,13 @@ def submitted_words(events: Sequence[Submitted]) -> tuple[list[Words], Words]:
                 own[name] = beginning + rest
         fields.append(own)
     return fields, {digest.decode(): text for text, digest in digests.items()}
+
+
+def submitted_bytes(histories: Sequence[Words], shared: Words) -> int:
+    """Return how many bytes requests count that are submitted together; *histories* and *shared* as `submitted_words`
+    returns them."""
+    texts = sum(len(text) for fields in (*histories, shared) for text in fields.values())
+    return REQUEST_BYTES * len(histories) + texts
 
 
 def submitted_fields(events: Sequence[Submitted]) -> list[dict[str, str]]:

@@ -26,6 +26,8 @@ class Submission(Enum):
     """The API key has used up its requests of this minute."""
     TOO_MANY = "TOO_MANY"
     """As many requests of the API key run as may."""
+    TOO_MUCH = "TOO_MUCH"
+    """The API key has used up its share of the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ class Quota:
     concurrent_requests: int = 0
     """Accepted requests that have not ended; siblings count each. Siblings are accepted where one request would be,
     because more than may run at once could never be accepted otherwise."""
+    log_bytes: int = 0
+    """Bytes of accepted requests within the retention, as `shared.submitted_bytes` counts them. The submit that reaches
+    the limit is still accepted, because one above it could never be accepted otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +66,6 @@ class SubmitResult:
     uid: str
     """The request that has the idempotency key, else the submitted one; the base uid of siblings."""
     again_ms: int = 0
-    """With TOO_FAST: how long the minute still lasts."""
+    """With TOO_FAST: how long the minute still lasts. With TOO_MUCH: how long until the key is below its share."""
+    used_bytes: int = 0
+    """With TOO_MUCH: how much of the log the key has used."""

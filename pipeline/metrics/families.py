@@ -291,7 +291,7 @@ REJECTIONS: Final = Family(
     ("reason",),
     known=(
         *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
-        *("requests_per_minute", "concurrent_requests", "shutting_down"),
+        *("requests_per_minute", "concurrent_requests", "log_share", "shutting_down"),
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import time
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +26,15 @@ class ProcessMeasures(Measures):
     def _look(self) -> None:
         try:
             *_, start, virtual, resident = _stat()
-            self.set(OPEN_FDS, len(os.listdir(PROC / "self/fd")))
-        except OSError:
+            num_fds = len(os.listdir(PROC / "self/fd"))
+            booted_s = _booted_s()
+        except (OSError, ValueError):  # hidden, or written as no Linux does
             return
         times = os.times()
+        self.set(OPEN_FDS, num_fds)
         self.set(CPU_SECONDS, round(times.user + times.system, 2))
         self.set(MAX_FDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self.set(START_SECONDS, _booted_s() + start / os.sysconf("SC_CLK_TCK"))
+        self.set(START_SECONDS, round(booted_s + start / os.sysconf("SC_CLK_TCK"), 2))
         self.set(VIRTUAL_BYTES, virtual)
         self.set(RESIDENT_BYTES, resident * os.sysconf("SC_PAGE_SIZE"))
 
@@ -42,7 +45,7 @@ def _stat() -> list[int]:
 
 
 @functools.cache
-def _booted_s() -> int:
-    """Return when the machine was started, in seconds since 1970."""
-    lines = (line.split() for line in (PROC / "stat").read_text().splitlines())
-    return next(int(line[1]) for line in lines if line[0] == "btime")
+def _booted_s() -> float:
+    """Return when the machine was started, in seconds since 1970. /proc/stat says it too, but may be hidden
+    (ProcSubset=pid)."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)

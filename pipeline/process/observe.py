@@ -1,4 +1,4 @@
-"""How a process logs: structlog on stderr, as text on a terminal and as JSON lines elsewhere.
+"""How a process logs: structlog on stderr, as text on a terminal and as JSON lines elsewhere. No thread dies silently.
 
 Events are snake_case facts, values are fields. The frontend logs one line for each request, at its end.
 
@@ -7,8 +7,10 @@ Import this before anything that logs: any other first import of structlog also 
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any, BinaryIO, cast
+import threading
+from typing import Any, BinaryIO, Final, cast
 
 import orjson
 
@@ -40,3 +42,20 @@ def configure_logging(to: BinaryIO | None = None, **bound: object) -> None:
         factory = structlog.BytesLoggerFactory(file=to or sys.stderr.buffer)
     structlog.configure(processors=processors, logger_factory=cast(Any, factory), cache_logger_on_first_use=True)
     structlog.contextvars.bind_contextvars(**bound)
+
+
+EXIT_BROKEN: Final = 1
+"""Exit code of a process that an exception of one of its threads ended. The supervisor starts it again."""
+
+
+def end_with_any_thread() -> None:
+    """Let an exception that no thread handles end this process: without one of its threads it only seems to live."""
+
+    def end(broke: threading.ExceptHookArgs) -> None:
+        try:
+            name = broke.thread.name if broke.thread is not None else ""
+            structlog.get_logger().error("thread_broke", thread=name, exc_info=broke.exc_value)
+        finally:
+            os._exit(EXIT_BROKEN)
+
+    threading.excepthook = end

@@ -27,7 +27,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Entry
 from pipeline.views.made import Made, times_made
-from pipeline.walk import PROMPT, Moment, walk
+from pipeline.walk import UNTOLD, Moment, walk
 
 State: TypeAlias = Literal["queued", "tokenized", "running", "finished", "failed", "cancelled"]
 
@@ -56,7 +56,7 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     """
     if not history:
         raise UndecodableEvent(f"the history of {uid} has no entries")
-    moments = list(walk(history, over_holes=True, without=PROMPT))
+    moments = list(walk(history, over_holes=True, without=UNTOLD))
     told = _Story(uid, state_of(history), moments[0].event.ms, times_made(moments))
     for moment in moments:
         told.hear(moment)

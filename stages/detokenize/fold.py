@@ -6,7 +6,8 @@ Remembers the text state of every running request. What it does not know, or wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.events import (
     Finished,
     FinishReason,
     Score,
+    Scores,
     StepCompleted,
     Submitted,
     Timings,
@@ -34,7 +36,10 @@ from pipeline.log.protocol import Produced
 from pipeline.markup import Markup
 from pipeline.names import SEAL, parse_id, tokens_id
 from pipeline.walk import Moment
-from stages.detokenize.text import Decoder, IncrementalText, StopStrings
+from stages.detokenize.text import Decoder, IncrementalText, StopAutomaton, StopStrings
+
+AUTOMATONS_KEPT = 32
+"""So many sets of stop strings, the last ones, are not prepared again for another request that has the same."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,7 @@ class DetokenizeFold:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._automaton_of = functools.lru_cache(AUTOMATONS_KEPT)(StopAutomaton)
         # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
         self._requests: dict[str, _Request | None] = {}
 
@@ -179,7 +185,7 @@ class DetokenizeFold:
             prompt_ids=tokenized.token_ids if tells_prompt else (),
             markup=None if tokenized.markup == Markup() else tokenized.markup,
             text=IncrementalText(decode, tokenized.token_ids),
-            stops=StopStrings(sampling.stop, include=sampling.include_stop_str_in_output),
+            stops=StopStrings(self._automaton_of(sampling.stop), include=sampling.include_stop_str_in_output),
             n=0,
             marks=2,
             admitted_ms=0,
@@ -199,7 +205,7 @@ class DetokenizeFold:
         if row.score is not None:
             more["scores"] = (self._told(row.token, row.score),)
         if request.prompt_ids:
-            more["prompt"] = self._told_prompt(request, row.prompt_scores or ())
+            more["prompt"] = self._told_prompt(request, row.prompt_scores or Scores())
             request.prompt_ids = ()
         if row.n == 1 and request.markup is not None:
             more["markup"] = request.markup
@@ -213,7 +219,7 @@ class DetokenizeFold:
             self._requests[row.uid] = None
         return produced
 
-    def _told_prompt(self, request: _Request, scores: Sequence[Score]) -> ToldPrompt:
+    def _told_prompt(self, request: _Request, scores: Scores) -> ToldPrompt:
         """Return what a client is told of its prompt."""
         submitted, ids = request.submitted, request.prompt_ids
         shown = submitted.presentation
@@ -229,7 +235,7 @@ class DetokenizeFold:
             cached_tokens=request.cached_tokens,
             token_ids=ids if shown.token_ids else (),
             text=text,
-            scores=tuple(self._told(token, score) for token, score in zip(ids[1:], scores, strict=False)),
+            scores=scores.told(ids[1:], self._decoder.piece),
             first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
         )
 

@@ -4,6 +4,7 @@ string may still remove. Knows one request at a time, and nothing of the log.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,11 @@ PROMPT_TAIL = 5
 tokens."""
 LONGEST_CHARACTER = 4
 """Most bytes of a UTF-8 character (RFC 3629), so also the most tokens of one."""
+BYTES_KEPT = 32
+"""So many of the last tokens that are shown as bytes are decoded with the next one."""
 REPLACEMENT = "\ufffd"
+_NOTHING = 2**32 - 1
+"""No code point."""
 
 
 class IncrementalText:
@@ -51,6 +56,9 @@ class IncrementalText:
     | 0 | whole | shown; ended on a whole character |
     | whole | shown | shown as bytes that are not a character |
     | shown | end | held back: may still become a character |
+
+    No part grows with the text. Of tokens that are shown as bytes only the first ones are kept, because some decoders
+    let one wrong byte spoil all bytes beside it, and the last ones, which the next character may follow.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
@@ -66,14 +74,19 @@ class IncrementalText:
         text = self._text(len(self._ids))
         if not text.endswith(REPLACEMENT):
             return self._show_all(text)
-        held = [held for held in self._ids[self._shown :] if self._decode([held])]  # a special token has no text
-        if len(held) < LONGEST_CHARACTER:
+        if self._is_silent(token):
+            del self._ids[-1]
+            return ""
+        if len(self._ids) - self._shown < LONGEST_CHARACTER:
             return ""
         # These are more tokens than one character needs, so the oldest is not part of one that can still be completed.
         # If the oldest ends inside a character, the whole text has that character by now.
-        before = self._text(self._shown)
-        self._shown += 1
-        return text[len(before) : len(self._text(self._shown))]
+        delta = text[len(self._text(self._shown)) : len(self._text(self._shown + 1))]
+        if self._shown - self._whole < LONGEST_CHARACTER + BYTES_KEPT:
+            self._shown += 1
+        else:
+            del self._ids[self._whole + LONGEST_CHARACTER]
+        return delta
 
     @property
     def holds(self) -> bool:
@@ -87,43 +100,142 @@ class IncrementalText:
     def _text(self, end: int) -> str:
         return self._decode(self._ids[:end])
 
+    def _is_silent(self, token: int) -> bool:
+        """Say whether *token* has no text anywhere, as a special token has none. One space has none at a beginning."""
+        return not self._decode([token] * 3)
+
     def _show_all(self, text: str) -> str:
         before = self._text(self._shown)
         delta = text[len(before) :]
         if delta:
             del self._ids[: self._whole]
             self._whole = len(self._ids)
-        elif text and text == before:
+        elif text == before and (text or (self._ids and self._is_silent(self._ids[-1]))):
             del self._ids[self._shown :]  # special tokens: many in a row must not pile up
         self._shown = len(self._ids)
         return delta
 
 
+class StopAutomaton:
+    """Follows all stop strings at once through a text, in amortised O(1) a character (Aho and Corasick 1975).
+
+    A state is the longest end of the text that is a beginning of a stop string; 0 is the empty one. The states of one
+    stop string follow each other, so only the places where two of them part are in a dictionary. All beginnings of 16
+    stop strings of 1,024 characters take 170 KB.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        number = "H" if sum(map(len, stops)) < 2**16 else "I"
+        self.firsts = frozenset(stop[0] for stop in stops if stop)
+        """A text without these characters leaves the state at 0."""
+        self.depth = array(number, [0])
+        """State -> its length in characters."""
+        self.stop_length = array(number, [0])
+        """State -> the length of the longest stop string that it ends with; 0: none."""
+        self._next = array("I", [_NOTHING])
+        """State -> the character that leads to the state with the next number."""
+        self._parting: dict[tuple[int, int], int] = {}
+        """(State, character) -> the state to which it leads, where that has not the next number."""
+        self._shorter = array(number, [0])
+        """State -> the longest shorter state that it ends with."""
+        self._growing: dict[int, int] = {}
+        """The end of a stop string with which no longer one begins -> the longest shorter state that can grow."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def after(self, state: int, character: int) -> int:
+        """Return the state after one more *character*, a code point."""
+        while True:
+            if self._next[state] == character:
+                return state + 1
+            child = self._parting.get((state, character))
+            if child is not None:
+                return child
+            if not state:
+                return 0
+            state = self._shorter[state]
+
+    def held(self, state: int) -> int:
+        """Return how many characters at the end of the text may still become a stop string that is longer than they."""
+        return self.depth[self._growing.get(state, state)]
+
+    def _child(self, state: int, character: int) -> int | None:
+        return state + 1 if self._next[state] == character else self._parting.get((state, character))
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in map(ord, stop):
+            child = self._child(state, character)
+            if child is None:
+                child = len(self.depth)
+                if child == state + 1:
+                    self._next[state] = character
+                else:
+                    self._parting[state, character] = child
+                self.depth.append(self.depth[state] + 1)
+                self.stop_length.append(0)
+                self._next.append(_NOTHING)
+                self._shorter.append(0)
+            state = child
+        self.stop_length[state] = len(stop)
+
+    def _link(self) -> None:
+        """Find what each state ends with: the shorter ones first."""
+        begun = {state for state, _ in self._parting}
+        edges = [(state, child, character) for (state, character), child in self._parting.items()]
+        edges += [(state, state + 1, character) for state, character in enumerate(self._next) if character != _NOTHING]
+        edges.sort(key=lambda edge: self.depth[edge[1]])
+        for state, child, character in edges:
+            shorter = self.after(self._shorter[state], character) if state else 0
+            self._shorter[child] = shorter
+            self.stop_length[child] = self.stop_length[child] or self.stop_length[shorter]
+            if self._next[child] == _NOTHING and child not in begun:
+                self._growing[child] = self._growing.get(shorter, shorter)
+
+
 class StopStrings:
     """Cuts a text at the first stop string, even if the stop string is spread over several deltas."""
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str] | StopAutomaton, *, include: bool = False) -> None:
         """With *include* the stop string is part of the text."""
-        self._stops = tuple(stops)
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._include = include
         self._held = ""
+        self._state = 0
+        self._was_armed = True
         self.met = ""
         """The stop string at which the text was cut."""
 
     def push(self, delta: str, *, armed: bool = True) -> tuple[str, bool]:
-        """Return the text to show, and whether a stop string was met. Unless *armed*, stop strings are text."""
-        if not self._stops:
+        """Return the text to show, and whether a stop string was met. Unless *armed*, stop strings are text.
+
+        The one that begins first counts, and of several that begin there the shortest.
+        """
+        automaton = self._automaton
+        if not self._state and automaton.firsts.isdisjoint(delta):
             return delta, False
-        text = self._held + delta
-        if armed:
-            met = [(place, len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-            if met:
-                place, length, self.met = min(met)
-                self._held = ""
-                return text[: place + length * self._include], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        text, new, state = self._held + delta, delta, self._state
+        if armed and not self._was_armed:
+            new, state = text, 0  # what is held may have a stop string that did not count then
+        self._was_armed = armed
+        begin, length = len(text), 0  # of the stop string that was met
+        for end, character in enumerate(map(ord, new), start=len(text) - len(new) + 1):
+            state = automaton.after(state, character)
+            if armed:
+                found = automaton.stop_length[state]
+                if found and end - found < begin:
+                    begin, length = end - found, found
+                if length and end - automaton.depth[state] >= begin:
+                    break  # no stop string that begins before it can still end
+        if length:
+            self.flush()
+            self.met = text[begin : begin + length]
+            return text[: begin + length * self._include], True
+        self._state = state
+        shown = len(text) - automaton.held(state)
+        self._held = text[shown:]
+        return text[:shown], False
 
     @property
     def holds(self) -> bool:
@@ -132,13 +244,5 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the text that was held back because a stop string might have begun there."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of *text* that is a beginning of *stop*, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 import structlog
@@ -19,12 +20,12 @@ from pipeline.journal import JournalWriter
 from pipeline.log.entries import clipped
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import BURIED, COMMIT_SECONDS
-from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
+from pipeline.metrics.families import BURIED, COMMIT_SECONDS, UNREADABLE_ENTRIES
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint, is_armed
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
-from pipeline.unreadable import DAMAGED, UnreadableEntries
+from pipeline.unreadable import DAMAGED, STREAMS, UnreadableEntries
 from pipeline.walk import NOT_COMPUTED, Moment, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
@@ -34,10 +35,22 @@ from stages.detokenize.text import Decoder
 from stages.detokenize.token_text import token_text_of
 
 logger = structlog.get_logger()
+T = TypeVar("T")
 
 MOST_READ = 16
 MOST_ROWS_TOGETHER = 256
 """Steps with so many rows are not committed together with a further one: Redis does nothing else meanwhile."""
+LEARNT_TOGETHER = 8
+"""Histories that are read at once."""
+TURN = 1000
+"""So many events of a history are read, and so many are folded, between two signs of progress."""
+MOST_TOGETHER = 2
+"""A step that is still there after so many tries is folded one request at a time. That harms no request."""
+FIRST_ALONE = MOST_TOGETHER + 1
+ALONE = 3
+"""A request that was in work alone at so many deaths is at fault."""
+OF_ONE = 1000
+"""So many tries of a step are those of one of its requests."""
 LOOK_EVERY_S = 0.3
 """Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
@@ -96,25 +109,82 @@ class DetokenizeWorker:
         self._meter.forget_all()
 
     def bury(self, entry: Entry, deaths: int) -> None:
-        """Consume a step that killed its detokenizer so often, and end every request that has a row in it."""
+        """Go on with a step that killed its detokenizer so often, one request at a time."""
         try:
-            uids = dict.fromkeys(row.uid for row in self._step(entry).rows)
+            step = self._step(entry)
         except UndecodableEvent as error:
             self._refuse(entry, error)
             return
-        message = f"A step of the request's engine ended its detokenizer {deaths} times."
+        self.forget()
+        self._tell_one_by_one(entry, step, deaths + 1)
+
+    def _tell_one_by_one(self, entry: Entry, step: StepCompleted, tries: int) -> None:
+        """Fold and commit the rows of each request alone, so that only one that is at fault ends; consume the step.
+
+        The number of tries in the log says who is in work, so that the next worker knows it after a death:
+
+            tries of the step          in work
+            1 to MOST_TOGETHER         all its requests
+            FIRST_ALONE                its first request; one more for each death
+            FIRST_ALONE + OF_ONE       its second request; one more for each death
+            FIRST_ALONE + 2 * OF_ONE   its third request; ..
+
+        Each commit leads on to the next request, and each worker that comes counts one more.
+        """
+        uids = list(dict.fromkeys(row.uid for row in step.rows))
+        place, deaths = divmod(tries - FIRST_ALONE, OF_ONE)
+        for index, uid in enumerate(uids[place:], start=place):
+            self._slot_lease.came_round()
+            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "let_go": ()})
+            if index == place and deaths >= ALONE:
+                self._end_poisonous(uid, entry)
+            folded = _Folded(entry, part, self._folded_alone(entry, part, uid))
+            try:
+                if self._produce([folded], tries=FIRST_ALONE + OF_ONE * (index + 1)):
+                    self._meter.committed(part, folded.produced)
+            except LogError:
+                self._forget_steps([folded])
+                raise
+        rest = step.model_copy(update={"rows": ()})
+        self._fold.apply(rest, entry.id)
+        self._produce([_Folded(entry, step, [])])
+        self._meter.committed(rest, [])
+
+    def _folded_alone(self, entry: Entry, part: StepCompleted, uid: str) -> Sequence[Produced]:
+        """Fold the rows of one request in a step, on its history. If they cannot be folded, end the request."""
+        self._fold.forget(part)
+        self._learn_all([uid])
+        try:
+            return self._fold.apply(part, entry.id)
+        except Exception as error:  # numbers that no engine writes, such as a token below 0
+            self._end_untold(uid, entry, f"the step cannot be told: {error!r}")
+            return []
+
+    def _end_poisonous(self, uid: str, entry: Entry) -> None:
+        """End the request whose rows of a step killed their detokenizer, the last times while no other was in work."""
+        deaths = MOST_TOGETHER + ALONE
+        message = f"The request ended its detokenizer {deaths} times, the last {ALONE} times alone."
         event = Failed(status=500, code="poisonous", message=message)
-        for uid, history in zip(uids, self._log.histories(list(uids)), strict=True):
-            ended = self._log.end(
-                uid,
-                event,
-                frontend=history[0].fields.get("frontend", "") if history else "",
-                dead=DeadLetter(DETOKENIZE, entry.fields, deaths, message),
-            )
-            if ended:
-                self._meter.failed()
-                self._measures.add(BURIED)
-        self._produce([_Folded(entry, self._step(entry), [])])
+        if self._end(uid, event, DeadLetter(DETOKENIZE, entry.fields, deaths, message)):
+            self._measures.add(BURIED)
+
+    def _end_untold(self, uid: str, entry: Entry, reason: str) -> None:
+        """End a request whose rows of a step cannot be folded."""
+        reason = clipped(reason)
+        message = f"The log's entry {entry.id} about this request cannot be read: {reason}"
+        event = Failed(status=500, code=DAMAGED, message=message)
+        ended = self._end(uid, event, DeadLetter(DETOKENIZE, {"id": entry.id, **entry.fields}, 0, message))
+        stream = self._log.names.steps(self._engine)
+        logger.error("entry_buried", stream=stream, id=entry.id, reason=reason, ended=[uid] if ended else [])
+        self._measures.add(UNREADABLE_ENTRIES, STREAMS[DETOKENIZE])
+
+    def _end(self, uid: str, event: Failed, dead: DeadLetter | None = None) -> bool:
+        """End a request, of which nothing more is folded; say whether it had not ended before."""
+        ended = self._log.end(uid, event, frontend=self._log.frontends_of([uid])[uid], dead=dead)
+        if ended:
+            self._meter.failed()
+        self._fold.learn(uid, [])
+        return ended
 
     def _next_step(self, entry: Entry, folded: Sequence[_Folded]) -> StepCompleted | None:
         """Return the step of *entry*, if it can be folded on top of those that are not committed; else None."""
@@ -158,20 +228,27 @@ class DetokenizeWorker:
             self._refuse(entry, error)
             return None
         self._read_epoch = parse_id(entry.id)[0]
-        if unknown := self._fold.unknown(step):
-            for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
-                self._learn(uid, history)
+        self._learn_all(self._fold.unknown(step))
         return step
 
     def _fold_step(self, entry: Entry, step: StepCompleted, before: list[_Folded]) -> list[_Folded]:
-        """Fold a step; nothing comes of one that is refused. Then those *before* it are committed, and taken out."""
+        """Fold a step. If that fails, commit those *before* it, take them out, and tell its requests one by one."""
         try:
             return [_Folded(entry, step, self._fold.apply(step, entry.id))]
         except Exception as error:  # numbers that no engine writes, such as a token below 0
+            logger.warning("step_not_folded", id=entry.id, error=repr(error))
             self._commit(before)
             before.clear()
-            self._refuse(entry, UndecodableEvent(f"the step cannot be told: {error!r}"))
+            self._tell_one_by_one(entry, step, FIRST_ALONE)
             return []
+
+    def _learn_all(self, uids: Sequence[str]) -> None:
+        """Learn the histories of requests, some at a time: they can be long."""
+        for first in range(0, len(uids), LEARNT_TOGETHER):
+            some = uids[first : first + LEARNT_TOGETHER]
+            self._slot_lease.came_round()
+            for uid, history in zip(some, self._log.histories(some), strict=True):
+                self._learn(uid, history)
 
     def _commit(self, folded: Sequence[_Folded]) -> None:
         """Commit steps together. If one of them was consumed before, each is folded and committed alone."""
@@ -226,12 +303,17 @@ class DetokenizeWorker:
         return step
 
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
-        """Give a history to the fold. One that does not decode, or that has other tokens, ends its request alone."""
+        """Give a history to the fold. One that does not decode, or that has other tokens, ends its request alone.
+
+        Nothing is read in that of a request that has ended.
+        """
+        if history and history[-1].id == SEAL:
+            history = []
         try:
-            moments = list(walk(history, over_holes=True, without=NOT_TOLD))
+            moments = list(walk(self._in_turns(history), over_holes=True, without=NOT_TOLD))
             reason = self._why_not_continued(moments)
             if not reason:
-                self._fold.learn(uid, moments)
+                self._fold.learn(uid, self._in_turns(moments))
                 self._meter.learn(uid, moments)
                 return
             logger.error("begun_elsewhere", uid=uid, reason=reason)
@@ -241,23 +323,28 @@ class DetokenizeWorker:
             logger.error("history_undecodable", uid=uid, error=reason)
             message = f"The history of the request does not decode: {reason}"
             event = Failed(status=500, code=DAMAGED, message=message)
-        frontend = history[0].fields.get("frontend", "") if history else ""  # raw: Submitted may not decode
-        if self._log.end(uid, event, frontend=frontend):
-            self._meter.failed()
-        self._fold.learn(uid, [])
+        self._end(uid, event)
+
+    def _in_turns(self, parts: Iterable[T]) -> Iterator[T]:
+        """Yield *parts* of long work, and tell the watchdog of the progress."""
+        for index, part in enumerate(parts, start=1):
+            yield part
+            if index % TURN == 0:
+                self._slot_lease.came_round()
 
     def _why_not_continued(self, moments: Sequence[Moment]) -> str:
         mine = self._slot_lease.serving
         prompts = [moment.event for moment in moments if isinstance(moment.event, Tokenized)]
         return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
-    def _produce(self, folded: Sequence[_Folded]) -> bool:
-        """Consume steps; False when one of them was consumed before."""
-        journal = [self._journal.fields(one.entry, one.step) for one in folded] if self._journal is not None else []
+    def _produce(self, folded: Sequence[_Folded], *, tries: int = 0) -> bool:
+        """Consume steps; False when one of them was consumed before. With *tries*: as StreamLog.produced."""
+        writer = None if tries else self._journal
+        journal = [writer.fields(one.entry, one.step) for one in folded] if writer is not None else []
         produced = [item for one in folded for item in one.produced]
         began_s = time.perf_counter()
         done = self._log.produced(
-            self._slot_lease.owner, [one.entry for one in folded], self._engine, produced, journal
+            self._slot_lease.owner, [one.entry for one in folded], self._engine, produced, journal, tries=tries
         )
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
@@ -301,8 +388,22 @@ def serve(
     """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
     worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
-    inbox = Inbox.steps(log.names, engine)
-    follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
+    follow_steps(log, Inbox.steps(log.names, engine), slot_lease, worker, stop)
+
+
+def follow_steps(log: StreamLog, inbox: Inbox, slot_lease: SlotLease, worker: DetokenizeWorker, stop: Stop) -> None:
+    """Feed *worker* with the steps of its engine."""
+    follow(
+        log,
+        inbox,
+        slot_lease,
+        worker.handle,
+        worker.bury,
+        stop,
+        max_entries=MOST_READ,
+        forget=worker.forget,
+        most_tries=MOST_TOGETHER,
+    )
 
 
 def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
@@ -363,6 +464,8 @@ def look_after_others(
         slot_lease = SlotLease(lease_log, owner, lease_ms, serving=serving)
         try:
             serve(log, slot_lease, decoder, stop, measures)
+        except Exception:  # the next guest counts one more try of that step, and this process has an engine of its own
+            logger.exception("guest_broke", slot=slot)
         finally:
             slot_lease.leave()
 

@@ -121,38 +121,58 @@ class Flights:
     def land(self) -> tuple[Flight, list[StepRow], list[str]]:
         """Wait for the oldest step. Return it, the rows that follow its marks, and the uids of requests that failed.
 
-        When the step raises, each of its rows is tried alone. A request whose row raises again fails. The others start
-        over, because the step may have written anything to the pages that they share; the step after it is undone. When
-        all of several rows raise, the engine is broken and its process ends. So it does when it has lost a rank, or
-        when the device has no memory left: no request is at fault then.
+        When the engine raises, or returns something else than was asked, each row of the step is tried alone. A request
+        whose row fails again fails. The others start over, because the step may have written anything to the pages that
+        they share; the step after it is undone. When all of several rows fail, the engine is broken and its process
+        ends. So it does when it has lost a rank, or when the device has no memory left: no request is at fault then.
+        What the schedule raises is a bug of ours, and nobody's fault.
         """
         flight, began_s = self._flights.popleft(), time.perf_counter()
         misfits: list[StepRow] = []
         unfit: list[str] = []
-        try:
-            if flight.error is not None:
-                raise flight.error
-            computed = self._engine.wait(flight.launched)
-            flight.seconds += time.perf_counter() - began_s
+        rows: list[StepRow] = []
+        failed: list[str] = []
+        computed, error = self._waited_for(flight)
+        flight.seconds += time.perf_counter() - began_s
+        if computed is not None:
             misfits, unfit = self._without_misfits()
-            if NOT_A_NUMBER in computed.token_ids:
-                self._of_requests_here(flight.plan, computed).checked()
-            rows, failed = list[StepRow](self._schedule.complete(computed.token_ids, computed.scores)), list[str]()
-        except RankLost:
-            raise
-        except DeviceFull as error:
-            self._log_full(flight.plan, error)
-            raise
-        except Exception:
-            logger.exception("step_failed", step=flight.plan.step, rows=len(flight.plan.rows))
+            error = self._fault_in(computed, flight.plan)
+        if computed is None or error is not None:
+            logger.error("step_failed", step=flight.plan.step, rows=len(flight.plan.rows), exc_info=error)
+            began_s = time.perf_counter()
             rows, failed = self._begun_again(flight)
             flight.seconds += time.perf_counter() - began_s
         else:
+            rows += self._schedule.complete(computed.token_ids, computed.scores)
             self._token_ids = computed.token_ids
             self._meter.computed(flight.plan)
             if self._pace is not None:
                 self._pace.measured(flight.plan, flight.seconds, flight.budget)
         return flight, [*misfits, *rows], [*unfit, *failed]
+
+    def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
+        """Return what the engine has computed, or the error of the step. Raises where no request can be at fault."""
+        try:
+            if flight.error is not None:
+                raise flight.error
+            return self._engine.wait(flight.launched), None
+        except RankLost:
+            raise
+        except DeviceFull as error:
+            self._log_full(flight.plan, error)
+            raise
+        except Exception as error:
+            return None, error
+
+    def _fault_in(self, computed: Computed, plan: BatchPlan) -> Exception | None:
+        """Return why *computed* is no result of *plan*, for those requests that did not end while the step ran."""
+        try:
+            computed.fits(plan)
+            if NOT_A_NUMBER in computed.token_ids:
+                self._of_requests_here(plan, computed).checked()
+        except (ArithmeticError, ValueError) as error:
+            return error
+        return None
 
     def _log_full(self, plan: BatchPlan, error: DeviceFull) -> None:
         """Log the batch for which there was no memory."""
@@ -197,7 +217,9 @@ class Flights:
         for index, row in enumerate(rows):
             alone = BatchPlan(flight.plan.step, (row,), int(index < flight.plan.num_decode_rows))
             try:
-                self._engine.wait(self._engine.launch(alone, None)).checked()
+                computed = self._engine.wait(self._engine.launch(alone, None))
+                computed.fits(alone)
+                computed.checked()
             except (RankLost, DeviceFull):
                 raise
             except Exception as error:

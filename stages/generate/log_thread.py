@@ -72,7 +72,10 @@ class _Guest:
 
 
 class LogThread:
-    """Owns the engine's connection to the log. *came_round* tells the watchdog that waiting for Redis is progress.
+    """Owns the engine's connection to the log.
+
+    *came_round* tells the watchdog that waiting for the log is progress. Only the engine's loop calls it, where it
+    waits for this thread: what this thread does by itself says nothing about a forward pass.
 
     It first adopts what the former owner of its slot had in hand, then serves the engine's loop. Beside that it is in
     one state of each of these four machines. No transition depends on the state of another machine.
@@ -197,6 +200,7 @@ class LogThread:
 
     def stop(self) -> None:
         """Commit the steps that were handed over, and end the thread."""
+        self._came_round()
         self._outbox.close()
         self._stopped.set()
         self._thread.join()
@@ -224,8 +228,11 @@ class LogThread:
             self._tell(Lost(error))
 
     def _pass(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
-        """Commit steps, and take what came meanwhile."""
-        newest = self._keep_trying(lambda: self._commit(steps))
+        """Commit steps, wait until the detokenizer is not too far behind, and take what came meanwhile."""
+        newest, behind = self._keep_trying(lambda: self._commit(steps))
+        while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
+            self._stopped.wait(POLL_S)
+            newest, behind = self._keep_trying(lambda: self._append(()))  # hears of what ended meanwhile, too
         self._outbox.committed(groups)
         room = steps[-1].room
         if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
@@ -255,7 +262,6 @@ class LogThread:
             except (LogUnavailable, LogFull) as error:
                 self._redis = "unchecked"
                 logger.warning("log_unavailable", error=str(error))
-            self._came_round()
             self._stopped.wait(BACKOFF_S)
         return work()  # once more, to commit the last step if Redis is there; if not, its successor computes it again
 
@@ -265,10 +271,20 @@ class LogThread:
             raise Fenced("Redis was started again, or another one took its place")
         self._incarnation, self._redis = incarnation, "same"
 
-    def _commit(self, steps: Sequence[Step]) -> str:
-        """Commit steps; return the id of the newest request that waits for an engine, or was given to one."""
+    def _commit(self, steps: Sequence[Step]) -> tuple[str, int]:
+        """Commit steps; return what `_append` does."""
+        began_s = time.perf_counter()
+        newest, behind = self._append(steps)
+        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
+        failpoint("generate.after_commit")
+        return newest, behind
+
+    def _append(self, steps: Sequence[Step]) -> tuple[str, int]:
+        """Commit steps, perhaps none, and hear of what ended elsewhere. Return the id of the newest request that waits
+        for an engine, or was given to one, and how many steps wait for the detokenizer.
+        """
         ended = [uid for step in steps for uid in step.ended]
-        clock, began_s, sent_s = self._clock, time.perf_counter(), time.monotonic()
+        clock, sent_s = self._clock, time.monotonic()
         made_ms = {step.number: clock.at(step.made_s) for step in steps}
         done = self._log.step(
             self._owner,
@@ -277,20 +293,13 @@ class LogThread:
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
-        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
         clock.hear(sent_s, time.monotonic(), done.ms)
-        failpoint("generate.after_commit")
         for uid in ended:
             self._entry_ids.pop(uid, None)
         self._pass_on(done.ended, done.flush, done.control_cursor)
         if time.monotonic() - self._live_s > LIVE_EVERY_S:
             self._check_live()
-        behind = done.steps_length
-        while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
-            self._came_round()
-            self._stopped.wait(POLL_S)
-            behind = self._log.backlog(Inbox.steps(self._log.names, self._owner.slot))
-        return done.newest
+        return done.newest, done.steps_length
 
     def _take(self, room: int) -> None:
         self._look_for_detokenizer()
@@ -321,7 +330,6 @@ class LogThread:
 
     def _wait_for_news(self, job: Idle) -> None:
         while self._num_told == job.heard and not self._stopped.is_set():
-            self._came_round()
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._check_live)
             self._keep_trying(self._advance_takeover)
@@ -336,7 +344,6 @@ class LogThread:
         """Go on with the requests of the slot's former owner, once all its steps are in their histories."""
         entries = self._log.pending(self._inbox, self._owner.slot)
         while entries and self._log.backlog(Inbox.steps(self._log.names, self._owner.slot)):
-            self._came_round()
             if self._stopped.wait(POLL_S):
                 return
         if entries:

@@ -22,9 +22,10 @@ from pipeline.log.entries import request_of
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
-from pipeline.names import GENERATE, SEAL, TOKENIZE
+from pipeline.names import GENERATE, SEAL, TOKENIZE, base_uid
 from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
+from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
 from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.unreadable import UnreadableEntries, uids_of
@@ -41,6 +42,8 @@ LONGEST_BATCH_S = 120.0
 """Patience of the watchdog with a batch; the CPU time of what is done with a request has its own limit."""
 MOST_ANSWERED = 262_144
 """Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
+BODIES_COUNTED = 16
+"""So many bodies are remembered whose prompts' scores are counted together."""
 LEARN_EVERY_S = 1.0
 GIVES_WAY = 10
 """Steps of niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
@@ -92,9 +95,11 @@ class TokenizeWorker:
         """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
         self._rendered: tuple[Submitted, Rendered] | None = None
-        """The last of several siblings, but for its seed, and its prompt."""
+        """The last of several siblings, but for what is its own, and its prompt."""
         self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
         """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
+        self._told: dict[str, dict[str, int]] = {}
+        """Of the last bodies: base uid -> uid -> how many scores its answers tell of the prompt."""
 
     def handle(self, entries: Sequence[Entry]) -> list[Entry]:
         """Tokenize and commit. Return the entries that are put off: all but the first prompt of those that take long.
@@ -191,7 +196,8 @@ class TokenizeWorker:
         """Return a prompt as text. The choices of one prompt follow each other, and have the same object."""
         if submitted.siblings == 1:
             return self._encoder.render(submitted)
-        alike = submitted.model_copy(update={"sampling": submitted.sampling.model_copy(update={"seed": 0})})
+        unlike = {"seed": 0, "prompt_logprobs": None}  # the first choice of a prompt has its scores
+        alike = submitted.model_copy(update={"sampling": submitted.sampling.model_copy(update=unlike)})
         if self._rendered is None or self._rendered[0] != alike:
             self._rendered = alike, self._encoder.render(submitted)
         return self._rendered[1]
@@ -212,8 +218,10 @@ class TokenizeWorker:
                 self._fail(each.entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
             elif len(token_ids) + 1 > self.context:
                 self._fail(each.entry, too_long(str(len(token_ids)), self.context, prompt.param))
-            elif error := limit_too_high(len(token_ids), each.submitted, self.context):
-                self._fail(each.entry, error)
+            elif high := limit_too_high(len(token_ids), each.submitted, self.context):
+                self._fail(each.entry, high)
+            elif scores := self._too_many_scores(each, len(token_ids)):
+                self._fail(each.entry, scores)
             else:
                 event = Tokenized(
                     token_ids=token_ids,
@@ -227,6 +235,19 @@ class TokenizeWorker:
                 failpoint("tokenize.before_commit")
                 self._commit(each.entry, event)
                 failpoint("tokenize.after_commit")
+
+    def _too_many_scores(self, work: _Work, num_tokens: int) -> RequestError | None:
+        """Count the scores that are told of a prompt, with those of the siblings that came here before."""
+        pairs = pairs_told(work.submitted, num_tokens)
+        if not pairs:
+            return None
+        uid = work.entry.fields["uid"]
+        told = self._told.pop(base_uid(uid), {})
+        told[uid] = pairs
+        self._told[base_uid(uid)] = told
+        if len(self._told) > BODIES_COUNTED:
+            del self._told[next(iter(self._told))]
+        return too_many(sum(told.values()), work.submitted)
 
     def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         """Return the tokens of each prompt. What several siblings share is encoded once."""

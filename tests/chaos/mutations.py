@@ -12,6 +12,7 @@ from typing import Final
 COMMITS: Final = "pipeline/log/commits"
 CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
+QUOTAS: Final = "tests/pipeline/log/test_redis_log_quotas.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
@@ -101,6 +102,12 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end\n",
         "redis.call('XACK', KEYS[2], 'detokenize', unpack(ids))\n",
         contract("produced", "test_a_repeated_produced_is_lost_and_changes_nothing")),
+    Mutation("a part of a step is said again after a lost reply", f"{COMMITS}/produced.lua",
+        "or item[4] >= tries then", "then",
+        (contract("produced", "test_a_part_of_a_step_is_written_once_and_counts_its_tries"),)),
+    Mutation("a part of a step does not count its tries", f"{COMMITS}/produced.lua",
+        ", 'RETRYCOUNT', tries, 'JUSTID')", ", 'JUSTID')",
+        (contract("produced", "test_a_part_of_a_step_is_written_once_and_counts_its_tries"),)),
     Mutation("of several steps those are consumed that are still there", f"{COMMITS}/produced.lua",
         "    if not are_pending[id] then return 'LOST' end\n", "",
         (contract("produced", "test_several_steps_are_consumed_together_or_not_at_all"),)),  # stories seldom find it
@@ -267,6 +274,12 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "  for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end\n",
         "  redis.call('SADD', running, uids[1])\n",
         contract("siblings", "test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be")),
+    Mutation("what a key submits is not counted", f"{COMMITS}/submit.lua",
+        "parts[#parts][2] + tonumber(ARGV[12])", "parts[#parts][2]",
+        (contract("quota", "test_a_key_submits_no_more_than_its_share_of_the_log"),)),
+    Mutation("a share that is used up never gets free", f"{COMMITS}/submit.lua",
+        "    if tonumber(begin) + kept_ms > now then\n", "    if tonumber(begin) > 0 then\n",
+        (f"{QUOTAS}test_the_bytes_of_a_key_are_one_value_with_few_parts_and_a_time_to_live[{{server}}]",)),
     lua("submit", "the idempotency key of siblings is held by the first of them",
         "redis.call('SET', once, uid .. ':'", "redis.call('SET', once, uids[1] .. ':'",
         contract("siblings", "test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted")),

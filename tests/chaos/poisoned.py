@@ -1,9 +1,9 @@
-"""`minisgl stage generate|tokenize` whose process dies of one text, which the environment names; all else is shipped.
+"""`minisgl stage STAGE` whose process dies of one text, which the environment names; all else is shipped.
 
 POISON=text POISON_TOKENS=n python tests/chaos/poisoned.py stage generate --redis-url URL --model FOLDER [flags]
 
-A tokenizer dies when it is to encode the text, an engine when it computes a request that holds it and has POISON_TOKENS
-tokens after it.
+A tokenizer dies when it is to encode the text, an engine or a detokenizer when it works for a request that holds it and
+has POISON_TOKENS tokens after it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from chaos.chain_engine import stage_config, supervise
 
+from pipeline.events import StepCompleted, Tokenized
+from pipeline.log.protocol import Produced
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
+from pipeline.walk import Moment
+from stages.detokenize import worker as detokenize
+from stages.detokenize.config import DetokenizeConfig
+from stages.detokenize.fold import DetokenizeFold
+from stages.detokenize.text import Decoder
 from stages.detokenize.worker import load_decoder
 from stages.generate.config import GenerateConfig
 from stages.generate.flights import Forward
@@ -69,6 +76,27 @@ class MortalEncoder(PromptEncoder):
         return list(super().encode(prompts))
 
 
+class MortalFold(DetokenizeFold):
+    """A detokenizer that dies of the poison, in the next step or in a history."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._decode = decoder.plain
+        self._poisoned: set[str] = set()
+
+    def learn(self, uid: str, history: Iterable[Moment]) -> None:
+        moments = list(history)
+        super().learn(uid, moments)
+        if any(isinstance(each.event, Tokenized) and POISON in self._decode(each.event.token_ids) for each in moments):
+            self._poisoned.add(uid)
+
+    def apply(self, step: StepCompleted, step_id: str) -> list[Produced]:
+        produced = super().apply(step, step_id)
+        if any(item.uid in self._poisoned and item.n >= POISON_TOKENS for item in produced):
+            die()
+        return produced
+
+
 def mortal_load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     loaded = load(config, folder, report)
     mortal = Mortal(loaded.engine, load_decoder(folder).plain)
@@ -82,10 +110,13 @@ def main(arguments: Sequence[str]) -> int:
     if config.worker.slot is None:
         return supervise(config, stage, __file__)
     die_with_supervisor(os.environ)
-    assert isinstance(config, GenerateConfig | TokenizeConfig)
+    assert isinstance(config, GenerateConfig | TokenizeConfig | DetokenizeConfig)
     url, names, folder = config.log.redis_url, Names(config.log.namespace), Path(config.model.model)
     if isinstance(config, GenerateConfig):
         return run_engine(config, lambda: RedisLog(url, names), folder, mortal_load)
+    if isinstance(config, DetokenizeConfig):
+        detokenize.DetokenizeFold = MortalFold  # type: ignore[attr-defined]
+        return detokenize.run(config, lambda: RedisLog(url, names), folder)
     tokenize.PromptEncoder = MortalEncoder  # type: ignore[attr-defined]
     return tokenize.run(config, lambda: RedisLog(url, names), folder)
 

@@ -119,6 +119,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "",
         ["--allow-origin", "https://chat.example.com"],
     ),
+    "a proxy's name": ("serve --trusted-proxies proxy.local", "", ["--trusted-proxies: 'proxy.local'", "10.0.0.0/8"]),
     "a stage's name that is none": (
         "stage web --redis-url {redis}",
         "MINISGL_ALLOW_HOST=localhost http://gpu-box",

@@ -41,6 +41,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "copies": names.copies,
         "idempotency:ef": names.idempotency("ef"),
         "limit:ef:29000000": names.limit("ef", 29000000),
+        "limit:ef:bytes": names.limit("ef", "bytes"),
         "running:ef": names.running("ef"),
         "ranks:g": names.ranks("g"),
         "lease:web-0": names.lease("web-0"),

@@ -21,6 +21,7 @@ from pipeline.log.protocol import Owner
 from pipeline.metrics.counters import Measures, read_snapshot
 from pipeline.metrics.families import PROMPT_TOKENS
 from pipeline.names import Names
+from pipeline.process.observe import EXIT_BROKEN
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.serving import Serving
 from pipeline.slots import (
@@ -476,6 +477,27 @@ def test_a_round_that_comes_in_time_gives_up_nothing_also_under_a_long_lease() -
 def test_the_watchdog_leaves_a_process_alone(body: str) -> None:
     done = run_worker(body)
     assert done.returncode == 7, done.stderr
+
+
+def test_an_exception_in_the_thread_that_keeps_the_slot_ends_the_process_with_a_line_that_names_it() -> None:
+    done = run_worker("""
+        from pipeline.process.observe import configure_logging, end_with_any_thread
+
+        class Measures(slots.Measures):
+            def snapshot(self):
+                raise ZeroDivisionError("of the measures")
+
+        configure_logging()
+        end_with_any_thread()
+        slot_lease.leave()
+        slot_lease = slots.SlotLease(log, slots.acquire_slot(log, "generate", 60), 60, Measures())
+        while True:
+            slot_lease.came_round()
+            time.sleep(0.01)
+    """)
+    assert done.returncode == EXIT_BROKEN == 1
+    for part in ("thread_broke", "lease generate-0", "ZeroDivisionError: of the measures"):
+        assert part in done.stderr
 
 
 def test_a_status_of_another_version_is_left_out_and_breaks_no_reader() -> None:

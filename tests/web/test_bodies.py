@@ -198,7 +198,9 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "the most prompts": ("/v1/completions", filled(b'{"prompt":[', b'"%s",' % (b"a" * 3000), b'"b"]}', 1000)),
     "parameters that are too large for many answers": (
         "/v1/completions",
-        filled(b'{"prompt":["a","b","c"],"stop":"', b"x", b'"}'),
+        filled(
+            b'{"bad_words":[' + b",".join([b'"%s"' % (b"x" * 256)] * 256) + b'],"prompt":[', b'"a",', b'"a"]}', 1000
+        ),
     ),
     "too many prompts": ("/v1/completions", filled(b'{"prompt":[', b'"ab",', b'"b"]}', 49_900)),
     "SGLang's form": ("/generate", filled(b'{"text":"', b"all work, and no [play] ", b'"}')),

@@ -5,60 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import weakref
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
-import hypercorn.protocol
 import pytest
-from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.worker_context import WorkerContext
-from hypercorn.typing import LifespanState
+from http_server import serving
 from raw_client import chunked, request
 from web_site import until
 
-from web.connections import HEAD_TIMEOUT_S, IDLE_TIMEOUT_S, Connection, HttpConfig, Protocol
+from web.connections import HEAD_TIMEOUT_S, IDLE_TIMEOUT_S
 from web.routes.answers import SEND, WRITE
-from web.seldom import Seldom
 
 NUM = 50
-
-
-@dataclass
-class Server:
-    port: int = 0
-    connections: list[weakref.ref[Connection]] = field(default_factory=list)
-
-
-async def _say_hello(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
-    await send({"type": "http.response.body", "body": b"hello"})
-
-
-@asynccontextmanager
-async def serving(monkeypatch: pytest.MonkeyPatch, app: Any = _say_hello) -> AsyncIterator[Server]:
-    """Run a server of *app*."""
-    monkeypatch.setattr(hypercorn.protocol, "H11Protocol", Protocol)
-    server, loop, context = Server(), asyncio.get_running_loop(), WorkerContext(None)
-    config, state = HttpConfig(1024, 2 * NUM, Seldom()), LifespanState()
-    tasks: list[asyncio.Task[None] | None] = []
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.append(asyncio.current_task())
-        connection = Connection(ASGIWrapper(app), loop, config, context, state, reader, writer)
-        server.connections.append(weakref.ref(connection))
-        await connection
-
-    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
-    server.port = listening.sockets[0].getsockname()[1]
-    try:
-        yield server
-    finally:
-        await context.terminated.set()
-        await asyncio.wait([each for each in tasks if each])
-        listening.close()
 
 
 @pytest.fixture
@@ -69,10 +28,8 @@ def without_collections() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ends", ["by the client", "by the server"])
-async def test_a_connection_that_has_ended_is_freed_without_a_collection(
-    monkeypatch: pytest.MonkeyPatch, without_collections: None, ends: str
-) -> None:
-    async with asyncio.timeout(10), serving(monkeypatch) as server:
+async def test_a_connection_that_has_ended_is_freed_without_a_collection(without_collections: None, ends: str) -> None:
+    async with asyncio.timeout(10), serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request(None, *(["Connection: close"] if ends == "by the server" else []), path="/"))
         await reader.readuntil(b"hello")
@@ -92,7 +49,7 @@ async def test_connections_that_opened_together_do_not_end_together(monkeypatch:
         return [each for each in patience_s if timeout_s / 2 < each <= 1.25 * timeout_s]
 
     monkeypatch.setattr(loop, "call_at", noting)
-    async with asyncio.timeout(10), serving(monkeypatch) as server:
+    async with asyncio.timeout(10), serving() as server:
         with ExitStack() as stack:
             for _ in range(NUM):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -103,9 +60,7 @@ async def test_connections_that_opened_together_do_not_end_together(monkeypatch:
         assert max(ends_s) - min(ends_s) > 0.1 * timeout_s
 
 
-async def test_a_piece_of_a_stream_goes_nowhere_once_its_request_turned_out_malformed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_piece_of_a_stream_goes_nowhere_once_its_request_turned_out_malformed() -> None:
     pieces: list[bool] = []
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -114,7 +69,7 @@ async def test_a_piece_of_a_stream_goes_nowhere_once_its_request_turned_out_malf
             pass
         pieces.append(await scope["state"][SEND](b"late"))
 
-    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+    async with asyncio.timeout(10), serving(stream) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(chunked())
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
@@ -124,9 +79,7 @@ async def test_a_piece_of_a_stream_goes_nowhere_once_its_request_turned_out_malf
         writer.close()
 
 
-async def test_a_piece_of_a_stream_is_not_taken_before_the_head_nor_after_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_piece_of_a_stream_is_not_taken_before_the_head_nor_after_the_end() -> None:
     pieces: list[bool] = []
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -139,7 +92,7 @@ async def test_a_piece_of_a_stream_is_not_taken_before_the_head_nor_after_the_en
         await send({"type": "http.response.body", "body": b""})
         await piece(b"late")
 
-    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+    async with asyncio.timeout(10), serving(stream) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request(None, path="/"))
         answer = await reader.readuntil(b"0\r\n\r\n")
@@ -149,9 +102,7 @@ async def test_a_piece_of_a_stream_is_not_taken_before_the_head_nor_after_the_en
     assert answer.partition(b"\r\n\r\n")[2] == b"5\r\nhello\r\n0\r\n\r\n"
 
 
-async def test_a_piece_is_written_at_once_between_the_head_and_the_end_and_only_while_the_client_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_piece_is_written_at_once_between_the_head_and_the_end_and_only_while_the_client_reads() -> None:
     pieces: list[bool] = []
     made: list[bytes] = []
     reads, large = asyncio.Event(), b"x" * (16 << 20)
@@ -181,7 +132,7 @@ async def test_a_piece_is_written_at_once_between_the_head_and_the_end_and_only_
         await send({"type": "http.response.body", "body": b""})
         write(b"late")
 
-    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+    async with asyncio.timeout(10), serving(stream) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request(None, path="/"))
         await reads.wait()

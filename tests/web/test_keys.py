@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import hypercorn.asyncio
-import hypercorn.config
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
@@ -27,8 +25,11 @@ import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.log.protocol import Quota
 from pipeline.names import Names
+from web.config import DEFAULT_BODY_BYTES
+from web.connections import HttpConfig, serve
 from web.keys import Caller, Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
+from web.seldom import Seldom
 
 ANN, BOB, ADMIN = "sk-ann-0123456789", "sk-bob/+~!", "sk-root"
 
@@ -196,6 +197,22 @@ def test_without_a_default_what_is_not_said_has_no_limit(tmp_path: Path) -> None
     assert quotas(keys_of(tmp_path, "", BOB), BOB) == [Quota(hash_of(BOB))]
 
 
+def test_of_several_keys_none_may_fill_more_than_half_of_the_log_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    def shares(keys: Keys) -> list[int]:
+        return [quota.log_bytes if quota else 0 for quota in quotas(keys, ANN, BOB, ADMIN)]
+
+    file = tmp_path / "limits.toml"
+    file.write_text(f'[[key]]\nkey = "{ANN}"\nlog_bytes = 7\n')
+    assert shares(read_keys([ANN, BOB], "", max_log_bytes=101)) == [50, 50, 0]
+    assert shares(read_keys([ANN, BOB], "")) == [0, 0, 0], "the log has no limit"
+    assert shares(read_keys([ANN], "", ADMIN, max_log_bytes=101)) == [0, 0, 0], "nobody else is stopped"
+    assert shares(read_keys([ANN, BOB], str(file), ADMIN, max_log_bytes=101)) == [7, 50, 0]
+    file.write_text(f'[default]\nlog_bytes = 9\n[[key]]\nkey = "{ANN}"\nlog_bytes = 7\n')
+    assert shares(read_keys([BOB], str(file), max_log_bytes=101)) == shares(read_keys([BOB], str(file))) == [7, 9, 0]
+    file.write_text("".join(f'[[key]]\nkey = "{key}"\nname = "team"\n' for key in (ANN, BOB)))
+    assert shares(read_keys([], str(file), max_log_bytes=101)) == [0, 0, 0], "two keys of one owner"
+
+
 def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "l.toml").write_text(f'[[key]]\nkey = "{ANN}"\n')
@@ -218,10 +235,13 @@ SPOILT = [
     ("[[default]]", "default is no table"),
     (f"[key]\n{KEY_LINE}", "key is no table of its own; write [default] and, for each key, [[key]]"),
     ("key = [1]", "key is no table"),
-    ("[default]\nrequests_per_second = 1", "[default]: requests_per_second is unknown; expected requests_per_minute"),
+    (
+        "[default]\nrequests_per_second = 1",
+        "[default]: requests_per_second is unknown; expected one of requests_per_minu",
+    ),
     ("[default]\nkey = 'x'", "[default]: key is unknown"),
     (f'[default]\n"{ANN}" = 1', "[default]: a name is unknown"),
-    (f"[[key]]\n{KEY_LINE}\nburst = 1", "[[key]] 1: burst is unknown; expected requests_per_minute and concurrent_req"),
+    (f"[[key]]\n{KEY_LINE}\nburst = 1", "[[key]] 1: burst is unknown; expected one of requests_per_minute, conc"),
     (f"[[key]]\n{KEY_LINE}\n[[key]]\n", "[[key]] 2: has no key"),
     ("[[key]]\nkey = 5", "[[key]] 1: has a bad key"),
     ("[[key]]\nkey = ''", "[[key]] 1: has a bad key"),
@@ -237,7 +257,7 @@ SPOILT = [
     ),
     *(
         (f"[[key]]\n{KEY_LINE}\n{name} = {value}", f"[[key]] 1: {name}: {seen} given, expected a whole number")
-        for name in ("requests_per_minute", "concurrent_requests")
+        for name in ("requests_per_minute", "concurrent_requests", "log_bytes")
         for value, seen in (
             ("0", "0"),
             ("-1", "-1"),
@@ -450,6 +470,27 @@ async def test_beyond_the_requests_at_once_429_says_to_come_again_in_a_second(
             assert (await place.post(chat(), headers=bearer())).status_code == 200
 
 
+async def test_one_key_cannot_fill_the_log_for_the_others_and_is_told_when_it_may_go_on(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    keys = read_keys([ANN, BOB], "", ADMIN, max_log_bytes=400_000)
+    sent = {"user": "u" * 60_000}
+    async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+        posts = [await place.post(chat(**sent), headers=bearer()) for place in (here, there, here, there)]
+        assert [response.status_code for response in posts] == [200] * 4
+        response = await there.post(chat(), headers=bearer() | {"Idempotency-Key": "x"})
+        said = (await response.get_json())["error"]["message"]
+        used = int(re.findall(r"has submitted (\d+) bytes", said)[0])
+        assert 4 * 60_000 < used < 4 * 64_000 and "200000 bytes" in said and "Wait" in said
+        status, kind, code, again_s = await refused(response)
+        assert (status, kind, code) == (429, "rate_limit_error", "log_share_exceeded")
+        assert 840 <= again_s <= 957
+        assert len(command(redis_url, "KEYS", Names().idempotency("*"))) == 0
+        for key in (BOB, ADMIN):
+            assert (await here.post(chat(**sent), headers=bearer(key))).status_code == 200
+        assert (await here.client.post("/tokenize", json={"prompt": "a"}, headers=bearer())).status_code == 429
+
+
 async def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
     keys = with_limit(requests_per_minute=1, concurrent_requests=1)
     async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
@@ -483,10 +524,7 @@ async def client_of(here: Site, key: str, *, max_retries: int = 0) -> AsyncItera
     """Give the official client of a site that listens."""
     listener, stop = open_listener("127.0.0.1", 0), asyncio.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    config = hypercorn.config.Config()
-    config.bind = [f"fd://{listener.detach()}"]
-    config.graceful_timeout = 1
-    serving = asyncio.create_task(hypercorn.asyncio.serve(here.app, config, shutdown_trigger=stop.wait))
+    serving = asyncio.create_task(serve(here.app, listener, HttpConfig(DEFAULT_BODY_BYTES, 100, Seldom()), stop))
     try:
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries) as client:
             yield client

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
+import threading
 import time
-from typing import Any
+from contextlib import closing
+from typing import Any, cast
 
 import openai
 import pytest
@@ -15,8 +18,13 @@ from stand_in_stages import MODELS, StandIn
 from web_process import ends, serving
 
 from pipeline.errors import ConfigError
+from pipeline.log.redis import RedisLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import Names
+from pipeline.slots import SlotLease
 from web.listener import open_listener
+from web.live.frontend import Frontend
+from web.server import Seat, _beat
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
@@ -97,3 +105,62 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_do() -> None:
 def test_an_address_that_is_not_ours_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
         open_listener("192.0.2.1", 0)
+
+
+async def test_a_process_that_waits_for_the_slot_of_a_dead_one_tells_its_watchdog_that_it_is_alive(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("web.server.BEAT_S", 0.005)
+    beats, heard, names = 0, asyncio.Event(), list[str]()
+
+    class Named:
+        def rename(self, name: str) -> None:
+            names.append(name)
+
+    def open_log() -> RedisLog:
+        return RedisLog(redis_url, Names())
+
+    with closing(open_log()) as log, Seat(open_log, 90, 0, Measures()) as seat:
+        lost, came_round = seat.slot_lease, SlotLease.came_round
+
+        def beat(lease: SlotLease, **patience: Any) -> None:
+            nonlocal beats
+            beats += lost.lost.is_set()
+            if beats >= 20:
+                heard.set()
+            came_round(lease, **patience)
+
+        monkeypatch.setattr(SlotLease, "came_round", beat)
+        log.release(lost.owner)
+        dead = log.acquire("web-0", "dead", 60_000)
+        assert dead is not None
+        beating = asyncio.create_task(_beat(seat, cast(Frontend, Named())))
+        async with asyncio.timeout(20):
+            await heard.wait()
+            assert seat.slot_lease is lost and names == []
+            log.release(dead)
+            while not names:
+                await asyncio.sleep(0.005)
+        assert names == ["web-0"] and seat.slot_lease is not lost
+        beating.cancel()
+        await asyncio.wait({beating})
+
+
+async def test_a_bug_while_a_slot_is_taken_again_ends_the_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("web.server.BEAT_S", 0.005)
+
+    class Lost:
+        lost = threading.Event()
+
+        def came_round(self) -> None:
+            self.lost.set()
+
+    class Broken:
+        slot_lease = Lost()
+
+        def retake(self) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(20):
+            await _beat(cast(Seat, Broken()), cast(Frontend, None))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from pipeline.journal import JournalReader, Step
+from pipeline.journal import JournalReader
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.views.company import Company, spans_of
@@ -25,8 +25,9 @@ async def company_of(log: AsyncRedisLog, history: History) -> Company:
     company = Company(history)
     since_ms = history.submitted.ms if history.submitted is not None else 0
     for engine, (first, last) in spans_of(history).items():
-        async for step in _steps(log, engine, await _start(log, engine, first, since_ms), last):
-            company.take(engine, step)
+        start = await _start(log, engine, first, since_ms)
+        async for reader, entries in _pages(log, engine, start, last):
+            await asyncio.to_thread(_take, company, engine, reader, entries)
     return company
 
 
@@ -45,16 +46,21 @@ async def _start(log: AsyncRedisLog, engine: str, first: str, since_ms: int) -> 
     return start
 
 
-async def _steps(log: AsyncRedisLog, engine: str, first: str, last: str) -> AsyncIterator[Step]:
+def _take(company: Company, engine: str, reader: JournalReader, entries: Sequence[Entry]) -> None:
+    for step in reader.steps(entries):
+        company.take(engine, step)
+
+
+async def _pages(
+    log: AsyncRedisLog, engine: str, first: str, last: str
+) -> AsyncIterator[tuple[JournalReader, list[Entry]]]:
     reader, edge = JournalReader(), first
     for _ in range(0, MOST_READ, READ_AT_ONCE):
         entries = await log.journal(engine, first=edge, last=last, max_entries=READ_AT_ONCE)
-        for step in reader.steps(entries):
-            yield step
+        yield reader, entries
         if len(entries) < READ_AT_ONCE:
             return
         edge = f"({entries[-1].id}"
-        await asyncio.sleep(0)
 
 
 def _ms(entry: Entry) -> int:

@@ -20,6 +20,7 @@ from web.live.archived import Archived
 from web.live.budget import Budget
 from web.live.catalogue import Catalogue
 from web.live.client import Client
+from web.live.folding import Folding
 from web.live.pictures import Pictures
 from web.live.readers import Readers
 from web.live.ready import Readiness, Say
@@ -64,6 +65,7 @@ class Frontend:
         self.catalogue = Catalogue(log, self.archived)
         self.pictures = Pictures(log)
         self.turns = Turns()
+        self.folding = Folding()
         self.draining = False
         self._say = say
         self._clients: set[Client] = set()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -135,7 +134,7 @@ class OpenRequest(Client):
             except Exception:
                 raise self.break_off() from None
             if submitted.submission in REFUSALS:
-                raise self._refusal(submitted.submission, math.ceil(submitted.again_ms / 1000))
+                raise self._refusal(submitted)
             if submitted.submission is not Submission.ATTACH or once is None:
                 if self.event.task == "generate":  # the others end at once, and say nothing of when there is room
                     self._frontend.retry_after.begun(self)
@@ -154,9 +153,9 @@ class OpenRequest(Client):
         failpoint("web.after_submit")
         return submitted
 
-    def _refusal(self, outcome: Submission | type[LogError], minute_over_s: int = 0) -> RequestError:
+    def _refusal(self, outcome: SubmitResult | type[LogError]) -> RequestError:
         """Count that the request was not taken, and return the error for the client."""
-        return self.refuse(refusal(self._frontend, outcome, self._quota, minute_over_s))
+        return self.refuse(refusal(self._frontend, outcome, self._quota))
 
     async def _attach(self, uid: str) -> bool:
         """Subscribe to the request *uid* of another client, unless it is gone, or ended in vain; say whether it did.

@@ -40,6 +40,10 @@ class Readers:
         if self._counts[uid] <= 0:
             del self._counts[uid]
 
+    def count(self, uid: str) -> int:
+        """Return how many there are of *uid* in this process."""
+        return self._counts.get(uid, 0)
+
     async def tell(self, uid: str) -> None:
         """Tell the log whether *uid* has a reader now; the last write wins. Raises as the log does."""
         async with self._telling.setdefault(uid, asyncio.Lock()):

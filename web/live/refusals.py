@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from pipeline.errors import LogError, LogFull, RequestError
-from pipeline.log.protocol import Quota, Submission
+from pipeline.log.protocol import Quota, Submission, SubmitResult
 from pipeline.metrics.families import REJECTIONS
 from web.live.frontend import UNREACHABLE, Frontend
 from web.wire.idempotency import HEADER
@@ -21,12 +22,12 @@ class Refusal:
     metric: str
     """A label of REJECTIONS; empty: not counted."""
     message: str
-    """Formatted with `quota`, the one of the API key, and `again_s`, what is left of its minute."""
+    """Formatted with `quota`, the one of the API key, `used_bytes` and `again_s`, as in SubmitResult."""
     status: int = 503
     code: str | None = "overloaded"
     param: str | None = None
-    retry_after: Literal["estimate", "minute", "second"] = "second"
-    """When to send it again: when there may be room, when the minute of the quota is over, or in a second."""
+    retry_after: Literal["estimate", "quota", "second"] = "second"
+    """When to send it again: when there may be room, when the quota allows it, or in a second."""
 
 
 REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
@@ -43,13 +44,21 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
         status=429,
         code=None,
-        retry_after="minute",
+        retry_after="quota",
     ),
     Submission.TOO_MANY: Refusal(
         "concurrent_requests",
         "This API key may have {quota.concurrent_requests} requests at once; send it again.",
         status=429,
         code=None,
+    ),
+    Submission.TOO_MUCH: Refusal(
+        "log_share",
+        "This API key has submitted {used_bytes} bytes, and the log may keep {quota.log_bytes} bytes of it (log_bytes "
+        "in --limits; without: half of --max-log-bytes). Wait {again_s} s until older requests expire, or send less.",
+        status=429,
+        code="log_share_exceeded",
+        retry_after="quota",
     ),
     Submission.MISMATCH: Refusal(
         "",
@@ -68,15 +77,15 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
 """What came of a submit -> what the client is told. Other outcomes are no refusals."""
 
 
-def refusal(
-    frontend: Frontend, outcome: Submission | type[LogError], quota: Quota | None, minute_over_s: int = 0
-) -> RequestError:
-    """Count that a request was not taken, and return the error for its client. *minute_over_s*: with TOO_FAST."""
-    found = REFUSALS[outcome]
+def refusal(frontend: Frontend, outcome: SubmitResult | type[LogError], quota: Quota | None = None) -> RequestError:
+    """Count that a request was not taken, and return the error for its client."""
+    is_answer = isinstance(outcome, SubmitResult)
+    found = REFUSALS[outcome.submission if is_answer else outcome]
+    again_s, used_bytes = (math.ceil(outcome.again_ms / 1000), outcome.used_bytes) if is_answer else (0, 0)
     if found.metric:
         frontend.measures.add(REJECTIONS, found.metric)
-    message = found.message.format(quota=quota, again_s=minute_over_s)
+    message = found.message.format(quota=quota, again_s=again_s, used_bytes=used_bytes)
     if found.status not in (429, 503):
         return RequestError(message, code=found.code, status=found.status, param=found.param)
-    again_s = {"estimate": frontend.retry_after.estimate_s(), "minute": minute_over_s, "second": 1}
-    return NotNow(message, code=found.code, status=found.status, retry_after_s=again_s[found.retry_after])
+    waits_s = {"estimate": frontend.retry_after.estimate_s(), "quota": again_s, "second": 1}
+    return NotNow(message, code=found.code, status=found.status, retry_after_s=waits_s[found.retry_after])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import structlog
 
 from pipeline.errors import LogError, LogFull
@@ -37,7 +35,7 @@ async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | No
             frontend.spawn(_take_back(frontend, uid))
         raise refusal(frontend, LogError, quota) from None
     if submitted.submission in REFUSALS:
-        raise refusal(frontend, submitted.submission, quota, math.ceil(submitted.again_ms / 1000))
+        raise refusal(frontend, submitted, quota)
     return uid
 
 

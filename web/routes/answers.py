@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 from urllib.parse import quote
 
@@ -33,6 +35,20 @@ def json_response(value: object, status: int = 200) -> Response:
     """Return *value* as JSON; bytes are JSON already."""
     body = value if isinstance(value, bytes) else orjson.dumps(value)
     return Response(body, status, content_type="application/json")
+
+
+def json_pieces(pieces: Iterator[bytes]) -> Response:
+    """Return *pieces* of JSON; several go out one after the other, with others in between, and without a length."""
+    first = tuple(itertools.islice(pieces, 2))
+    if len(first) < 2:
+        return json_response(b"".join(first))
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        for piece in itertools.chain(first, pieces):
+            yield piece
+            await asyncio.sleep(0)
+
+    return Response(all_pieces(), 200, content_type="application/json")
 
 
 def stream_response(
@@ -72,14 +88,17 @@ async def _written(
         written = []
         for event in events:
             frame = frames.of(event)
-            if position is None or not event.entry_id or parse_id(event.entry_id) > position:
+            if is_news(event):
                 written.append(frame)
             if client.has_failed_with(event):  # events of siblings would come after the end
                 break
         return b"".join(written)
 
+    def is_news(event: ClientEvent) -> bool:
+        return position is None or not event.entry_id or parse_id(event.entry_id) > position
+
     def pass_on(events: Sequence[ClientEvent]) -> bool:
-        if write is None or not write(functools.partial(framed, events)):
+        if frames.are_long or write is None or not write(functools.partial(framed, events)):
             return False
         failpoint("web.mid_stream")
         return True
@@ -87,8 +106,16 @@ async def _written(
     try:
         events = await client.next() if first is None else first
         while True:
-            done = client.done
-            data = framed(events) + sse.DONE * done if events else frames.waiting
+            done, began_long = client.done, frames.are_long
+            for event in events if began_long else ():
+                for piece in frames.pieces(event):
+                    if is_news(event) and piece and not (send is not None and await send(piece)):
+                        yield piece
+                    await asyncio.sleep(0)
+                if client.has_failed_with(event):
+                    break
+            written = b"" if began_long else framed(events)
+            data = written + sse.DONE * done if events else frames.waiting
             if data and not (send is not None and await send(data)):
                 yield data
             if done:

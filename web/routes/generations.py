@@ -13,10 +13,11 @@ from quart import Blueprint, Response, request
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from pipeline.process.failpoints import failpoint
+from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
-from web.routes.access import caller
-from web.routes.answers import error_response, json_response, name_unknown, stream_response
+from web.routes.access import caller, place
+from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -45,6 +46,15 @@ class Asked(Protocol):
     @property
     def unknown(self) -> tuple[str, ...]: ...
 
+
+TOO_MANY_HELD: Final = Failed(
+    status=400,
+    code=TOO_MANY,
+    message=f"logprobs: the answer has more than {MOST_SCORES} log-probabilities of tokens and their alternatives; "
+    "stream it, or ask for fewer tokens, alternatives or answers.",
+    param="logprobs",
+)
+"""Ends an answer of which this process would hold too much."""
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
@@ -115,7 +125,13 @@ async def answer(
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
     del body  # it may be large, and the answer long
+    place().has_read()
     opened = await open_request(frontend, events, once=once, quota=who.quota)
+    if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`
+        try:
+            place().views()
+        except RequestError as error:
+            raise opened.refuse(error) from None
     try:
         response = await (respond or _generated)(opened)
     except Exception:
@@ -130,7 +146,8 @@ async def _generated(opened: OpenRequest) -> Response:
 
 
 async def _whole(opened: OpenRequest) -> Response:
-    choices, has_begun = choices_for(opened.uid, opened.events), False
+    choices, has_begun, is_too_long = choices_for(opened.uid, opened.events), False, False
+    has_scores = opened.event.sampling.logprobs is not None
     while True:
         events = await opened.next()
         if events and not has_begun:
@@ -144,8 +161,11 @@ async def _whole(opened: OpenRequest) -> Response:
                     choices[event.index].finish(finished)
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
-        if opened.done:
-            return json_response(body_of(opened.uid, opened.events, choices))
+        if has_scores and not is_too_long and sum(choice.scores.num_pairs for choice in choices) > MOST_SCORES:
+            is_too_long = True
+            await opened.end(TOO_MANY_HELD)
+        elif opened.done:
+            return json_pieces(body_of(opened.uid, opened.events, choices))
 
 
 async def _streamed(opened: OpenRequest) -> Response:

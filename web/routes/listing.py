@@ -4,8 +4,9 @@ for one of them, and who shared its batches.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, get_args
 
 import orjson
@@ -13,10 +14,12 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.names import PROBE
+from pipeline.views.company import Company
 from pipeline.views.requests import ENDED, RequestFacts, RequestState
 from web.keys import Caller
 from web.live.catalogue import NEWEST
 from web.live.company import company_of
+from web.live.folding import folded
 from web.live.frontend import Frontend, reaching
 from web.routes.access import known_caller
 from web.routes.answers import json_response
@@ -66,19 +69,27 @@ def listing_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         uid = uid_in(name)
         with reaching("request_not_read", uid=uid):
-            company = await company_of(frontend.log, await history_of(frontend, uid, who, "steps"))
-            seen = {} if who.is_admin else await frontend.catalogue.owners(company.companions[:MOST_COMPANIONS])
-        numbers: dict[str, int] = {}
-
-        def called(other: str) -> str | int:
-            if who.may_see(seen.get(other, "")):
-                return other
-            return numbers.setdefault(other, len(numbers) + 1)
-
-        told = company.plain(called)
-        return json_response({"uid": uid, "others": len(numbers)} | told)
+            async with frontend.folding.turn():
+                history = await history_of(frontend, uid, who, "steps")
+                company = await company_of(frontend.log, history)
+                seen = {} if who.is_admin else await frontend.catalogue.owners(company.companions[:MOST_COMPANIONS])
+                body = await folded(len(history.tokens), functools.partial(_company, company, who, seen))
+        return json_response(body)
 
     return routes
+
+
+def _company(company: Company, who: Caller, owners: Mapping[str, str]) -> bytes:
+    """Return in whose company a request was computed, in JSON. Those whom *who* may not see are numbers."""
+    numbers: dict[str, int] = {}
+
+    def called(other: str) -> str | int:
+        if who.may_see(owners.get(other, "")):
+            return other
+        return numbers.setdefault(other, len(numbers) + 1)
+
+    told = company.plain(called)
+    return orjson.dumps({"others": len(numbers)} | told)
 
 
 def plain(facts: RequestFacts) -> dict[str, Any]:

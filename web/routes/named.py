@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import re
 import time
 from collections.abc import Sequence
@@ -12,14 +12,13 @@ from pipeline.errors import RequestError
 from pipeline.names import parse_id
 from pipeline.recording import Recording
 from pipeline.views.recorded import History
-from pipeline.walk import PROMPT
+from pipeline.walk import UNTOLD
 from web.keys import Caller
+from web.live.folding import folded, untold, untold_histories
 from web.live.frontend import Frontend
 from web.live.lookup import Lookup, find
 from web.wire.uids import drawn_ms, uid_of
 
-LONG: Final = 500
-"""A history of so many entries is folded in a thread, so that the streams of others go on."""
 LARGEST_HALF: Final = 2**64 - 1
 """The largest half of an id in Redis."""
 _ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
@@ -50,7 +49,8 @@ async def find_of(frontend: Frontend, uid: str, who: Caller) -> Lookup:
 
 
 async def history_of(frontend: Frontend, uid: str, who: Caller, what: str) -> History:
-    """Return the request *uid* of *who*, from the log or the archive. Raises as the log does.
+    """Return the request *uid* of *who*, from the log or the archive, without what no story tells. Raises as the log
+    does. The caller has a turn of `Folding`.
 
     Raises:
         RequestError: There is none, or there are siblings, of which each has its own *what*.
@@ -58,13 +58,13 @@ async def history_of(frontend: Frontend, uid: str, who: Caller, what: str) -> Hi
     found = await find_of(frontend, uid, who)
     if found.uids != (uid,):
         raise several(found.uids, what)
-    entries = (await frontend.log.histories({uid: ""}))[uid] if found.archived is None else found.archived.entries
+    if found.archived is not None:
+        entries = untold(found.archived.entries)
+    else:
+        entries = (await untold_histories(frontend.log, [uid]))[uid]
     if not entries:  # it has expired since
         raise absent(uid, frontend.limits.retention_s)
-    recording = Recording(uid, tuple(entries))
-    if len(entries) < LONG:
-        return History(recording, without=PROMPT)
-    return await asyncio.to_thread(History, recording, without=PROMPT)
+    return await folded(len(entries), functools.partial(History, Recording(uid, tuple(entries)), without=UNTOLD))
 
 
 def several(uids: Sequence[str], what: str = "events") -> RequestError:

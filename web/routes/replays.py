@@ -14,7 +14,7 @@ from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
 from web.live.frontend import Frontend, reaching
 from web.live.unheard import submit_unheard
-from web.routes.access import caller, known_caller
+from web.routes.access import caller, known_caller, place
 from web.routes.answers import json_response, name_unknown
 from web.routes.named import history_of, uid_in
 from web.routes.operations import operation
@@ -35,10 +35,12 @@ def replay_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         try:
             asked = parse_replay(await request.get_data(False, False, False))
+            place().has_read()
             uid = uid_in(name)
             frontend.admit()
             with reaching("request_not_read", uid=uid):
-                history = await history_of(frontend, uid, who, "replay")
+                async with frontend.folding.turn():
+                    history = await history_of(frontend, uid, who, "replay")
                 await _check_engine(frontend)
             new_uid = await submit_unheard(frontend, _again(history, asked), caller().quota)
         except RequestError as error:

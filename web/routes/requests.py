@@ -8,8 +8,9 @@ event. The uid that siblings share stands for all of them. POST /abort_request c
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import orjson
 import structlog
@@ -17,12 +18,14 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled
+from pipeline.log.protocol import Entry
 from pipeline.views.history import story
 from web.keys import Caller
+from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
 from web.live.open_request import read_archived, read_request
-from web.routes.access import check_admin, known_caller
+from web.routes.access import check_admin, count_viewer, known_caller, place
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.named import absent, find_of, is_id, several, uid_in
 from web.routes.operations import EVENTS, operation
@@ -50,12 +53,14 @@ def request_routes(frontend: Frontend) -> Blueprint:
         uid = uid_in(name)
         with reaching("request_not_read", uid=uid):
             found = await find_of(frontend, uid, who)
-            stories = await _stories(frontend, found.uids)
+            async with frontend.folding.turn():
+                stories = await _stories(frontend, found.uids)
         if found.uids != (uid,):
-            return json_response({"uid": uid, "siblings": found.uids, "requests": stories})
+            told = [orjson.Fragment(each) for each in stories]
+            return json_response({"uid": uid, "siblings": found.uids, "requests": told})
         if not stories:
             raise absent(uid, frontend.limits.retention_s)
-        return json_response(stories[0])
+        return json_response(bytes(stories[0]))
 
     @routes.delete(PATH)
     @operation("Cancel a request")
@@ -79,6 +84,8 @@ def request_routes(frontend: Frontend) -> Blueprint:
             content = await request.get_data(False, False, False)
             async with frontend.turns.turn(len(content)):
                 asked = parse_abort(content)
+            del content
+            place().has_read()
             if asked.abort_all:
                 check_admin()
             body = await _abort(frontend, asked, who)
@@ -117,6 +124,8 @@ def request_routes(frontend: Frontend) -> Blueprint:
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
+        if frontend.readers.count(uid):  # one more of the same request; without that, running requests bound them
+            count_viewer()
         if found.archived is None:
             client = await read_request(frontend, uid, submitted, whole=whole)
         else:
@@ -134,25 +143,28 @@ async def _has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str)
     return bool(await frontend.log.entries(uid, (entry_id,)))
 
 
-async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the stories of those of *uids* that the log has. Raises as the log does.
+async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[bytes]:
+    """Return the stories, in JSON, of those of *uids* that the log has. Raises as the log does.
 
     Raises:
         RequestError: Those of several siblings are too long together, since each repeats its parameters.
     """
-    stories, num_bytes = list[dict[str, Any]](), 0
+    stories = list[bytes]()
     for first in range(0, len(uids), AT_ONCE):
-        histories = await frontend.log.histories(dict.fromkeys(uids[first : first + AT_ONCE], ""))
+        histories = await untold_histories(frontend.log, uids[first : first + AT_ONCE])
         archived = await frontend.archived.read([uid for uid, history in histories.items() if not history])
         for uid, history in histories.items():
             history = list(archived[uid].entries) if uid in archived else history
             if history:
-                stories.append(story(uid, history))
-                num_bytes += len(orjson.dumps(stories[-1]))
-                if len(stories) > 1 and num_bytes > MOST_STORIES_BYTES:
+                stories.append(await folded(len(history), functools.partial(_story, uid, history)))
+                if len(stories) > 1 and sum(map(len, stories)) > MOST_STORIES_BYTES:
                     raise several(uids, "story")
-                await asyncio.sleep(0)  # one may take long
+                await asyncio.sleep(0)
     return stories
+
+
+def _story(uid: str, history: Sequence[Entry]) -> bytes:
+    return orjson.dumps(story(uid, history))
 
 
 async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ A request of the log keeps its path, so a client that opens it later gets the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from pipeline.events import Submitted
@@ -33,7 +33,7 @@ def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
     return WholeTextFrames(uid, events) if events[0].presentation.whole_text else TextFrames()
 
 
-def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> bytes:
-    """Return the whole answer. Mini-SGLang's form of /generate has none: it is always a stream."""
+def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
+    """Yield the whole answer in pieces. Mini-SGLang's form of /generate has none: it is always a stream."""
     style = STYLES.get(events[0].endpoint)
     return whole_body(uid, events, choices) if style is None else body(style, uid, events, choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import orjson
@@ -36,6 +37,15 @@ class Frames:
     def of(self, event: ClientEvent) -> bytes:
         """Return the frames of the next event; the last one has its id, where the stream has ids."""
         raise NotImplementedError
+
+    @property
+    def are_long(self) -> bool:
+        """Say whether the next frames may be long, and so are better asked for in `pieces`."""
+        return False
+
+    def pieces(self, event: ClientEvent) -> Iterator[bytes]:
+        """Yield the bytes of `of` one after the other, each in a short time."""
+        yield self.of(event)
 
     def error(self, error: RequestError, entry_id: str = "") -> bytes:
         """Return the frame of an end that is no success."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
@@ -33,12 +34,28 @@ def text_frames(text: str, event_id: str = "") -> bytes:
 
 def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
     """Return the frame of one JSON document; a client can resume after *event_id*; *kind* is the event's name."""
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
-        for raw, escaped in _LINE_BREAKS:
-            data = data.replace(raw, escaped)
+    data = _in_one_line(data)
     if event_id and not kind:  # as the frame of every token
         return b"id: %s\ndata: %s\n\n" % (event_id.encode(), data)
     head = b"event: %s\n" % kind.encode() if kind else b""
     if event_id:
         head = b"id: %s\n" % event_id.encode() + head
     return head + b"data: " + data + b"\n\n"
+
+
+def frame_pieces(pieces: Iterable[bytes], event_id: str = "") -> Iterator[bytes]:
+    """Yield `frame` of the JSON document that *pieces* are. None of them ends within a character."""
+    last = b"id: %s\ndata: " % event_id.encode() if event_id else b"data: "
+    for index, piece in enumerate(pieces):
+        if index:
+            yield last
+            last = b""
+        last += _in_one_line(piece)
+    yield last + b"\n\n"
+
+
+def _in_one_line(data: bytes) -> bytes:
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for raw, escaped in _LINE_BREAKS:
+            data = data.replace(raw, escaped)
+    return data

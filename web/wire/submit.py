@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.events import Presentation, SamplingParams, Submitted
+from pipeline.scored import pairs_told, too_many
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
 from web.wire.openai.messages import plain_messages, templating_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
@@ -96,13 +97,30 @@ def _choices(
     num_choices: int,
     prompts: list[Mapping[str, Any]],
 ) -> list[Submitted]:
-    seeded = [sampling.model_copy(update={"seed": seed_of(sampling.seed, choice)}) for choice in range(num_choices)]
+    """Return the requests of one body. Of the choices of a prompt, the first one has its log-probabilities.
+
+    Raises:
+        RequestError: The answers would tell too many of them. Prompts that are texts are counted by the tokenizer.
+    """
+    others = {"prompt_logprobs": None}
+    seeded = [
+        sampling.model_copy(update={"seed": seed_of(sampling.seed, choice), **(others if choice else {})})
+        for choice in range(num_choices)
+    ]
     siblings = num_choices * len(prompts)
     shown = presentation.model_copy(update={"choices": num_choices})
     firsts = [
         Submitted(**said, **prompt, siblings=siblings, sampling=sampling, presentation=shown) for prompt in prompts
     ]
+    if error := too_many(sum(pairs_told(first, _num_kept(first)) for first in firsts), firsts[0]):
+        raise error
     return [first.model_copy(update={"sampling": each}) for first in firsts for each in seeded]  # it is checked once
+
+
+def _num_kept(event: Submitted) -> int:
+    """Return how many of the token ids of a prompt are kept; 0 if only the tokenizer knows that."""
+    most = event.truncate_prompt_tokens
+    return min(len(event.prompt_ids), most or len(event.prompt_ids)) if most != -1 else 0
 
 
 def _common(request: GenerationRequest, endpoint: str, frontend: str, model: str) -> dict[str, Any]:

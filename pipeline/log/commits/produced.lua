@@ -1,13 +1,13 @@
 -- produced: consume steps, all or none, and write what follows from them to the histories and the replies, and the steps to the
--- journal.
+-- journal. Or, of a single step: write what follows from a part of it, and count its tries up to a number instead.
 -- KEYS owner, steps, live, control, ended, archive, journal, then the histories, what siblings share, and the replies
--- ARGV owner, reply_cap, retention_ms, journal_bytes, journal_cap, number of steps,
+-- ARGV owner, reply_cap, retention_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
 --      (entry, when it was made, number of words for the journal, words..., number of tokens, (id, token, text)*, of the
 --      first histories)*, number of replies, (key index, payload)*,
 --      (key index, id, uid, 1 if the engine must be told, ms until a sealed history is gone, key index of what siblings
 --      share or 0, when its tokens were made, number of fields, fields...)*
 -- When something was made is in ms of Redis' clock; 0: unknown, or no tokens. Tokens say how long before the commit that was.
--- Returns OK, LOST (one of them was consumed before) or FENCED. A row that Redis refuses (the history is sealed, gone, or has
+-- Returns OK, LOST (one of them was consumed before, or the part was written before) or FENCED. A row that Redis refuses (the history is sealed, gone, or has
 -- the id) does not stop the others. Nothing that happens to the journal stops the steps.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 
@@ -54,7 +54,7 @@ local function age(made, now)
   return { 'age_ms', string.format('%.0f', math.max(tonumber(now) - tonumber(made), 0)) }
 end
 
-local num_steps, at = tonumber(ARGV[6]), 7
+local tries, num_steps, at = tonumber(ARGV[6]), tonumber(ARGV[7]), 8
 -- Of a step: entry, index of the number of its words for the journal, of the number of its tokens, when it was made.
 local steps, ids = {}, {}
 local is_journalled = false
@@ -74,8 +74,14 @@ if num_steps > 1 then -- an engine is never so many steps ahead of its detokeniz
 end
 local now = now_ms()
 if is_journalled then keep(KEYS[7], steps, now) end
-if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end
-redis.call('XDEL', KEYS[2], unpack(ids))
+if tries > 0 then
+  local item = redis.call('XPENDING', KEYS[2], 'detokenize', ids[1], ids[1], 1)[1]
+  if not item or item[4] >= tries then return 'LOST' end
+  redis.call('XCLAIM', KEYS[2], 'detokenize', item[2], 0, ids[1], 'RETRYCOUNT', tries, 'JUSTID')
+else
+  if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end
+  redis.call('XDEL', KEYS[2], unpack(ids))
+end
 local replies = at + 1
 at = replies + 2 * tonumber(ARGV[at])
 local writes = at

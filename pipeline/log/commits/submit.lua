@@ -1,10 +1,11 @@
 -- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
 -- idempotency key, once. Under a quota, only within it. Sent again from a dead letter, only if that is there; it is dropped.
 -- KEYS live, submitted, tokenized, the histories; of siblings: shared;
---      with a quota: running, and the limits of three minutes; with an idempotency key: idempotency;
+--      with a quota: running, the limits of three minutes, and its bytes; with an idempotency key: idempotency;
 --      from a dead letter: dead, versions
 -- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that may lose the
 --      key or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no quota),
+--      bytes within the retention (0: no such limit), how many bytes these requests count,
 --      number of shared texts, id of the dead letter or '', ms for which its version is kept, (digest, text)*,
 --      (uid, frontend, number of fields, fields...)*
 -- Returns an outcome, the base uid that it is about, and a number:
@@ -16,6 +17,7 @@
 --   GONE       there is no such dead letter: somebody else has sent it again, or dropped it
 --   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
 --   TOO_MANY   as many requests of the API key run as may
+--   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
 --   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
@@ -48,10 +50,30 @@ local function more_wait_than(most)
   return living - (#taken - #ended_of(taken)) > most
 end
 
+-- Returns what an API key has submitted within the retention: {begin, bytes} of each sixteenth of it, and the sum.
+local function spent(key, now, kept_ms)
+  local parts, used = {}, 0
+  for begin, bytes in string.gmatch(redis.call('GET', key) or '', '(%d+):(%d+)') do
+    if tonumber(begin) + kept_ms > now then
+      parts[#parts + 1] = { tonumber(begin), tonumber(bytes) }
+      used = used + tonumber(bytes)
+    end
+  end
+  return parts, used
+end
+
+-- Returns after how many ms an API key has used less than its share, of which it has used all.
+local function free_in(parts, used, share, now, kept_ms)
+  for _, part in ipairs(parts) do
+    used = used - part[2]
+    if used < share then return part[1] + kept_ms - now end
+  end
+end
+
 local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
 local keys = 3 + count + (count > 1 and 1 or 0) -- those before the quota
-local running, once = quota and KEYS[keys + 1], ARGV[6] ~= '' and KEYS[keys + (quota and 5 or 1)]
-local letter, letters, versions = ARGV[12], KEYS[#KEYS - 1], KEYS[#KEYS] -- the keys are these if there is a letter
+local running, once = quota and KEYS[keys + 1], ARGV[6] ~= '' and KEYS[keys + (quota and 6 or 1)]
+local letter, letters, versions = ARGV[14], KEYS[#KEYS - 1], KEYS[#KEYS] -- the keys are these if there is a letter
 for i = 4, 3 + count do -- the first may be gone while others are there
   if redis.call('EXISTS', KEYS[i]) == 1 then return { 'DUPLICATE', uid, 0 } end
 end
@@ -80,15 +102,23 @@ if at_once > 0 and redis.call('SCARD', running) >= at_once then -- only now it m
   ended = ended_of(uids)
   if #uids - #ended >= at_once then return { 'TOO_MANY', uid, 0 } end
 end
+local share, part_ms, kept_ms, parts = tonumber(ARGV[11]), nil, nil, nil
+if share > 0 then
+  part_ms = math.max(math.ceil(tonumber(ARGV[4]) / 16), 1)
+  kept_ms = tonumber(ARGV[4]) + part_ms -- so long after its begin, all of a part is older than the retention
+  local used
+  parts, used = spent(KEYS[keys + 5], tonumber(now), kept_ms)
+  if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
+end
 if more_wait_than(tonumber(ARGV[5]) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(ARGV[3]))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(ARGV[4]))
-local uids, at = {}, 14 + 2 * tonumber(ARGV[11])
+local uids, at = {}, 16 + 2 * tonumber(ARGV[13])
 if count > 1 then
   local shared = KEYS[4 + count]
   redis.call('HSET', shared, 'left', count)
-  for i = 14, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
+  for i = 16, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
   redis.call('PEXPIREAT', shared, gone)
 end
 for i = 1, count do
@@ -101,7 +131,7 @@ for i = 1, count do
   at = last + 1
 end
 if once then redis.call('SET', once, uid .. ':' .. ARGV[6], 'PX', gone - tonumber(now)) end
-if letter ~= '' then drop_letter(letters, versions, letter, ARGV[13]) end
+if letter ~= '' then drop_letter(letters, versions, letter, ARGV[15]) end
 if limit then
   redis.call('INCR', limit)
   redis.call('PEXPIRE', limit, 120000)
@@ -110,5 +140,12 @@ if at_once > 0 then
   for _, other in ipairs(ended) do redis.call('SREM', running, other) end
   for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end
   if redis.call('PTTL', running) < gone - tonumber(now) then redis.call('PEXPIREAT', running, gone) end
+end
+if share > 0 then
+  local begin, text = math.floor(tonumber(now) / part_ms) * part_ms, {}
+  if #parts == 0 or parts[#parts][1] ~= begin then parts[#parts + 1] = { begin, 0 } end
+  parts[#parts][2] = parts[#parts][2] + tonumber(ARGV[12])
+  for i, part in ipairs(parts) do text[i] = string.format('%.0f:%.0f', part[1], part[2]) end
+  redis.call('SET', KEYS[keys + 5], table.concat(text, ' '), 'PX', kept_ms)
 end
 return { 'ACCEPTED', uid, 0 }

@@ -35,7 +35,7 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.log.shared import digests_in, referring, submitted_words, whole_history
+from pipeline.log.shared import digests_in, referring, submitted_bytes, submitted_words, whole_history
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
@@ -87,12 +87,13 @@ def submit(
     already or something else is refused first.
     """
     histories, shared = submitted_words(events)
-    is_full = not has_room(sum(len(text) for fields in (*histories, shared) for text in fields.values()))
+    num_bytes = submitted_bytes(histories, shared)
+    is_full = not has_room(num_bytes)
     if is_full:  # the script needs no more to refuse them, or to find what is there
         histories, shared = [{} for _ in events], {}
 
     def submit(minute: int) -> Script[SubmitResult]:
-        return _submit(log, uid, events, histories, shared, once, quota, letter, minute, is_full=is_full)
+        return _submit(log, uid, events, histories, shared, num_bytes, once, quota, letter, minute, is_full=is_full)
 
     try:
         return (yield from submit(this_minute()))
@@ -106,6 +107,7 @@ def _submit(
     events: Sequence[Submitted],
     histories: Sequence[Mapping[str, bytes]],
     shared: Mapping[str, bytes],
+    num_bytes: int,
     once: Once | None,
     quota: Quota | None,
     letter: str,
@@ -118,24 +120,25 @@ def _submit(
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
     counted: list[str] = []
-    allowed: list[str | int] = ["", "", ""]
-    if quota is not None and (quota.requests_per_minute or quota.concurrent_requests):
+    allowed: list[str | int] = ["", "", "", 0]
+    if quota is not None and (quota.requests_per_minute or quota.concurrent_requests or quota.log_bytes):
         first = minute - 1
-        counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
-        allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
+        minutes = [names.limit(quota.key, first + i) for i in range(3)]
+        counted = [names.running(quota.key), *minutes, names.limit(quota.key, "bytes")]
+        allowed = [quota.requests_per_minute, quota.concurrent_requests, first, quota.log_bytes]
     max_queued = 0 if is_full else limits.max_queued
     args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, max_queued]
-    args += [digest, instead_of, *allowed, len(shared), letter, COPY_TTL_MS, *flat(shared)]
+    args += [digest, instead_of, *allowed, num_bytes, len(shared), letter, COPY_TTL_MS, *flat(shared)]
     for sibling, event, fields in zip(uids, events, histories, strict=True):
         args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
 
     def parse(reply: Any) -> SubmitResult:
-        outcome, whose, number = reply
+        outcome, whose, number, *used = reply
         if outcome == b"MINUTE":
             raise OtherMinute(number)
         submission = Submission(as_text(outcome))
         full = is_full and submission is Submission.BUSY
-        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number)
+        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number, *used)
 
     keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *shared_by(names, uids[0])]
     keys += [*counted, *key, *([names.dead, names.copies] if letter else [])]

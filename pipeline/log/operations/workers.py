@@ -132,6 +132,8 @@ def produced(
     engine: str,
     events: Sequence[Produced],
     journal: Journalled = (),
+    *,
+    tries: int = 0,
 ) -> Script[bool]:
     names, limits = log.names, log.limits
     keys = [*_keys_of_produced(names, owner.slot, engine)]
@@ -177,8 +179,8 @@ def produced(
     steps: list[str | int | bytes] = []
     for entry, words, of_step in zip(entries, noted, tokens.values(), strict=True):
         steps += (entry.id, made_ms[entry.id], len(words), *words, len(of_step) // 3, *of_step)
-    args: Words = [str(owner), REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP, len(entries), *steps]
-    args = [*args, len(replies), *payloads, *writes]
+    args: Words = [str(owner), REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP, tries, len(entries)]
+    args = [*args, *steps, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)
 
 

@@ -149,8 +149,9 @@ class Leader:
                     continue
                 try:
                     finish(self._send(idle))
-                except RankLost as error:
-                    self._on_lost(error)
+                except Exception as error:
+                    lost = error if isinstance(error, RankLost) else RankLost(f"the ranks cannot be reached: {error!r}")
+                    self._on_lost(lost)
                     return
 
     def _send(self, ints: np.ndarray) -> list[dist.Work]:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 
 class BadWords:
-    """Sequences of tokens. A look-up compares only the sequences whose second last token was just made."""
+    """Sequences of tokens. A look-up follows all of them at once, from the last token of the output backwards."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self.reach = max((len(word) - 1 for word in words), default=0)
         """How many tokens of output, the last ones, a look-up needs."""
-        self._always = tuple(word[0] for word in words if len(word) == 1)
-        self._after: dict[int, list[tuple[int, ...]]] = {}
-        """Second last token -> the sequences of two or more tokens that have it there."""
-        for word in words:
-            if len(word) > 1:
-                self._after.setdefault(word[-2], []).append(tuple(word))
+        sequences = sorted((tuple(word[-2::-1]), word[-1]) for word in words if word)
+        self._before = [before for before, _ in sequences]
+        """What each sequence has before its last token, backwards. Those with the same end follow each other."""
+        self._last = tuple(last for _, last in sequences)
 
     def __bool__(self) -> bool:
-        return bool(self._always or self._after)
+        return bool(self._last)
 
     def completed_by(self, output_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that complete a sequence after *output_ids*: the last `reach` tokens of the output."""
-        if not output_ids:
-            return self._always
-        begun = [
-            word for word in self._after.get(output_ids[-1], ()) if tuple(output_ids[1 - len(word) :]) == word[:-1]
-        ]
-        return self._always + tuple(word[-1] for word in begun)
+        found: tuple[int, ...] = ()
+        before, first, end, depth = self._before, 0, len(self._before), 0
+        while first < end:  # these agree with the last *depth* tokens of the output, and the shortest ones come first
+            if len(before[first]) == depth:
+                longer = bisect_right(before, depth, first, end, key=len)
+                found, first = found + self._last[first:longer], longer
+            if first == end or depth == len(output_ids):
+                break
+            token = output_ids[-1 - depth]
+            if not before[first][depth] == before[end - 1][depth] == token:
+                first = bisect_left(before, token, first, end, key=itemgetter(depth))
+                end = bisect_right(before, token, first, end, key=itemgetter(depth))
+            depth += 1
+        return found

@@ -165,6 +165,24 @@ class Computed:
     scores: Mapping[int, RowScores] = field(default_factory=dict)
     """By `PlanRow.table`, for the rows that ask for them."""
 
+    def fits(self, plan: BatchPlan) -> None:
+        """Make sure that this can be the result of *plan*: nobody knows whose tokens they are otherwise.
+
+        Raises:
+            ValueError: There is not one token for each row that samples, or not one score for each token of a prompt
+                that asks for it, or there are scores of others.
+        """
+        num_samples = sum(row.sample is not None for row in plan.rows)
+        if len(self.token_ids) != num_samples:
+            raise ValueError(f"the engine returned {len(self.token_ids)} tokens for {num_samples} rows that sample")
+        if self.scores and (others := self.scores.keys() - {row.table for row in plan.rows}):
+            raise ValueError(f"the engine returned scores of {len(others)} rows that are not in the step")
+        for row in plan.rows[plan.num_decode_rows :]:
+            num_scores = len(self.scores[row.table].prompt) if row.table in self.scores else 0
+            num_targets = 0 if row.scoring is None else len(row.scoring.targets)
+            if num_scores != num_targets:
+                raise ValueError(f"the engine returned {num_scores} scores for {num_targets} tokens of a prompt")
+
     def checked(self) -> Computed:
         """Return this result, which has a token for each row.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.events import FinishReason, SamplingParams, Score
+from pipeline.events import FinishReason, SamplingParams, Scores
 from stages.generate.kvcache.base import Holding
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import Matcher, Sample, Scoring
@@ -68,7 +68,7 @@ class Request:
     """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
     chunks: int = 0
     """Prefill chunks planned since it was admitted; 0 once it decodes."""
-    prompt_scores: list[Score] = field(default_factory=list)
+    prompt_scores: Scores = field(default_factory=Scores)
     """Of the prompt's tokens computed so far. They are told with the first token."""
     stands_still: bool = False
     """It came with tokens of another engine: a client sees its stream stand still until it is computed."""

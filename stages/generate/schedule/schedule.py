@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from pipeline.events import Admitted, EventRow, Failed, Preempted, StepRow, TokenRow
+from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.limits import Identity as Identity
@@ -286,7 +286,7 @@ class Schedule:
         scores = scores or {}
         for request in self._running if scores else ():
             if request.table in scores:
-                request.prompt_scores += scores[request.table].prompt
+                request.prompt_scores.extend(scores[request.table].prompt)
         page_size = self._cache.page_size
         self._num_landed += 1
         for (request, chunks, position), token in zip(self._flights[0], token_ids, strict=True):
@@ -301,8 +301,8 @@ class Schedule:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.table in scores or request.prompt_scores:  # its last chunk may have had no token to score
                 score = scores[request.table].token if request.table in scores else None
-                told = {"score": score, "prompt_scores": tuple(request.prompt_scores) or None}
-                request.prompt_scores.clear()
+                told = {"score": score, "prompt_scores": request.prompt_scores or None}
+                request.prompt_scores = Scores()
                 row = row.model_copy(update=told)
             rows.append(row)
             if end is not None:
@@ -452,7 +452,7 @@ class Schedule:
         assert request.last_plan <= self._num_landed, "its tokens are known, and its pages are free now"
         self._leave(request)
         request.num_computed = request.chunks = 0
-        request.prompt_scores.clear()
+        request.prompt_scores = Scores()
         insort(self._waiting, request, key=by_order)
         identity = self.identity
         event = Preempted(engine=identity.engine, epoch=identity.epoch, step=step)

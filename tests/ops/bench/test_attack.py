@@ -9,28 +9,45 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from openai_stand_in import DONE, Body, Frames, OpenAIStandIn, text_chunk, usage_chunk, whole
+import tokenizers
+from openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
 from servers import ROOT
 
-from ops.bench import attack
-from ops.bench.attack import AttackConfig, Figures, Server
-from ops.bench.attack_clients import LARGEST_BODY, Order, Streams, giant_bodies, health, streams
+from ops.bench import nonsense
+from ops.bench.attack import alone, bodies, together
+from ops.bench.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
+from ops.bench.attack.clients import Newcomers, Reading, Streams, Told, attacker, health, newcomers, streams
+from ops.bench.attack.config import AttackConfig
+from ops.bench.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
+from ops.bench.attack.target import Server, read_deaths
+from ops.bench.attack.together import Figures
+from ops.bench.attack.wire import ATTACKERS_HOST
 
 GOOD = Figures(
     health={"ms": [1.0] * 99 + [50.0], "failures": 0},
     streams={"whole": 9, "early": [], "refused": 0, "longest_pause_ms": 20.0},
+    newcomers={"first_ms": [30.0], "answers": {"chats": {"200": 2}}},
     server=Server(web_bytes=100 << 20, redis_bytes=9 << 20, redis_budget_bytes=10 << 20, replaced=3),
     answers={"tokenizes": {"200": 3, "400": 1}},
     connections=12,
+    cpu_s={"bodies": 1.5, "idlers": 0.5},
 )
+HALF = alone.Half(GOOD.health, {"longest_pause_ms": 100.0, "early": []}, GOOD.newcomers, GOOD.server)
+RUN = alone.Run(HALF, HALF, {"answers": {"viewers": {"200": 4}}, "connections": 5, "cpu_s": 1.0})
 NUM_TOKENS = 20
 CUT_OFF = [text_chunk("a"), usage_chunk(1, NUM_TOKENS)]
 
 
 def order(stand_in: OpenAIStandIn) -> Order:
-    return Order(int(stand_in.url.rpartition(":")[2]), 1, NUM_TOKENS)
+    return Order(int(stand_in.url.rpartition(":")[2]), streams=1, tokens=NUM_TOKENS)
+
+
+def sent(requests: bodies.Requests) -> dict[str, list[dict[str, Any]]]:
+    """Return the bodies of requests."""
+    return {what: [json.loads(data.partition(b"\r\n\r\n")[2]) for data in of_it] for what, of_it in requests.items()}
 
 
 def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
@@ -87,10 +104,125 @@ def test_bodies_are_as_large_as_they_may_be_and_one_is_larger() -> None:
     assert all(isinstance(json.loads(body), dict) for body in legal)
 
 
+def test_a_pause_is_measured_from_the_first_token_to_the_end_of_the_measurement() -> None:
+    came: list[bool] = []
+    times = iter([9.0, 10.0, 10.5, 14.0])
+    reading = Reading(lambda: came.append(True), lambda: next(times))
+    reading.data_received(b"HTTP/1.1 200 \r\n\r\n")
+    assert came == [] and reading.last_s == 0
+    reading.data_received(text_chunk("a"))
+    reading.data_received(text_chunk("b")[:-9])
+    assert (len(came), reading.longest_s, len(reading.frames)) == (2, 0.5, 1)
+    reading.stop()
+    assert reading.longest_s == 3.5
+
+
+def test_a_measurement_may_end_in_the_middle_of_streams(stand_in: OpenAIStandIn) -> None:
+    hold = Hold()
+    stand_in.gate = hold
+
+    async def run() -> Streams:
+        end = asyncio.Event()
+        cut = dataclasses.replace(order(stand_in), whole=False)
+        reading = asyncio.create_task(streams(cut, lambda: None, end))
+        await asyncio.to_thread(hold.has_come.wait, 30)
+        end.set()
+        return await reading
+
+    assert asyncio.run(run()) == Streams()
+    hold.may_go_on.set()
+
+
+def test_newcomers_count_what_each_got(stand_in: OpenAIStandIn) -> None:
+    def script(body: Body) -> Frames | tuple[int, object]:
+        return [text_chunk("a"), data({"error": {}})] if "guided_regex" in body else whole(body)
+
+    async def run() -> Newcomers:
+        end = asyncio.Event()
+        asking = asyncio.create_task(newcomers(order(stand_in), lambda: None, end))
+        while len(stand_in.bodies) < 2:
+            await asyncio.sleep(0.005)
+        end.set()
+        return await asking
+
+    stand_in.script = script
+    told = asyncio.run(run())
+    assert told.answers["patterns"] == {"an error after 200": 1} and told.answers["chats"] == {"200": 1}
+    assert len(told.first_ms) == 1 and "admin" in told.answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_attacks_each_time_until_it_should_end(kind: str) -> None:
+    seen: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(writer.get_extra_info("peername")[0])
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\nx-minisgl-uid: 1\r\n\r\n")
+        writer.close()
+
+    async def run() -> list[Told]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            asked = Order(server.sockets[0].getsockname()[1], idle=3)
+            play = await attacker(kind, asked)
+            told: list[Told] = []
+            for _ in range(2):
+                end, before = asyncio.Event(), len(seen)
+                playing = asyncio.create_task(play(asked, lambda: None, end))
+                while len(seen) < before + 3:
+                    await asyncio.sleep(0.005)
+                end.set()
+                told.append(await playing)
+        return told
+
+    for told in asyncio.run(run()):
+        assert isinstance(told, Attack) and (told.answers or told.connections) and told.cpu_s > 0
+    assert set(seen) == {ATTACKERS_HOST}
+
+
+def test_the_kinds_that_are_measured_alone_use_up_nothing_that_all_share() -> None:
+    assert set(KINDS) - set(ALONE) == {"bodies", "leavers", "idlers"}
+
+
+def test_stop_strings_almost_match_the_answer(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(nonsense.ensure(tmp_path) / "tokenizer.json"))
+    assert tokenizer.decode([LETTER_A]) == "a" and tokenizer.decode([NO_CHARACTER]) == "\ufffd"
+    told = sent(bodies.stops())
+    for longest in (1800, 3900, 1024):
+        ((body,), most) = told[f"stops of {longest:,} characters"], longest
+        assert len(body["stop"]) == 16 == len(set(body["stop"])) and not {"a" * n for n in range(9)} & {*body["stop"]}
+        assert len(body["stop"][0]) == most and body["stop"][0] == "a" * (most - 1) + "b"
+    assert max(map(len, told["stops of 1,024 characters"][0]["stop"])) == 1024
+
+
+def test_scores_are_as_many_as_their_names_say() -> None:
+    for what, of_it in sent(bodies.scores()).items():
+        for body in of_it:
+            prompt = body.get("prompt") or body["input_ids"]
+            lists = prompt if isinstance(prompt[0], list) else [prompt]
+            num_tokens = sum(len(each) if isinstance(each, list) else len(prompt) for each in lists)
+            alternatives = body.get("prompt_logprobs") or body.get("logprobs") or body["top_logprobs_num"]
+            assert f"{num_tokens * alternatives * body.get('n', 1):,} pairs" in what
+
+
+def test_grammars_schemas_and_labels_have_the_sizes_that_their_names_say() -> None:
+    assert bodies.terminals(range(3)) == "start: A\nA: /.*a.{0}/ & /.*b.{1}/ & /.*c.{2}/\n"
+    told = sent(bodies.grammars())
+    assert [body["guided_grammar"].count("&") for body in told["60 terminals"]] == [59, 59]
+    (body,) = sent(bodies.schemas())["2,000 properties of 200 KB"]
+    schema = body["tools"][0]["function"]["parameters"]
+    assert len(schema["properties"]) == 2000 and len(schema["$defs"]["d"]["description"]) == 200_000
+    labels = bodies.labels()
+    assert all(len(data) > 0.99 * LARGEST_BODY for data in labels["labels of 4 MiB"])
+    assert all(60_000 < len(data) < 1 << 16 for data in labels["labels of 64 KB"])
+
+
 def test_no_bound_is_broken_by_a_server_that_stood_it() -> None:
-    assert attack.broken(GOOD, 100) == []
-    shown = attack.table(GOOD, AttackConfig())
+    assert together.broken(GOOD, 100) == []
+    shown = together.table(GOOD, AttackConfig(), 60)
     assert "below 10 MiB" in shown and "tokenizes: 3 x 200, 1 x 400" in shown
+    assert "bodies 1.5 s, idlers 0.5 s" in shown and "chats: 2 x 200" in shown
 
 
 @pytest.mark.parametrize(
@@ -102,13 +234,44 @@ def test_no_bound_is_broken_by_a_server_that_stood_it() -> None:
         ({"streams": {"whole": 1, "early": ["cut"]}}, "1 streams ended early; the first: cut"),
         ({"streams": {"whole": 0, "early": []}}, "No stream came to its end"),
         ({"server": Server(deaths=["web-0 with 3"])}, "Workers died: web-0 with 3"),
-        ({"server": Server(web_bytes=401 << 20)}, "A web process took 401 MiB"),
+        ({"server": Server(web_bytes=478 << 20)}, "A web process took 478 MiB"),
         ({"server": Server(redis_bytes=11, redis_budget_bytes=10)}, "Redis took"),
     ],
 )
 def test_a_broken_bound_is_said(changes: dict[str, object], says: str) -> None:
-    (said,) = attack.broken(dataclasses.replace(GOOD, **changes), 100)  # type: ignore[arg-type]
+    (said,) = together.broken(dataclasses.replace(GOOD, **changes), 100)  # type: ignore[arg-type]
     assert says in said
+
+
+def test_alone_no_bound_is_broken_where_the_attack_changes_nothing() -> None:
+    assert alone.broken([RUN] * 3, AttackConfig()) == []
+    shown = alone.table({"viewers": [RUN] * 3}, AttackConfig())
+    assert "viewers: 12 x 200" in shown and "viewers: 15 connections" in shown and "10%" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"streams": {"longest_pause_ms": 500.0, "early": []}},
+            "paused for 0.50 s, and without the attack for 0.10 s",
+        ),
+        ({"streams": {"longest_pause_ms": 100.0, "early": ["cut"]}}, "2 streams ended early; the first: cut"),
+        ({"health": {"ms": [101.0], "failures": 0}}, "/health took 101.0 ms"),
+        ({"health": {"ms": [1.0], "failures": 1}}, "/health did not answer 200 for 2 times"),
+        (
+            {"newcomers": {"first_ms": [], "answers": {"chats": {"200": 1, "503": 2}}}},
+            "other clients did not get 200: chats: 4 x 503",
+        ),
+        ({"server": Server(deaths=["web-0 with 3"])}, "workers died: web-0 with 3"),
+    ],
+)
+def test_alone_a_bound_is_broken_by_the_median_or_by_any_failure(changes: dict[str, Any], says: str) -> None:
+    bad = dataclasses.replace(RUN, attacked=dataclasses.replace(HALF, **changes))
+    (said,) = alone.broken([bad, RUN, bad], AttackConfig())
+    assert says in said
+    for_all = [text for text in alone.broken([bad, RUN, RUN], AttackConfig()) if "paused" in text or "took" in text]
+    assert for_all == []
 
 
 def test_deaths_are_read_from_the_log_and_a_tokenizer_that_was_to_be_replaced_is_none(tmp_path: Path) -> None:
@@ -119,25 +282,39 @@ def test_deaths_are_read_from_the_log_and_a_tokenizer_that_was_to_be_replaced_is
     ]
     (tmp_path / "log").write_text("plain text\n" + "\n".join(map(json.dumps, lines)))
     server = Server()
-    attack._read_deaths(server, tmp_path / "log")
+    read_deaths(server, tmp_path / "log")
     assert (server.deaths, server.replaced) == (["web-0 with -9"], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.night
+@pytest.mark.timeout(600)
 def test_a_server_stands_an_attack(tmp_path: Path) -> None:
     """Other tests share the cores: the bound of /health is wide."""
     command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", "--health-ms", "5000"]
     done = subprocess.run(
-        [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=280, check=False
+        [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=570, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No bound is broken." in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
     figures = document["figures"]
     assert document["broken"] == [] and document["health_ms"]["count"] > 10
-    kinds = {"wrong bodies", "legal bodies", "lists of prompts", "leavers", "tokenizes", "dribblers"}
-    assert set(figures["answers"]) == kinds
-    assert set(figures["answers"].get("wrong bodies", {})) <= {"400", "413"}
+    assert set(figures["answers"]) >= {"wrong bodies", "tokenizes", "leavers", "dribblers", "viewers", "stories"}
+    assert set(figures["cpu_s"]) == set(KINDS)
+    assert set(figures["answers"].get("wrong bodies", {})) <= {"400", "413", UNANSWERED}
     assert figures["streams"]["whole"] >= document["options"]["streams"] and figures["server"]["web_bytes"] > 1 << 20
     assert figures["connections"] >= document["options"]["idle"]
+
+
+@pytest.mark.slow
+@pytest.mark.night
+@pytest.mark.timeout(600)
+def test_a_kind_is_measured_alone(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", "--alone", "--runs", "1", "--seconds", "3"]
+    bounds = ["--health-ms", "5000", "--pause", "60", "--kinds", "stories", "--output", str(tmp_path / "out.json")]
+    done = subprocess.run([*command, *bounds], capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]["stories"]
+    assert run["attack"]["answers"]["stories"]
+    assert run["quiet"]["streams"]["longest_pause_ms"] > 0 and run["attacked"]["server"]["tokenizer_bytes"] > 1 << 20

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from ops.serve import worker
-from ops.serve.config import parse_command
+from ops.serve.config import ServeConfig, parse_command
 from pipeline.errors import ConfigError
+from pipeline.process.observe import EXIT_BROKEN
 from stages.generate.config import GenerateConfig
 
 
@@ -36,8 +38,34 @@ def test_an_engine_waits_with_a_refusal_that_the_first_one_says_for_all(
 
     monkeypatch.setattr(worker, "_imported", lambda config: refuse)
     monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # what it was comes back after the test
     monkeypatch.setattr("pipeline.process.parent.die_with_supervisor", lambda environment: None)
     monkeypatch.setattr("pipeline.process.observe.configure_logging", lambda **about: None)
     with pytest.raises(ConfigError):
         worker.run_worker(config, "generate")
     assert slept == ([worker.SAME_S] if waits else [])
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
+def test_any_thread_of_a_worker_that_breaks_ends_the_process(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    config = parse_command(["stage", stage, "--slot", "0", "--redis-url", "redis://127.0.0.1:1"], {})
+    assert not isinstance(config, ServeConfig)
+    ended: list[int] = []
+
+    def break_a_thread(*_: object) -> int:
+        def breaks() -> None:
+            raise ZeroDivisionError
+
+        thread = threading.Thread(target=breaks)
+        thread.start()
+        thread.join()
+        return 0
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # what it was comes back after the test
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr(worker, "_imported", lambda config: break_a_thread)
+    monkeypatch.setattr("web.server.run", break_a_thread)
+    monkeypatch.setattr("pipeline.process.parent.die_with_supervisor", lambda environment: None)
+    monkeypatch.setattr("pipeline.process.observe.configure_logging", lambda **about: None)
+    assert worker.run_worker(config, stage) == 0
+    assert ended == [EXIT_BROKEN]

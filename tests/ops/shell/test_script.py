@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 from openai_stand_in import DONE, FINISH, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk
 from servers import ROOT, free_port
+
+from ops.shell.reply import Piece, Reply
+from ops.shell.server import Server, Unanswered
 
 NASTY = "a\x1b[2J\r\n\tü\x00"
 
@@ -135,6 +139,35 @@ def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStand
     server.uid, server.rest, server.script = "u1", rest, lambda body: whole[:3]
     assert ask("-q", "Hi", url=server.url) == Ended(0, b"abcd\n", "")
     assert after == 4 * ["1-0"] and len(server.bodies) == 1
+
+
+def test_a_question_whose_connection_broke_before_an_answer_is_sent_again_under_its_key(server: OpenAIStandIn) -> None:
+    server.breaks = 2
+    assert ask("-q", "Hi", url=server.url) == Ended(0, b"Hello!\n", "")
+    assert len(server.bodies) == 3 and all(body == server.bodies[0] for body in server.bodies)
+    assert ask("-q", "Hi", url=server.url).code == 0
+    *same, other = [headers["idempotency-key"] for headers in server.headers]
+    assert len(set(same)) == 1 and other not in same, "each question has a key of its own"
+
+
+@pytest.mark.parametrize("status", [0, 503])
+def test_a_question_is_not_sent_again_for_ever(
+    server: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    async def said() -> list[Piece]:
+        return [piece async for piece in Server(server.url).answer({"stream": True}, Reply())]
+
+    monkeypatch.setattr("ops.shell.server.ASK_AGAIN_S", (0.001, 0.001))
+    server.breaks = 1 if status else 100
+    server.script = lambda body: (status, {"error": {"message": "It is loading."}})
+    with pytest.raises(Unanswered, match="It is loading" if status else "cannot be reached"):
+        asyncio.run(said())
+    assert len(server.bodies) == 3
+    server.bodies.clear()
+    if status:
+        with pytest.raises(Unanswered):
+            asyncio.run(said())
+        assert len(server.bodies) == 1, "a server that refuses has not lost the question"
 
 
 def test_a_stream_whose_request_is_gone_broke(server: OpenAIStandIn) -> None:

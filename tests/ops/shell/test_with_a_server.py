@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,10 +11,13 @@ import socket
 import subprocess
 import sys
 import termios
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 from servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
@@ -21,9 +25,12 @@ from terminal import Terminal, on_a_terminal
 
 from ops.bench import nonsense
 from ops.shell.conversation import Conversation, Turn, save
+from ops.shell.reply import Reply
+from ops.shell.server import BROKE
+from ops.shell.server import Server as Client
 from pipeline.events import AnyEvent, Cancelled, Finished, Submitted, TokensProduced, decode
 from pipeline.log.redis import RedisLog
-from pipeline.names import WEB, Names
+from pipeline.names import GENERATE, WEB, Names
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +153,45 @@ def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
     assert turn["answer"] == text(history), "nothing is missing and nothing came twice"
     letters = "".join(shell.text.partition("> long")[2].split())
     assert "".join(text(history).split())[-200:] in letters
+    wait_until_ready(server.url, [server.command])
+
+
+def test_clients_whose_web_worker_dies_before_the_first_token_ask_again_and_each_is_one_request(server: Server) -> None:
+    async def of_the_shell(number: int) -> str:
+        reply, body = Reply(), {"messages": [{"role": "user", "content": f"shell {number}"}], "max_tokens": 8}
+        pieces = [piece.text async for piece in Client(server.url).answer(body | {"stream": True}, reply)]
+        assert BROKE.text in pieces and reply.has_ended
+        return reply.text
+
+    async def of_openai(number: int, client: openai.AsyncOpenAI) -> str:
+        chunks = await client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": f"openai {number}"}],
+            max_tokens=8,
+            stream=True,
+            extra_headers={"Idempotency-Key": str(uuid.uuid4())},
+        )
+        return "".join([choice.delta.content or "" async for chunk in chunks for choice in chunk.choices])
+
+    async def answers() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            asked = [*map(of_the_shell, range(12)), *(of_openai(number, client) for number in range(12))]
+            return await asyncio.gather(*asked)
+
+    before = len(told(server.redis_url))
+    (engine,), (worker,) = server.command.workers(GENERATE), server.command.workers(WEB)
+    engine.suspend()
+    with ThreadPoolExecutor() as pool:
+        try:
+            waiting = pool.submit(asyncio.run, answers())
+            eventually(lambda: len(told(server.redis_url)) == before + 24, "the log has every request")
+            worker.kill()
+        finally:
+            engine.resume()
+        texts = waiting.result(timeout=60)
+    histories = told(server.redis_url)[before:]
+    assert sorted(texts) == sorted(map(text, histories)) and len(histories) == 24
+    assert {history[-1].kind for history in histories} == {"finished"}
     wait_until_ready(server.url, [server.command])
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
-from log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, Scene, submitted, with_front
+from log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, TOO_MUCH, Scene, submitted, with_front
 from redis_servers import command
 
 from pipeline.log.operations import requests
 from pipeline.log.protocol import Once, Quota, RequestLimits, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.log.shared import REQUEST_BYTES
 
 EVENT = submitted()
 
@@ -92,3 +94,44 @@ def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log
     scene.end("c")
     scene.submit_as("d", quota)
     assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"b", b"d"]
+
+
+def test_the_bytes_of_a_key_are_one_value_with_few_parts_and_a_time_to_live(log: RedisLog, scene: Scene) -> None:
+    key, quota = NAMES.limit("key", "bytes"), Quota("key", log_bytes=1 << 30)
+    retention_ms, part_ms = 16_000, 1000
+    begin_ms = now_ms(log) // part_ms * part_ms
+    begins_ms = [begin_ms - part_ms * age for age in range(40, 0, -1)]
+    command(log.url, "SET", key, " ".join(f"{each}:100" for each in begins_ms))  # as if nothing had left
+    scene.submit_as("a", quota, retention_ms=retention_ms)
+    scene.submit_as("b", quota, retention_ms=retention_ms)
+    parts = dict(part.split(":") for part in command(log.url, "GET", key).decode().split())
+    assert 16 <= len(parts) <= 19
+    assert set(begins_ms[-14:]) <= set(map(int, parts)) and sum(map(int, parts.values())) > 1400 + 2 * REQUEST_BYTES
+    assert retention_ms < command(log.url, "PTTL", key) <= retention_ms + part_ms
+
+
+def test_who_has_used_a_share_is_told_when_its_oldest_requests_expire(log: RedisLog, scene: Scene) -> None:
+    key, retention_ms, part_ms = NAMES.limit("key", "bytes"), 160_000, 10_000
+    begin_ms = now_ms(log) // part_ms * part_ms
+    command(log.url, "SET", key, " ".join(f"{begin_ms - age * part_ms}:100" for age in (9, 5, 2)))
+    for share, age in ((201, 9), (200, 5), (101, 5), (100, 2), (1, 2)):
+        earliest_ms = now_ms(log)
+        refused = scene.submit_as("a", Quota("key", log_bytes=share), retention_ms=retention_ms)
+        free_ms = begin_ms - age * part_ms + part_ms + retention_ms
+        assert (refused.submission, refused.used_bytes) == (TOO_MUCH, 300)
+        assert free_ms - now_ms(log) <= refused.again_ms <= free_ms - earliest_ms
+    assert scene.submit_as("a", Quota("key", log_bytes=301), retention_ms=retention_ms).submission is ACCEPTED
+
+
+def test_without_a_share_a_submit_calls_no_more_commands(log: RedisLog, scene: Scene) -> None:
+    def commands(uid: str, quota: Quota | None) -> dict[str, int]:
+        command(log.url, "CONFIG", "RESETSTAT")
+        log.submit(uid, [EVENT], quota=quota)
+        stats = command(log.url, "INFO", "commandstats").decode()
+        return {name: int(calls) for name, calls in re.findall(r"cmdstat_(\w+):calls=(\d+)", stats)}
+
+    scene.submit_as("first", Quota("key"))  # which sends the script
+    plain = commands("a", None)
+    assert not {"get", "set"} & plain.keys()
+    assert commands("b", Quota("key")) == plain
+    assert commands("c", Quota("key", log_bytes=1 << 30)) == plain | {"get": 1, "set": 1}

@@ -23,6 +23,7 @@ from pipeline.events import (
     Presentation,
     SamplingParams,
     Score,
+    Scores,
     StepCompleted,
     StepRow,
     Submitted,
@@ -33,7 +34,8 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
-from stages.detokenize.fold import DetokenizeFold
+from stages.detokenize.fold import AUTOMATONS_KEPT, DetokenizeFold
+from stages.detokenize.text import StopAutomaton
 
 NO_MARKUP = Markup()
 
@@ -258,6 +260,25 @@ def test_what_an_engine_cannot_run_fails_with_its_number() -> None:
     assert item.entry_id == SEAL and item.event == failed
 
 
+def test_siblings_share_what_is_prepared_of_their_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sequence[str]] = []
+
+    class Counted(StopAutomaton):
+        def __init__(self, stops: Sequence[str]) -> None:
+            made.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr("stages.detokenize.fold.StopAutomaton", Counted)
+    fold = Fold(known=False)
+    for number in range(50):
+        fold.learn(f"a.{number}", moments_of(history("xx", stop=["END", "STOP"])))
+    assert made == [("END", "STOP")]
+    for number in range(AUTOMATONS_KEPT + 1):
+        fold.learn(f"b.{number}", moments_of(history(stop=[f"{number}"])))
+    fold.learn("a", moments_of(history(stop=["END", "STOP"])))
+    assert made.count(("END", "STOP")) == 2, "only the last ones are kept"
+
+
 def test_after_a_failed_commit_the_step_can_be_folded_again() -> None:
     fold = Fold()
     step = completed(token_row("a", 1))
@@ -306,7 +327,7 @@ def test_scores_are_told_with_the_texts_of_their_tokens() -> None:
 
 def test_a_prompt_is_told_of_with_the_first_token_alone_and_by_whoever_folds_it() -> None:
     shown = {"presentation": Presentation(token_ids=True, echo=True)}
-    first = token_row("a", 1).model_copy(update={"prompt_scores": (Score(logprob=-1), Score(logprob=-2))})
+    first = token_row("a", 1).model_copy(update={"prompt_scores": Scores((Score(logprob=-1), Score(logprob=-2)))})
     for _ in range(2):
         fold = Fold(prompt_ids=(97, 98, 99), submitted=shown, prompt_logprobs=0)
         fold.step(admitted("a", cached=2))

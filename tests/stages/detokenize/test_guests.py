@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from measured import count_of
 from redis_servers import until
+from structlog.testing import capture_logs
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
@@ -36,10 +37,10 @@ from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKE
 from pipeline.names import SEAL, slot_name
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease, acquire_guest, acquire_slot
-from pipeline.worker import MOST_DELIVERIES, Stop
+from pipeline.worker import Stop
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decoder
-from stages.detokenize.worker import DetokenizeWorker, look_after_others, serve
+from stages.detokenize.worker import ALONE, MOST_TOGETHER, DetokenizeWorker, look_after_others, serve
 
 LEASE_MS = 60_000
 SERVING = Serving(tokenizer="f")
@@ -300,6 +301,23 @@ def test_a_log_that_is_away_delays_a_guest(scene: Scene) -> None:
     assert failed == {"unattended", "acquire"}
 
 
+def test_a_guest_that_breaks_is_logged_and_the_next_one_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, broken = DetokenizeWorker.handle, list[int]()
+
+    def breaks_once(worker: DetokenizeWorker, entries: Sequence[Entry]) -> None:
+        if not broken:
+            broken.append(len(entries))
+            raise ZeroDivisionError
+        handle(worker, entries)
+
+    monkeypatch.setattr(DetokenizeWorker, "handle", breaks_once)
+    engine, uid = scene.request(1)
+    engine.says(uid, "abc")
+    with capture_logs() as lines, scene.looking_after_others():
+        until(lambda: engine.text(uid) == "abc")
+    assert broken and [line["slot"] for line in lines if line["event"] == "guest_broke"] == ["detokenize-1"]
+
+
 def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(scene: Scene) -> None:
     engine, looks = scene.engine(1), Engine.__new__(Engine)
     looks.log = scene.another_log()  # the same requests, on a connection of this thread's own
@@ -473,35 +491,37 @@ def killed_by(engine: Engine, times: int) -> Entry:
     return entry
 
 
-def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(scene: Scene) -> None:
+def test_a_request_that_killed_its_detokenizers_alone_ends_and_no_other_of_its_steps(scene: Scene) -> None:
     engine = scene.engine()
     first, second, other = engine.send(), engine.send(), engine.send()
     engine.step(TokenRow(uid=first, n=1, token=97), TokenRow(uid=second, n=1, token=98))
-    step = killed_by(engine, MOST_DELIVERIES)
+    step = killed_by(engine, MOST_TOGETHER + ALONE)
     engine.says(other, "ab", last=True)
     engine.says(first, "c", first=2)  # the engine does not know yet
+    engine.says(second, "d", first=2, last=True)
     measures = Measures()
     with scene.serving(0, measures=measures):
         until(lambda: engine.log.backlog(engine.inbox) == 0)
-    assert count_of(measures, BURIED) == count_of(measures, REQUEST_SUCCESS, "error") == 2
-    assert engine.text(other) == "ab" and isinstance(engine.history(other)[-1], Finished)
-    for uid in (first, second):
-        failed = engine.history(uid)[-1]
-        assert isinstance(failed, Failed) and (failed.status, failed.code, failed.n) == (500, "poisonous", 0)
-        assert engine.text(uid) == ""
-    letters = [letter.fields for letter in engine.log.dead_letters(9)]
-    assert {letter["uid"] for letter in letters} == {first, second}
-    assert {(letter["stage"], letter["deaths"]) for letter in letters} == {("detokenize", "4")}
-    assert all(first in letter["entry"] for letter in letters)
+    assert count_of(measures, BURIED) == count_of(measures, REQUEST_SUCCESS, "error") == 1
+    for uid, text in ((second, "bd"), (other, "ab")):
+        assert engine.text(uid) == text and isinstance(engine.history(uid)[-1], Finished)
+        assert engine.replies(uid) == [1, 2]
+    failed = engine.history(first)[-1]
+    assert isinstance(failed, Failed) and (failed.status, failed.code, failed.n) == (500, "poisonous", 0)
+    assert engine.text(first) == ""
+    (letter,) = engine.log.dead_letters(9)
+    assert (letter.fields["uid"], letter.fields["stage"], letter.fields["deaths"]) == (first, "detokenize", "5")
+    assert first in letter.fields["entry"]
     watcher = acquire_slot(engine.log, "generate", LEASE_MS)
     told = engine.log.take(watcher, 0, control_cursor="0-0").ended
-    assert {first, second} <= set(told) and step.id == "1-1"
+    assert first in told and step.id == "1-1"
 
 
-def test_a_step_that_was_tried_less_often_is_folded(scene: Scene) -> None:
+@pytest.mark.parametrize("times", [MOST_TOGETHER, MOST_TOGETHER + ALONE - 1])
+def test_a_step_that_was_tried_less_often_is_told(scene: Scene, times: int) -> None:
     engine, uid = scene.request()
     engine.says(uid, "a", last=True)
-    killed_by(engine, MOST_DELIVERIES - 1)
+    killed_by(engine, times)
     with scene.serving(0):
         until(lambda: engine.log.backlog(engine.inbox) == 0)
     assert engine.text(uid) == "a" and engine.log.dead_letters(9) == []

@@ -5,14 +5,17 @@ of the SentencePiece kind, whose decoder takes away the first space and lets one
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from work import lines_run
 
-from stages.detokenize.text import PROMPT_TAIL, Decode, IncrementalText, StopStrings
+import stages.detokenize.text
+from stages.detokenize.text import PROMPT_TAIL, Decode, IncrementalText, StopAutomaton, StopStrings
 
 SPECIAL = "<|im_end|>"
 WORDS = ("▁", "▁the", "▁a", "a", "b", "\ufffd")
@@ -130,19 +133,44 @@ def test_a_character_after_a_prompt_that_ends_in_one_is_whole() -> None:
     assert deltas(byte_pieces("🙂".encode()), smiles, decode_pieces) == ["", "", "", "🙂", ""]
 
 
-@pytest.mark.parametrize("run", [pieces("▁the"), byte_pieces("你".encode()), pieces(SPECIAL)])
-def test_the_work_for_a_token_does_not_grow_with_the_text(run: list[int]) -> None:
-    longest = 0
+UNSHOWN = byte_pieces("你".encode())[:1]
+"""The beginning of a character. It is held back."""
+
+
+@pytest.mark.parametrize("prompt", [pieces("a") * 100, []])
+@pytest.mark.parametrize(
+    ("run", "most"),
+    [
+        (pieces("▁the"), 8),
+        (byte_pieces("你".encode()), 8),
+        (pieces(SPECIAL), 8),
+        (byte_pieces(b"\x80"), 48),
+        (byte_pieces(b"\xe4 "), 48),
+        (pieces("\ufffd"), 48),
+        ([*UNSHOWN, *pieces(SPECIAL) * 99], 48),
+    ],
+)
+def test_the_work_for_a_token_does_not_grow_with_the_text(run: list[int], most: int, prompt: list[int]) -> None:
+    """Also where no token is a character."""
+    calls: list[int] = []
 
     def measured(token_ids: Sequence[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
+        calls.append(len(token_ids))
         return decode_pieces(token_ids)
 
-    text = IncrementalText(measured, pieces("a") * 100)
-    for token in run * 100:
+    text = IncrementalText(measured, prompt)
+    for token in (run * 500)[:500]:
+        calls.clear()
         text.push(token)
-    assert longest <= PROMPT_TAIL + 8
+        assert len(calls) <= 4 and max(calls) <= PROMPT_TAIL + most
+
+
+def test_bytes_that_are_no_text_are_told_as_their_decoder_tells_them_however_many_they_are() -> None:
+    """One wrong byte spoils all bytes beside it here, also if what follows would be text on its own."""
+    spoilt = [*pieces("a"), *byte_pieces(b"\x80" + "你".encode() * 200), *pieces("b")]
+    assert "".join(deltas(spoilt, decode=decode_pieces)) == decode_pieces(spoilt) == "a" + "\ufffd" * 601 + "b"
+    broken = encode("a") + encode("你")[1:] * 200 + encode("🙂b")
+    assert "".join(deltas(broken)) == decode(broken)
 
 
 @given(
@@ -197,6 +225,71 @@ def test_no_delta_of_a_whole_text_holds_half_a_character(text: str) -> None:
     shown = deltas(encode(text))
     assert "".join(shown) == text
     assert all("\ufffd" not in delta for delta in shown) or "\ufffd" in text
+
+
+class PlainStops:
+    """StopStrings as it is defined: looks at all that is held back and at every stop string, each time."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self.stops, self.include, self.held, self.met = stops, include, "", ""
+
+    def push(self, delta: str, *, armed: bool) -> tuple[str, bool]:
+        text, self.held = self.held + delta, ""
+        found = [(place, len(stop), stop) for stop in self.stops if (place := text.find(stop)) >= 0]
+        if armed and found:
+            place, length, self.met = min(found)
+            return text[: place + length * self.include], True
+        begun = [size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        shown = len(text) - max(begun, default=0)
+        self.held = text[shown:]
+        return text[:shown], False
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+@given(
+    st.lists(st.tuples(st.text("ab🙂", max_size=7), st.sampled_from([True, True, False])), max_size=12),
+    st.lists(st.text("ab🙂", min_size=1, max_size=6), max_size=5),
+    st.booleans(),
+)
+@example([("xab", False), ("", True)], ["ab", "abc"], False)
+@example([("ab", True), ("c", True)], ["abcd", "bc"], False)
+def test_a_text_is_cut_as_the_plain_definition_cuts_it(
+    parts: list[tuple[str, bool]], stops: list[str], include: bool
+) -> None:
+    """In whichever parts it comes, whichever of them may be cut, and also in a text that goes on after a cut."""
+    strings, plain = StopStrings(stops, include=include), PlainStops(stops, include=include)
+    for part, armed in parts:
+        assert strings.push(part, armed=armed) == plain.push(part, armed=armed)
+        assert (strings.met, strings.holds) == (plain.met, plain.held != "")
+    assert strings.flush() == plain.flush()
+
+
+LONG_STOPS = ["a" * 1023 + "X", *("a" * 20 + chr(98 + number) + "a" * 1003 for number in range(15))]
+"""The first one is nearly met by a text of nothing but `a`. The others have its length."""
+
+
+def test_a_character_costs_a_few_steps_however_long_and_many_stop_strings_are() -> None:
+    automaton = StopAutomaton(LONG_STOPS)
+    strings = StopStrings(automaton)
+    shown: list[str] = []
+
+    def push(texts: Sequence[str]) -> None:
+        shown.extend(strings.push(text)[0] for text in texts)
+
+    assert lines_run(lambda: push(["a" * 16] * 1000), stages.detokenize.text) < 20 * 16_000
+    assert "".join(shown) == "a" * (16_000 - 1023)
+    assert lines_run(lambda: push(["aY"] * 1000), stages.detokenize.text) < 60 * 1000
+    assert lines_run(lambda: push(["hello"] * 1000), stages.detokenize.text) < 10 * 1000
+
+
+def test_an_automaton_is_made_in_steps_and_memory_that_grow_with_its_characters() -> None:
+    made: list[StopAutomaton] = []
+    lines = lines_run(lambda: made.append(StopAutomaton(LONG_STOPS)), stages.detokenize.text)
+    assert lines < 40 * 16 * 1024
+    assert sum(map(sys.getsizeof, vars(made[0]).values())) < 12 * 16 * 1024
 
 
 def stopped(parts: Sequence[str], stops: Sequence[str]) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.worker import DetokenizeWorker, load_decoder
+from stages.detokenize.worker import LEARNT_TOGETHER, DetokenizeWorker, load_decoder
 
 LEASE_MS = 60_000
 UID = "0" * 32
@@ -288,14 +289,65 @@ def test_what_its_engine_cannot_have_written_is_left_to_nobody(rig: Rig, epoch: 
     assert rig.text() == "ab"
 
 
-def test_a_step_that_cannot_be_told_ends_its_requests_and_no_other(rig: Rig) -> None:
+def test_a_row_that_cannot_be_told_ends_its_request_and_no_other_of_its_step(rig: Rig) -> None:
     other, strange = "1" * 32, TokenRow(uid=UID, n=1, token=-1)
     rig.submit(other)
-    rig.worker.handle([rig.step(1, row(1, "a", uid=other)), rig.step(2, strange), rig.step(3, row(2, "b", uid=other))])
+    with capture_logs() as lines:
+        for number in (1, 2, 3):
+            rows = [strange, row(2, "b", uid=other)] if number == 2 else [row(number, "abc"[number - 1], uid=other)]
+            rig.worker.handle([rig.step(number, *rows)])
     failed = rig.last_reply()
     assert isinstance(failed, Failed) and failed.code == "log_damaged" and "cannot be told" in failed.message
-    assert rig.text(other) == "ab" and rig.log.alive([UID, other]) == {other}
+    assert rig.text(other) == "abc" and rig.log.alive([UID, other]) == {other} and rig.log.backlog(rig.inbox) == 0
     assert count_of(rig.measures, UNREADABLE_ENTRIES, "steps") == 1 == rig.counted()[-1]
+    (line,) = [line for line in lines if line["event"] == "entry_buried"]
+    (letter,) = rig.log.dead_letters(9)
+    assert line["ended"] == [UID] == [letter.fields["uid"]]
+
+
+def test_who_learns_long_histories_shows_progress_all_the_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token costs two calls of the decoder, and each turn between two signs of progress has a bound."""
+    monkeypatch.setattr("stages.detokenize.worker.TURN", 100)
+    uids = [f"{number:032x}" for number in range(1, 20)]
+    tokens = {"kind": "tokens", "v": "1", "ms": "1", "count": "1", "tokens": "97", "text": "a", "step": "1-1"}
+    for uid in uids:
+        rig.submit(uid)
+        for n in range(1, 1 + 500 * (uid == uids[0])):
+            put(rig.log, rig.log.names.request(uid), tokens, f"{n}-0")
+    work: list[str] = []
+    histories = rig.log.histories
+
+    def read(some: Sequence[str]) -> list[list[Entry]]:
+        work.append("histories")
+        assert len(some) <= LEARNT_TOGETHER
+        return histories(some)
+
+    def plain(token_ids: Sequence[int]) -> str:
+        work.append("decode")
+        assert len(token_ids) < 20
+        return DECODER.plain(token_ids)
+
+    monkeypatch.setattr(rig.log, "histories", read)
+    monkeypatch.setattr(rig.slot_lease, "came_round", lambda **_: work.append("round"))
+    fold = DetokenizeFold(dataclasses.replace(DECODER, plain=plain))
+    worker = DetokenizeWorker(rig.log, rig.slot_lease, fold, "generate-0")
+    worker.handle([rig.step(1, *(row(501 if uid == uids[0] else 1, "x", uid=uid) for uid in uids))])
+    turns = "".join(word[0] for word in work).split("r")
+    assert max(turn.count("d") for turn in turns) <= 2 * 100 + 2 * len(uids) and work.count("decode") <= 2 * 600
+    assert max(turn.count("h") for turn in turns) == 1 and rig.text(uids[0]) == "a" * 500 + "x"
+
+
+def test_the_history_of_a_request_that_has_ended_is_not_folded(rig: Rig) -> None:
+    """It may be what killed a worker before."""
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    rig.log.end(UID, Cancelled(by="client"), frontend="web-0")
+
+    def never(token_ids: Sequence[int]) -> str:
+        raise AssertionError(token_ids)
+
+    fold = DetokenizeFold(dataclasses.replace(DECODER, plain=never))
+    DetokenizeWorker(rig.log, rig.slot_lease, fold, "generate-0").handle([rig.step(2, row(2, "b"))])
+    assert rig.text() == "a" and rig.log.backlog(rig.inbox) == 0 and fold.num_known == 1
 
 
 def test_a_history_with_a_hole_as_large_as_ids_can_be_ends_its_request_alone(rig: Rig) -> None:

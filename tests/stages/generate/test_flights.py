@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
-from schedules import make_schedule, request
+from schedules import make_schedule, request, steps
 from structlog.testing import capture_logs
 
 from pipeline.errors import DeviceFull
-from pipeline.events import EventRow, Failed, StepRow, TokenRow
+from pipeline.events import EventRow, Failed, Score, StepRow, TokenRow
 from pipeline.metrics.counters import Measures
 from stages.generate.flights import Flight, Flights
 from stages.generate.meter import EngineMeter
-from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, Computed
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, Computed, RowScores
 from stages.generate.schedule.schedule import Schedule
 
 TOKEN = 7
@@ -29,7 +31,12 @@ class Engine:
         not_numbers: tuple[int, ...] = (),
         error: Exception | None = None,
         error_alone: Exception | None = None,
+        num_more: int = 0,
+        num_more_alone: int = 0,
+        scores: Mapping[int, RowScores] = MappingProxyType({}),
     ) -> None:
+        """*num_more*: tokens that it returns beyond those that it was asked for; below 0: that it leaves out."""
+        self.num_more, self.num_more_alone, self.scores = num_more, num_more_alone, scores
         self.not_numbers = not_numbers
         self.error = RuntimeError("CUDA error: an illegal memory access was encountered") if broken else error
         self.error_alone = error_alone or self.error
@@ -44,7 +51,11 @@ class Engine:
         error = self.error if len(launched.rows) > 1 else self.error_alone
         if error is not None:
             raise error
-        return Computed([NOT_A_NUMBER if row.table in self.not_numbers else TOKEN for row in launched.rows])
+        tokens = [NOT_A_NUMBER if row.table in self.not_numbers else TOKEN for row in launched.rows]
+        is_alone = len(launched.rows) == 1
+        num_more = self.num_more_alone if is_alone else self.num_more
+        tokens = (tokens + [TOKEN] * max(num_more, 0))[: len(tokens) + num_more]
+        return Computed(tokens, {} if is_alone else self.scores)
 
 
 def landed(engine: Engine, *left: str) -> tuple[Schedule, list[StepRow]]:
@@ -96,6 +107,50 @@ def test_a_device_that_is_full_when_a_row_is_tried_alone_ends_the_engine() -> No
     full = DeviceFull("no memory")
     with pytest.raises(DeviceFull):
         landed(Engine(error=ValueError("a bad row"), error_alone=full))
+
+
+@pytest.mark.parametrize("left", [(), ("b",)])
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (Engine(num_more=-1), "2 tokens for 3 rows"),
+        (Engine(num_more=1), "4 tokens for 3 rows"),
+        (Engine(scores={0: RowScores(prompt=(Score(logprob=-1),))}), "1 scores for 0 tokens of a prompt"),
+        (Engine(scores={7: RowScores()}), "scores of 1 rows that are not in the step"),
+    ],
+    ids=["fewer tokens", "more tokens", "scores that nobody asked for", "scores of others"],
+)
+def test_a_step_with_another_number_of_results_than_was_asked_for_is_begun_again_and_loses_no_row(
+    engine: Engine, words: str, left: tuple[str, ...]
+) -> None:
+    with capture_logs() as lines:
+        schedule, rows = landed(engine, *left)
+    assert [(line["event"], words in str(line["exc_info"])) for line in lines] == [("step_failed", True)]
+    assert not any(isinstance(row, TokenRow) for row in rows)
+    assert not any(isinstance(row, EventRow) and isinstance(row.event, Failed) for row in rows)
+    here = [uid for uid in "abc" if uid not in left]
+    assert [schedule.num_output(uid) for uid in here] == [0] * len(here) and schedule.num_waiting == len(here)
+    answers = {row.uid: row.token for _, _, said in steps(schedule, most=1) for row in said}
+    assert answers.keys() == set(here)
+
+
+def test_an_engine_that_returns_a_wrong_number_of_tokens_for_every_row_is_broken() -> None:
+    with pytest.raises(ValueError, match="2 tokens for 1 rows that sample"):
+        landed(Engine(num_more=1, num_more_alone=1))
+
+
+def test_a_bug_of_the_schedule_is_not_taken_for_a_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    launched, launch = list[BatchPlan](), engine.launch
+    monkeypatch.setattr(engine, "launch", lambda plan, before: launched.append(plan) or launch(plan, before))
+
+    def bug(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Schedule, "complete", bug)
+    with capture_logs() as lines, pytest.raises(KeyError, match="a bug"):
+        landed(engine)
+    assert len(launched) == 1 and lines == [], "nothing is computed again, and the engine is not blamed"
 
 
 class GivesUp:

@@ -33,10 +33,10 @@ from pipeline.events import (
 )
 from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
-from pipeline.log.protocol import Entry, Inbox, Produced, StreamLog, Taken
+from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, StreamLog, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
-from pipeline.slots import read_statuses
+from pipeline.slots import SlotLease, read_statuses
 from stages.generate.config import GenerateConfig
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
@@ -356,6 +356,77 @@ def test_an_engine_whose_steps_nobody_reads_takes_nothing_until_somebody_does(sc
         assert steps.rows(uid) == [] and engine.engine.plans == [] and scene.in_hand() == []
         scene.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
         until(lambda: len(steps.rows(uid)) == 2)
+
+
+def waiting_for_a_detokenizer(
+    monkeypatch: pytest.MonkeyPatch, *, closes_after: int = -1
+) -> tuple[Scene, CountingEngine, list[int]]:
+    """Return a log in which four steps may wait for the detokenizer; and a list that grows with each call of `step`."""
+    monkeypatch.setattr("stages.generate.log_thread.MOST_STEPS_BEHIND", 4)
+    monkeypatch.setattr("stages.generate.log_thread.POLL_S", 0.001)
+    monkeypatch.setattr("stages.generate.log_thread.BACKOFF_S", 0.001)
+    log, engine, asked = MemoryLog(Names()), CountingEngine(), list[int]()
+    engine.closes_after = closes_after
+    step = log.step
+
+    def counted(owner: Any, steps: Any, **options: Any) -> StepCommitted:
+        asked.append(len(steps))
+        return step(owner, steps, **options)
+
+    monkeypatch.setattr(log, "step", counted)
+    return Scene(lambda: log), engine, asked
+
+
+def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_computes_no_further_row_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, engine, _ = waiting_for_a_detokenizer(monkeypatch)
+    inbox = Inbox.steps(scene.log.names, "generate-0")
+    detokenizer = scene.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+    assert detokenizer is not None
+
+    def consume() -> None:
+        entries = scene.log.read(inbox, "detokenize-0", max_entries=100, block_ms=0)
+        assert not entries or scene.log.produced(detokenizer, entries, "generate-0", [])
+
+    with scene.running(engine=engine, commit_interval_s=0.0) as running:
+        goes, stays = scene.send(100, max_tokens=40), scene.send(10, max_tokens=40)
+        until(lambda: scene.log.backlog(inbox) == 5)
+        until(lambda: len(engine.plans) == 7)  # one step is on its way, and one waits for its place
+        told = running.log_thread._num_told
+        assert scene.log.end(goes, Cancelled(by="client"), frontend="web-0")
+        until(lambda: running.log_thread._num_told > told)
+        assert len(engine.plans) == 7
+        until(lambda: (consume(), scene.is_consumed)[1])
+        after = [row.token_ids[0] for plan in engine.plans[7:] for row in plan.rows]
+    assert after and max(after) < 100 and scene.log.alive([stays]) == {stays}
+
+
+@pytest.mark.parametrize("why", ["its detokenizer is slow", "the log is away"])
+def test_a_forward_pass_that_hangs_gets_no_sign_of_life_from_the_thread_that_waits_for_the_log(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    scene, engine, asked = waiting_for_a_detokenizer(monkeypatch, closes_after=5)
+    alive, came_round = list[str](), SlotLease.came_round
+
+    def noted(slot_lease: SlotLease, **patience: Any) -> None:
+        alive.append(threading.current_thread().name)
+        came_round(slot_lease, **patience)
+
+    monkeypatch.setattr(SlotLease, "came_round", noted)
+    with scene.running(engine=engine, commit_interval_s=0.0):
+        scene.send(10, max_tokens=40)
+        until(lambda: not engine.gate.is_set())
+        if why == "the log is away":
+            monkeypatch.setattr(scene.log, "step", lambda *_, **__: asked.append(0) or away())
+        seen, num_asked = len(alive), len(asked)
+        until(lambda: len(asked) >= num_asked + 20)
+        assert len(alive) == seen and "log thread" not in alive
+        monkeypatch.undo()
+
+
+def away() -> StepCommitted:
+    raise LogUnavailable("connection refused")
 
 
 def test_a_history_with_a_hole_is_not_gone_on_with() -> None:

@@ -11,9 +11,21 @@ import pytest
 from log_contract import put
 from measured import count_of
 
+import pipeline.scored
 import stages.tokenize.worker
 from pipeline.errors import RequestError
-from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
+from pipeline.events import (
+    Answered,
+    Cancelled,
+    Failed,
+    Presentation,
+    SamplingParams,
+    Submitted,
+    Task,
+    Tokenized,
+    decode,
+    new_uid,
+)
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -211,6 +223,38 @@ def test_a_prompt_of_several_choices_is_rendered_and_encoded_once(rig: Rig, monk
     for each, text in zip([*sibling_uids(uid, 11), *single], texts, strict=True):
         entry, event = rig.last(each)
         assert entry.id == TOKENIZED_ID and event.token_ids == tuple(map(ord, text))
+
+
+def scored(prompt: str, num_choices: int = 1, num_top: int = 20) -> list[Submitted]:
+    """Return the choices of one prompt. The first one has its scores."""
+    first, *others = choices(num_choices, prompt)
+    sampling = first.sampling.model_copy(update={"prompt_logprobs": num_top})
+    shown = Presentation(choices=num_choices, prompt_scores=True)
+    return [
+        each.model_copy(update={"presentation": shown})
+        for each in (first.model_copy(update={"sampling": sampling}), *others)
+    ]
+
+
+def test_the_scores_of_the_prompts_of_a_body_are_counted_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.scored, "MOST_SCORES", 21 * 3 * 2 + 21 * 4)
+    fits, too_many, alone = new_uid(), new_uid(), new_uid()
+    rig.log.submit(fits, [*scored("abc", 2), *scored("abcd")])
+    rig.log.submit(too_many, [*scored("abc", 2), *scored("abcde"), *scored("a")])
+    rig.log.submit(alone, scored("abcde", 3))
+    for _ in range(8):
+        entries = rig.log.read(rig.inbox, "tokenize-0", max_entries=2, block_ms=0)
+        rig.worker.handle(entries)
+        rig.worker.handle(entries)  # as after a read that broke: what is counted is counted once
+    told = [rig.last(uid)[1] for uid in sibling_uids(fits, 3) + sibling_uids(too_many, 4)]
+    assert [event.kind for event in told] == ["tokenized"] * 5 + ["failed"] * 2
+    assert {(event.status, event.code, event.param) for event in told[5:]} == {
+        (400, "too_many_scores", "prompt_logprobs")
+    }
+    assert [rig.last(uid)[1].kind for uid in sibling_uids(alone, 3)] == ["failed", "tokenized", "tokenized"]
+    assert "315" in rig.last(f"{alone}.0")[1].message, "5 tokens with 20 others each, in 3 answers"
+    assert rig.encoder.rendered.count("abc") == 4, "in both reads of both bodies, once for two choices"
+    assert len(rig.worker._told) <= stages.tokenize.worker.BODIES_COUNTED
 
 
 def test_each_choice_of_a_prompt_that_cannot_be_encoded_fails(rig: Rig) -> None:

@@ -371,15 +371,16 @@ async def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_
     assert reasons(seen, "admission_rejections_total") == {"shutting_down": 1}
 
 
-@pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
+@pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests", "log_bytes"])
 async def test_what_a_key_may_not_send_is_counted_with_the_limit(redis_url: str, stand_in: StandIn, limit: str) -> None:
+    reason = {"log_bytes": "log_share"}.get(limit, limit)  # log_bytes is that of the whole log
     ann = {"authorization": "Bearer sk-ann"}
     async with site(redis_url, keys=Keys([Caller.of(hash_of("sk-ann"), **{limit: 1})])) as here:
         async with here.connection(chat("silent"), ann):
             await until(stand_in.requests)
             assert (await error_of(here.post(chat(), headers=ann)))[0] == 429
         await until(lambda: not here.is_busy)
-        assert reasons(await scrape(here), "admission_rejections_total") == {limit: 1}
+        assert reasons(await scrape(here), "admission_rejections_total") == {reason: 1}
 
 
 async def test_what_is_not_let_in_is_counted_with_the_reason(redis_url: str, stand_in: StandIn) -> None:

@@ -491,6 +491,47 @@ def test_a_question_that_the_server_cannot_take_yet_is_asked_again_until_it_is_s
     assert len(lasting.requests()) == 1
 
 
+BREAKS = """
+const real = window.fetch;
+let left = arguments[0];
+window.keys = [];
+window.fetch = async (path, options) => {
+  if (path === "/v1/chat/completions") {
+    window.keys.push(options.headers["idempotency-key"]);
+    if (left-- > 0) {
+      await real(path, options);
+      throw new TypeError("Failed to fetch");
+    }
+  }
+  return real(path, options);
+};
+"""
+"""Connections that break before an answer begins, when the server has the question."""
+
+
+def test_a_question_whose_connection_breaks_before_an_answer_is_asked_again_under_its_key(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    browser.run(BREAKS, 2)
+    put(browser, "#question", "say: once")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".answer .badge", "The connection broke. Asking again.")
+    ended(browser)
+    assert texts(browser, ".body .markdown") == ["once"] and texts(browser, ".answer .notice") == [""]
+    asked(browser, "say: more")
+    *same, other = browser.run("return window.keys")
+    assert len(same) == 3 and len(set(same)) == 1 and other not in same
+    assert len(lasting.requests()) == 2
+
+    browser.run(BREAKS, 1000)
+    put(browser, "#question", "say: never")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".answer:last-child .badge", "The connection broke. Asking again.")
+    browser.press(Keys.ESCAPE)
+    browser.has(".answer:last-child .badge", "stopped")
+
+
 def test_conversations_are_exported_and_imported(browser: Browser, server: Server, tmp_path: Path) -> None:
     opened(browser, server)
     asked(browser, f"{SAY}{RICH}")

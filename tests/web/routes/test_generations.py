@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
-from stand_in_stages import StandIn
+from stand_in_stages import Script, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import chat, error_of, one_request, request_lines, seal_of, site, until
 
 import web.live.listener
 import web.live.open_request
-from pipeline.events import Failed, new_uid
+import web.routes.generations
+from pipeline.events import Failed, Submitted, ToldCandidate, ToldPrompt, ToldScore, ToldScores, ToldToken, new_uid
+from web.wire.pieces import PIECE_BYTES
 
 
 async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
@@ -26,6 +30,59 @@ async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
         assert response.headers["x-minisgl-uid"] == uid
         assert response.headers["x-minisgl-unknown-fields"] == "al%2Cpha%0A, zeta"
         assert (submitted.sampling.seed, submitted.labels, submitted.model) == (3, {"user": "ann"}, "demo")
+
+
+def scored(num_tokens: int, num_top: int) -> ToldPrompt:
+    top = tuple(ToldCandidate(token=token, text=f"é{token}", logprob=-token / 8) for token in range(num_top))
+    score = ToldScore(token=99, text="\u2028", logprob=-0.5, top=top)
+    first = ToldToken(token=99, text="\u2028")
+    return ToldPrompt(num_tokens=num_tokens, text="Dear", scores=ToldScores([score] * (num_tokens - 1)), first=first)
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "stream": True}])
+async def test_choices_share_the_scores_of_their_prompt_and_a_long_answer_comes_whole(
+    redis_url: str, stand_in: StandIn, asked: dict[str, Any]
+) -> None:
+    def says(event: Submitted) -> Script:
+        own = ToldPrompt(num_tokens=500, text="Dear") if event.presentation.echo else None
+        first = event.sampling.prompt_logprobs is not None
+        yield from [None] * 3 if first else ()  # the other one is faster
+        yield 1, tokens(1).model_copy(update={"prompt": scored(500, 20) if first else own})
+        yield 1, finished(1)
+
+    stand_in.scripts["Dear"] = says
+    async with site(redis_url) as here:
+        response = await here.client.post("/v1/completions", json={"prompt": "Dear", "n": 2, **asked})
+        of_prompts = [event.sampling.prompt_logprobs for _, event in stand_in.requests()]
+        assert response.status_code == 200 and sorted(of_prompts, key=str) == [20, None], "it is scored once"
+        sent = await response.get_data(as_text=False)
+        assert len(sent) > 4 * PIECE_BYTES
+        if asked.get("stream"):
+            *frames, done, _ = sent.split(b"\n\n")
+            assert done == b"data: [DONE]" and b"\xe2\x80\xa8" not in sent
+            chunks = [json.loads(frame.partition(b"data: ")[2])["choices"][0] for frame in frames]
+            opening = [chunk["logprobs"] for chunk in chunks if chunk["text"] == "Dear"]
+            assert len(opening) == 2 and opening[0] == opening[1] and len(opening[0]["tokens"]) == 500
+        else:
+            one, two = json.loads(sent)["choices"]
+            assert one["prompt_logprobs"] == two["prompt_logprobs"] and len(one["prompt_logprobs"]) == 500
+
+
+async def test_a_whole_answer_holds_no_more_scores_than_it_may(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says(event: Submitted) -> Script:
+        for n in itertools.count(1):
+            yield n, tokens(n).model_copy(update={"scores": (scored(2, 4).scores[0],)})
+
+    stand_in.scripts["endless scores"] = says
+    monkeypatch.setattr(web.routes.generations, "MOST_SCORES", 20)
+    async with site(redis_url) as here:
+        asked = chat("endless scores", logprobs=True, top_logprobs=4, n=2)
+        status, error = await error_of(here.post(asked))
+        assert (status, error["code"], error["param"]) == (400, "too_many_scores", "logprobs")
+        for uid, _ in stand_in.requests():
+            assert seal_of(stand_in.stages.log, uid)["code"] == "too_many_scores", "nothing of it goes on"
 
 
 async def test_a_copy_of_a_request_is_labelled_with_its_uid(redis_url: str, stand_in: StandIn) -> None:

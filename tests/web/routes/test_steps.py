@@ -12,7 +12,7 @@ from log_contract import put
 from web_site import Site, code_of, site
 
 import web.live.company
-import web.routes.named
+import web.live.folding
 from ops.replay.waited import why
 from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
 from pipeline.journal import JournalWriter
@@ -74,7 +74,7 @@ async def test_the_steps_are_those_of_the_journal_however_they_are_read(
     redis_url: str, log: RedisLog, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(web.live.company, "READ_AT_ONCE", at_once)
-    monkeypatch.setattr(web.routes.named, "LONG", at_once)
+    monkeypatch.setattr(web.live.folding, "LONG", at_once)
     uid, other = lived_with(log, 7), new_uid()
     now_ms = int(log.histories([uid])[0][0].fields["ms"])
     Journalled(log).steps(now_ms + 10, 7, **{other: 4, uid: 1})

@@ -71,7 +71,7 @@ def whole(events: Sequence[Submitted], *histories: Sequence[ClientEvent], uid: s
             assert isinstance(each.event, TokensProduced)
             choice.apply(each.event)
         choice.finish(finished(said[-1].event.reason))  # type: ignore[union-attr]
-    return json.loads(body_of(uid, events, choices))
+    return json.loads(b"".join(body_of(uid, events, choices)))
 
 
 def streamed(events: Sequence[Submitted], *histories: Sequence[ClientEvent], uid: str = UID) -> list[Any]:

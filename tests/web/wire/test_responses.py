@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.events import (
     ToldCandidate,
     ToldPrompt,
     ToldScore,
+    ToldScores,
     ToldToken,
 )
 from pipeline.names import SEAL
@@ -53,7 +55,7 @@ def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop
         assert isinstance(produced, TokensProduced)
         choice.apply(produced)
         choice.finish(finished(reason))
-    return body_of(UID, events, choices)
+    return b"".join(body_of(UID, events, choices))
 
 
 def stream_of(events: Sequence[Submitted], uid: str = UID) -> Frames:
@@ -140,15 +142,23 @@ def test_a_cancelled_request_has_a_status_that_no_client_retries() -> None:
 
 
 def score(text: str, logprob: float, *top: tuple[str, float]) -> ToldScore:
-    others = tuple(ToldCandidate(token=1, text=other, logprob=less) for other, less in top)
-    return ToldScore(token=5, text=text, logprob=logprob, top=others)
+    others = tuple(ToldCandidate(token=token_of(other), text=other, logprob=less) for other, less in top)
+    return ToldScore(token=token_of(text), text=text, logprob=logprob, top=others)
+
+
+TOKENS = {"r ": 5, "you": 6, "x": 1, "me": 2}
+
+
+def token_of(text: str) -> int:
+    """Return the token that has this text."""
+    return TOKENS.get(text) or zlib.crc32(text.encode()) % 2**31
 
 
 PROMPT = ToldPrompt(
     num_tokens=2,
     token_ids=(8, 9),
     text="Dear ",
-    scores=(score("r ", -3.0, ("x", -0.5)),),
+    scores=ToldScores((score("r ", -3.0, ("x", -0.5)),)),
     first=ToldToken(token=8, text="Dea"),
 )
 
@@ -182,16 +192,16 @@ def test_tokens_are_named_by_their_ids_where_the_client_wants_that() -> None:
     scores = (score("you", -1.0, ("me", -0.5)),)
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, tokens_as_ids=True)
     logprobs = json.loads(whole([event], "you", scores=scores, prompt=PROMPT))["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["token_id:8", "token_id:5", "token_id:5"]
+    assert logprobs["tokens"] == ["token_id:8", "token_id:5", "token_id:6"]
     assert logprobs["top_logprobs"][1:] == [
         {"token_id:5": -3.0, "token_id:1": -0.5},
-        {"token_id:5": -1.0, "token_id:1": -0.5},
+        {"token_id:6": -1.0, "token_id:2": -0.5},
     ]
     assert logprobs["text_offset"] == [0, 3, 5], "in the text, not in the names"
     chat = json.loads(whole([submitted(tokens_as_ids=True)], "you", scores=scores))["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["bytes"]) for one in (*chat, *chat[0]["top_logprobs"])] == [
-        ("token_id:5", list(b"you")),
-        ("token_id:1", list(b"me")),
+        ("token_id:6", list(b"you")),
+        ("token_id:2", list(b"me")),
     ]
 
 
@@ -213,7 +223,9 @@ def test_a_token_begins_where_its_text_does_and_one_that_is_not_shown_where_the_
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True)
     first, *rest = pieces
     scores = tuple(score(piece, -1.0) for piece in rest)
-    prompt = ToldPrompt(num_tokens=len(pieces), text=text, scores=scores, first=ToldToken(token=1, text=first))
+    prompt = ToldPrompt(
+        num_tokens=len(pieces), text=text, scores=ToldScores(scores), first=ToldToken(token=1, text=first)
+    )
     answer = json.loads(whole([event], "!", scores=(score("!", -1.0),), prompt=prompt))["choices"][0]
     assert answer["text"] == text + "!" and answer["logprobs"]["text_offset"] == [*offsets, len(text)]
     given = submitted(endpoint=COMPLETIONS_ENDPOINT)
@@ -239,7 +251,7 @@ def test_an_answer_says_what_ended_it_as_vllm_and_sglang_say_it(
     assert isinstance(produced, TokensProduced)
     choice.apply(produced)
     choice.finish(end)
-    whole_one = json.loads(body_of(UID, [event], [choice]))["choices"][0]
+    whole_one = json.loads(b"".join(body_of(UID, [event], [choice])))["choices"][0]
     frames = stream_of([event])
     last = documents(frames.of(tokens(1, "a")) + frames.of(ended(end)))[-1]["choices"][0]
     for told in (whole_one, last):

@@ -82,6 +82,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop.0"),
     ({"stop": ["a", ""]}, "stop.1"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 1025}, "stop.0"),
+    ({"stop": ["a", "é" * 1025]}, "stop.1"),
     ({"stop": 3}, "stop"),
     ({"stop_token_ids": ["3"]}, "stop_token_ids.0"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
@@ -253,6 +255,22 @@ def test_labels_are_kept_and_change_nothing() -> None:
     }
     (event,) = chat_events(parse_chat(body(**labels)), **MADE)
     assert event.labels == labels
+
+
+@pytest.mark.parametrize("name", ["user", "service_tier", "safety_identifier", "prompt_cache_key", "metadata"])
+def test_labels_have_no_more_than_64_kb_together_in_utf8(name: str) -> None:
+    def labels(size: int) -> dict[str, Any]:
+        text = "é" * (size // 2)
+        return {name: {"a": text} if name == "metadata" else text, "store": True}
+
+    assert parse_chat(body(**labels(65_000))).labels == labels(65_000)
+    for parse in (parse_chat, lambda raw: parse_completion(raw.replace(b'"messages"', b'"prompt":"x","m"'))):
+        with pytest.raises(RequestError) as caught:
+            parse(body(**labels(4_000_000)))
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "invalid_value")
+        assert "`prompt_cache_key`) have 4000" in caught.value.message and "at most 65536;" in caught.value.message
+    many = {"user": "u" * 40_000, "metadata": {str(i): "m" * 40 for i in range(700)}}
+    assert refusal(body(**many)).param == "user"
 
 
 def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:

@@ -25,6 +25,7 @@ from pipeline.events import (
     ToldCandidate,
     ToldPrompt,
     ToldScore,
+    ToldScores,
     ToldToken,
     Usage,
 )
@@ -122,8 +123,9 @@ def sampling(**params: Any) -> dict[str, Any]:
             {"text": "x" * 2_000_000, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 64}},
             "sampling_params.n",
         ),
-        ({"text": "x", "sampling_params": {"n": 128, "stop": "x" * 100_000}}, "sampling_params.n"),
-        ({"text": ["x"] * 500, "sampling_params": {"stop": "x" * 20_000}}, "text"),
+        ({"text": "x", "sampling_params": {"n": 128, "ebnf": "x" * 65_536}}, "sampling_params.n"),
+        ({"text": ["x"] * 600, "sampling_params": {"stop": ["x" * 1000] * 15}}, "text"),
+        (sampling(stop="x" * 1025), "sampling_params.stop.0"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -315,10 +317,12 @@ PROMPT = ToldPrompt(
     num_tokens=4,
     cached_tokens=1,
     first=ToldToken(token=1, text="A"),
-    scores=(
-        score(2, "b", -2.0, (9, "x", -0.5)),
-        score(3, "bytes:\\xe4\\xbd", -3.0, (9, "x", -0.25)),
-        score(4, "d", -4.0, (4, "d", -4.0)),
+    scores=ToldScores(
+        (
+            score(2, "b", -2.0, (9, "x", -0.5)),
+            score(3, "bytes:\\xe4\\xbd", -3.0, (9, "x", -0.25)),
+            score(4, "d", -4.0, (4, "d", -4.0)),
+        )
     ),
 )
 ANSWER = (
@@ -337,7 +341,7 @@ def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
                 choices[each.index].apply(produced)
             case Finished() as end:
                 choices[each.index].finish(end)
-    return json.loads(body_of(UID, events, choices))
+    return json.loads(b"".join(body_of(UID, events, choices)))
 
 
 def streamed(body: dict[str, Any], *given: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:

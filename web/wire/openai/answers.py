@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipeline.events import Finished, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore
+from pipeline.events import Finished, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore, ToldScores
 from pipeline.names import sibling_uids
+from web.wire.frames import ClientEvent
 from web.wire.markup.reader import Piece, Reader, reader_for, tools_of
 from web.wire.markup.source import Tool
 
@@ -19,7 +21,7 @@ class AnswerPart(NamedTuple):
 
     text: str
     token_ids: tuple[int, ...] = ()
-    scores: tuple[ToldScore, ...] = ()
+    scores: Sequence[ToldScore] = ()
     pieces: Sequence[Piece] = ()
     """What the text consists of, if it has markup."""
 
@@ -60,13 +62,29 @@ class Choice:
     reader: Reader | None = None
     """Reads the markup, if there is any; known with the first token."""
     token_ids: list[int] = field(default_factory=list)
-    scores: list[ToldScore] = field(default_factory=list)
+    scores: ToldScores = field(default_factory=ToldScores)
     prompt: ToldPrompt | None = None
     finished: Finished | None = None
+    scorer: Choice | None = None
+    """The first choice of the same prompt, if that has the scores of the prompt for all of them."""
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def told_prompt(self) -> ToldPrompt | None:
+        """What the client is told of the prompt."""
+        if self.scorer is None or self.scorer.prompt is None:
+            return self.prompt
+        scored = self.scorer.prompt
+        own = scored if self.prompt is None else self.prompt
+        return own.model_copy(update={"scores": scored.scores, "first": scored.first})
+
+    @property
+    def waits(self) -> bool:
+        """Say whether another choice has not told yet what belongs to this one."""
+        return self.scorer is not None and self.scorer.prompt is None and self.scorer.finished is None
 
     @property
     def reason(self) -> str:
@@ -89,7 +107,7 @@ class Choice:
         if self.shown.prompt_only:
             return AnswerPart("")
         self.token_ids += event.tokens
-        self.scores += event.scores
+        self.scores.extend(event.scores)
         if event.markup is not None and self.reader is None and self.chat is not None:
             self.reader = reader_for(event.markup, self.chat.request, self.chat.tools)
         if self.reader is None:
@@ -141,7 +159,7 @@ def choices_for(uid: str, events: Sequence[Submitted]) -> list[Choice]:
     is.
     """
     tools = functools.cache(lambda: tools_of(events[0].templating.tools))
-    return [
+    choices = [
         Choice(
             index,
             event.presentation,
@@ -151,6 +169,30 @@ def choices_for(uid: str, events: Sequence[Submitted]) -> list[Choice]:
         )
         for index, (own, event) in enumerate(zip(sibling_uids(uid, len(events)), events, strict=True))
     ]
+    if len(choices) > 1 and events[0].sampling.prompt_logprobs is not None:
+        for first in range(0, len(choices), events[0].presentation.choices):
+            for choice in choices[first + 1 : first + events[0].presentation.choices]:
+                choice.scorer = choices[first]
+    return choices
+
+
+class InOrder:
+    """Holds the events of choices back until the scores of their prompt are there, which come with another choice."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+        self._held: dict[int, list[ClientEvent]] = defaultdict(list)
+        """By the index of the choice that they wait for."""
+
+    def ready(self, event: ClientEvent) -> Iterator[ClientEvent]:
+        """Yield *event*, and those that waited for it; nothing if it has to wait. Each is applied before the next."""
+        choice = self._choices[event.index]
+        if choice.waits and isinstance(event.event, TokensProduced | Finished):
+            self._held[event.index - event.index % choice.shown.choices].append(event)
+            return
+        yield event
+        if event.index in self._held and not self._choices[event.index + 1].waits:
+            yield from self._held.pop(event.index)
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

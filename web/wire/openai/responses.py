@@ -5,9 +5,9 @@ The frames are a fold of events: the same events always give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 
@@ -15,10 +15,14 @@ from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduc
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 from web.wire.markup.reader import Piece
-from web.wire.openai.answers import AnswerPart, Call, Choice, choices_for, usage_of
+from web.wire.openai.answers import AnswerPart, Call, Choice, InOrder, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from web.wire.pieces import encoded
 from web.wire.uids import drawn_ms, family_of, index_of
+
+Chunk: TypeAlias = bytes | Iterator[bytes]
+"""One that tells the scores of a prompt may be long, and is made piece by piece."""
 
 
 class Style:
@@ -97,7 +101,7 @@ class CompletionStyle(Style):
         return {"text": self._echoed(choice) + choice.text}
 
     def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        prompt = choice.prompt if choice.shown.echo and first else None
+        prompt = choice.told_prompt if choice.shown.echo and first else None
         if not part.scores and not (prompt is not None and prompt.first):
             return None
         offset += len(self._echoed(choice))
@@ -123,8 +127,9 @@ def _call(call: Call) -> dict[str, Any]:
 
 def _of_prompt(choice: Choice) -> Mapping[str, Any]:
     told: dict[str, Any] = {}
-    if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
-        told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
+    prompt = choice.told_prompt if choice.shown.prompt_scores else None
+    if prompt is not None and prompt.first:
+        told["prompt_logprobs"] = prompt_logprobs(prompt)
     if choice.prompt is not None and choice.shown.token_ids:
         told["prompt_token_ids"] = choice.prompt.token_ids
     return told
@@ -134,20 +139,20 @@ CHAT: Final = Style()
 COMPLETION: Final = CompletionStyle()
 
 
-def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> bytes:
-    """Return the whole answer, once all *choices* have ended."""
+def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
+    """Yield the whole answer in pieces, once all *choices* have ended."""
     told: list[dict[str, Any]] = []
     beside: dict[str, Any] = {}
     for choice in choices:
         for_all, within = style.of_prompt(choice)
         beside |= for_all
-        part = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
+        part = AnswerPart(choice.text, tuple(choice.token_ids), choice.scores)
         token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
         logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
         end = {"finish_reason": choice.reason, **_stopped_by(choice)}
         told.append({"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within})
     head = _head(style, style.whole, uid, events[0].model)
-    return orjson.dumps({**head, "choices": told, "usage": usage_of(choices), **beside})
+    yield from encoded({**head, "choices": told, "usage": usage_of(choices), **beside})
 
 
 class ChunkFrames(Frames):
@@ -163,6 +168,8 @@ class ChunkFrames(Frames):
         if self._says_ids:
             choices[0].index = index_of(uid)
         self._choices = choices
+        self._in_order = InOrder(choices)
+        self._echoes_scores = events[0].presentation.echo and events[0].sampling.prompt_logprobs is not None
         self._include_usage = events[0].presentation.include_usage
         self._start = orjson.dumps(_head(style, style.chunk, family_of(uid), events[0].model))[:-1]
         self._chunks = [
@@ -171,12 +178,31 @@ class ChunkFrames(Frames):
 
     def of(self, event: ClientEvent) -> bytes:
         """Return the frames of the next event, none if clients do not see it; the last one has the event's id."""
+        return b"".join(self.pieces(event)) if self.are_long else self._of(event)
+
+    @property
+    def are_long(self) -> bool:
+        """As Frames.are_long: until all choices have begun, if they begin with the scores of the prompt."""
+        self._echoes_scores = self._echoes_scores and not all(chunks.begun for chunks in self._chunks)
+        return self._echoes_scores
+
+    def pieces(self, event: ClientEvent) -> Iterator[bytes]:
+        """As Frames.pieces."""
+        for each in self._in_order.ready(event):
+            match each.event:
+                case TokensProduced() as tokens if not self._chunks[each.index].begun:
+                    entry_id = each.entry_id if self._says_ids else ""
+                    yield from _pieces_of(self._chunks[each.index].tokens(tokens), entry_id)
+                case _:
+                    yield self._of(each)
+
+    def _of(self, event: ClientEvent) -> bytes:
         chunks = self._chunks[event.index]
         entry_id = event.entry_id if self._says_ids else ""
         match event.event:
             case TokensProduced() as tokens:
                 told = chunks.tokens(tokens)
-                return sse.frame(told[0], entry_id) if len(told) == 1 else _framed(told, entry_id)
+                return _framed(told, entry_id)
             case Finished() as finished:
                 told = chunks.finish(finished)
                 if self._include_usage and all(choice.finished is not None for choice in self._choices):
@@ -212,11 +238,11 @@ class _ChoiceChunks:
         whole = self._chunk(self.style.text("\0"))  # what surrounds the text of a chunk that has nothing else
         self.before, _, self.after = whole.partition(b'"\\u0000"')
 
-    def tokens(self, event: TokensProduced) -> list[bytes]:
+    def tokens(self, event: TokensProduced) -> list[Chunk]:
         """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
         choice.prompt = choice.prompt or event.prompt
-        chunks = [] if self.begun else self._begin()  # its counts are those before any token
+        chunks: list[Chunk] = [] if self.begun else self._begin()  # its counts are those before any token
         part = choice.apply(event)
         if choice.reader is not None:
             chunks += self._pieces(part)
@@ -230,7 +256,7 @@ class _ChoiceChunks:
         self.offset += len(part.text)
         return chunks
 
-    def finish(self, finished: Finished) -> list[bytes]:
+    def finish(self, finished: Finished) -> list[Chunk]:
         """Return the chunk that says why the choice ended."""
         last = AnswerPart("", pieces=self.choice.finish(finished))
         chunks = [*self._begin(), *(self._pieces(last) if last.pieces else ())]
@@ -258,7 +284,7 @@ class _ChoiceChunks:
             return orjson.dumps(piece.text).join(self.around_thoughts)
         return self._chunk(self.style.piece(self.choice, piece))
 
-    def _begin(self) -> list[bytes]:
+    def _begin(self) -> list[Chunk]:
         """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
         if self.begun:
             return []
@@ -266,10 +292,10 @@ class _ChoiceChunks:
         beside, within = self.style.of_prompt(self.choice)
         opening = self.style.opening()
         if opening is None and self.choice.shown.echo:
-            prompt = Choice(self.choice.index, self.choice.shown, prompt=self.choice.prompt)
+            prompt = Choice(self.choice.index, self.choice.shown, prompt=self.choice.told_prompt)
             opening = self.style.message(prompt)
             logprobs = self.style.logprobs(prompt, AnswerPart(""), 0, first=True)
-            return [self._chunk(opening, logprobs, choice_more=within, beside=beside)]
+            return [self._pieces_of(self._fields(opening, logprobs, choice_more=within, beside=beside))]
         if opening is None and not within:
             return []
         return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
@@ -283,11 +309,29 @@ class _ChoiceChunks:
         choice_more: Mapping[str, Any] | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> bytes:
+        fields = self._fields(part, logprobs, reason=reason, choice_more=choice_more, beside=beside)
+        return self.start + b"," + orjson.dumps(fields)[1:]
+
+    def _pieces_of(self, fields: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield a chunk that may be long."""
+        pieces = encoded(fields)
+        yield self.start + b"," + next(pieces)[1:]
+        yield from pieces
+
+    def _fields(
+        self,
+        part: Mapping[str, Any],
+        logprobs: Mapping[str, Any] | None,
+        *,
+        reason: str | None = None,
+        choice_more: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         choice = {"index": self.choice.index, **part, "logprobs": logprobs, "finish_reason": reason}
         more: dict[str, Any] = {"choices": [choice | dict(choice_more or {})], **(beside or {})}
         if self.include_usage:
             more["usage"] = self.choice.usage() if self.choice.shown.continuous_usage else None
-        return self.start + b"," + orjson.dumps(more)[1:]
+        return more
 
 
 def _stopped_by(choice: Choice) -> Mapping[str, Any]:
@@ -308,10 +352,18 @@ def _head(style: Style, kind: str, uid: str, model: str) -> dict[str, Any]:
     }
 
 
-def _framed(chunks: Sequence[bytes], entry_id: str) -> bytes:
+def _framed(chunks: Sequence[Chunk], entry_id: str) -> bytes:
     """Return the frames of *chunks*, the last one with an id."""
-    if len(chunks) == 1:
+    if len(chunks) == 1 and isinstance(chunks[0], bytes):
         return sse.frame(chunks[0], entry_id)
-    if not chunks:
-        return b""
-    return b"".join(map(sse.frame, chunks[:-1])) + sse.frame(chunks[-1], entry_id)
+    return b"".join(_pieces_of(chunks, entry_id))
+
+
+def _pieces_of(chunks: Sequence[Chunk], entry_id: str) -> Iterator[bytes]:
+    """As `_framed`, in pieces."""
+    for index, chunk in enumerate(chunks, 1):
+        own = entry_id if index == len(chunks) else ""
+        if isinstance(chunk, bytes):
+            yield sse.frame(chunk, own)
+        else:
+            yield from sse.frame_pieces(chunk, own)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
+import orjson
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -36,6 +37,8 @@ MOST_ANSWERS: Final = 1024
 """Most choices of all prompts together."""
 MOST_COPIED_BYTES: Final = 8 << 20
 """Most bytes that all answers of a body have for themselves: how they are sampled, and the prompts that they repeat."""
+LONGEST_STOP: Final = 1024
+"""Most characters of a stop string."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -45,6 +48,8 @@ TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
 MOST_BIASES: Final = 1024
 MOST_ALLOWED: Final = 16_384
 MOST_METADATA: Final = 1024
+MOST_LABEL_BYTES: Final = 64 << 10
+"""Most bytes of all labels of a body. They are kept as long as the history, and no context bounds them."""
 
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -126,7 +131,7 @@ class SamplingFields(ConstraintFields):
     """Keeps the tokens whose information is closest to the entropy, up to this total probability."""
     stop: (
         Annotated[
-            list[Annotated[str, Field(min_length=1)]],
+            list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP), at_most(LONGEST_STOP)]],
             Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
             Field(max_length=16),
@@ -396,6 +401,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def _parse(model: type[R], body: bytes) -> R:
     request = parsed(model, body)
     refuse_unsupported(request.extra, _refused(model), "")
+    _refuse_long_labels(request.labels)
     if request.stream_options is not None:
         if not request.stream:
             raise wrong("stream_options", "only allowed with `stream: true`")
@@ -415,6 +421,15 @@ def _parse(model: type[R], body: bytes) -> R:
         raise wrong("truncate_prompt_tokens", "0 leaves no prompt")
     request.constraint()  # whether its fields go together
     return request
+
+
+def _refuse_long_labels(labels: Mapping[str, Any]) -> None:
+    """Refuse labels that take too much of the log. Raises RequestError, which names the largest one."""
+    sizes = {name: len(orjson.dumps(value)) for name, value in labels.items()}
+    if sum(sizes.values()) > MOST_LABEL_BYTES:
+        all_labels = ", ".join(f"`{name}`" for name in fields.LABELS)
+        seen = f"{sum(sizes.values())} bytes together, at most {MOST_LABEL_BYTES}"
+        raise wrong(max(sizes, key=sizes.__getitem__), f"the labels ({all_labels}) have {seen}; shorten them")
 
 
 def _refuse_two_values(request: GenerationRequest, name: str, alias: str) -> None:

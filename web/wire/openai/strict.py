@@ -59,12 +59,13 @@ def first_of(error: ValidationError) -> ErrorDetails:
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return a validator of objects that refuses more than *most* members before it looks at them."""
+    """Return a validator of objects and texts: it refuses more than *most* members or characters, and looks at none."""
 
     def check(value: object) -> object:
-        if isinstance(value, dict) and len(value) > most:
-            message = "Input should have at most {most} members, not {num}"
-            raise PydanticCustomError("too_long", message, {"most": most, "num": len(value)})
+        if isinstance(value, dict | str) and len(value) > most:
+            message = "Input should have at most {most} {what}, not {num}"
+            what = "characters" if isinstance(value, str) else "members"
+            raise PydanticCustomError("too_long", message, {"most": most, "num": len(value), "what": what})
         return value
 
     return BeforeValidator(check)

@@ -4,19 +4,22 @@ of plain new text. The frames are a fold of events: the same events always give 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced, ToldCandidate, ToldScore, ToldToken
+from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from pipeline.names import sibling_uids
+from pipeline.scores import Pair, Row
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
-from web.wire.openai.answers import Choice, choices_for
+from web.wire.openai.answers import Choice, InOrder, choices_for
 from web.wire.openai.errors import error_body, error_of
-from web.wire.openai.logprobs import utf8
+from web.wire.openai.logprobs import prompt_rows, prompt_tokens, utf8
+from web.wire.pieces import Slices, encoded, sliced
 from web.wire.uids import index_of
 
 
@@ -56,32 +59,43 @@ class WholeTextFrames(Frames):
         if len(events) == 1:
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
+        self._in_order = InOrder(choices)
+        self._has_scores = events[0].sampling.logprobs is not None
 
     def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        answer = self._answers[event.index]
-        match event.event:
-            case TokensProduced() as tokens:
-                answer.choice.apply(tokens)
-                return b"" if answer.choice.shown.prompt_only else self._frame(answer)
-            case Finished() as finished:
-                answer.choice.finish(finished)
-                return self._frame(answer)
-            case Failed() | Cancelled() as ended:
-                return self.error(error_of(ended))
-            case _:
-                return b""
+        return b"".join(self.pieces(event))
+
+    @property
+    def are_long(self) -> bool:
+        """As Frames.are_long: each has the scores of the prompt, and those of all tokens so far."""
+        return self._has_scores
+
+    def pieces(self, event: ClientEvent) -> Iterator[bytes]:
+        """As Frames.pieces."""
+        for each in self._in_order.ready(event):
+            answer = self._answers[each.index]
+            match each.event:
+                case TokensProduced() as tokens:
+                    answer.choice.apply(tokens)
+                    if not answer.choice.shown.prompt_only:
+                        yield from self._frame(answer)
+                case Finished() as finished:
+                    answer.choice.finish(finished)
+                    yield from self._frame(answer)
+                case Failed() | Cancelled() as ended:
+                    yield self.error(error_of(ended))
 
     @staticmethod
-    def _frame(answer: _Answer) -> bytes:
+    def _frame(answer: _Answer) -> Iterator[bytes]:
         place = {"index": answer.choice.index} if answer.choice.shown.in_list else {}
-        return sse.frame(orjson.dumps(answer.told() | place))
+        return sse.frame_pieces(encoded(answer.told(again=True) | place))
 
 
-def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> bytes:
-    """Return the whole answer in SGLang's form, once all *choices* have ended."""
-    told = [answer.told() for answer in _answers(uid, events, choices)]
-    return orjson.dumps(told if events[0].presentation.in_list else told[0])
+def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
+    """Yield the whole answer in SGLang's form in pieces, once all *choices* have ended."""
+    told = [answer.told(again=False) for answer in _answers(uid, events, choices)]
+    yield from encoded(told if events[0].presentation.in_list else told[0])
 
 
 class _Answer:
@@ -91,14 +105,15 @@ class _Answer:
         self.choice = choice
         self._uid = uid
         self._sampling = event.sampling
-        self._of_prompt: dict[str, Any] = {}
-        self._of_output: dict[str, Any] = {}
+        self._of_output: dict[str, list[bytes]] = {}
+        """The items of its lists, in JSON."""
         self._num_scores = 0
         """How many of the output's scores `_of_output` has."""
 
-    def told(self) -> dict[str, Any]:
-        """Return the whole answer so far."""
-        return {"text": self.choice.text, "output_ids": self.choice.token_ids, "meta_info": self._meta_info()}
+    def told(self, *, again: bool) -> dict[str, Any]:
+        """Return the whole answer so far. *again*: it is told again and again."""
+        meta = self._meta_info() | (self._logprobs(again=again) if self._sampling.logprobs is not None else {})
+        return {"text": self.choice.text, "output_ids": self.choice.token_ids, "meta_info": meta}
 
     def _meta_info(self) -> dict[str, Any]:
         usage, finished = self.choice.usage(), self.choice.finished
@@ -111,8 +126,6 @@ class _Answer:
         }
         if finished is not None:
             meta["e2e_latency"] = finished.timings.total_ms / 1000
-        if self._sampling.logprobs is not None:
-            meta |= self._logprobs()
         return meta
 
     def _finish_reason(self, num_tokens: int) -> dict[str, Any] | None:
@@ -123,33 +136,37 @@ class _Answer:
             return {"type": "length", "length": num_tokens}
         return {"type": "stop", "matched": self.choice.matched}
 
-    def _logprobs(self) -> dict[str, Any]:
-        """Return the fields with log-probabilities; those of the prompt are made once."""
-        prompt = self.choice.prompt
-        if not self._of_prompt and prompt is not None:
-            tokens = [*([prompt.first] if prompt.first else ()), *prompt.scores][self.choice.shown.scores_from :]
-            # SGLang's first one has no score, wherever it is: that would come from the token before.
-            first = [ToldToken(token=token.token, text=token.text) for token in tokens[:1]]
-            told = self._lists("input", [*first, *tokens[1:]])
-            self._of_prompt = {name: orjson.Fragment(orjson.dumps(value)) for name, value in told.items()}
-        for name, new in self._lists("output", self.choice.scores[self._num_scores :]).items():
-            self._of_output.setdefault(name, []).extend(new)
-        self._num_scores = len(self.choice.scores)
-        return (self._of_prompt or self._lists("input", [])) | self._of_output
-
-    def _lists(self, side: str, tokens: Sequence[ToldToken]) -> dict[str, Any]:
-        """Return the lists of one *side*; those of the most probable tokens only if the client asked for them."""
-        told: dict[str, Any] = {f"{side}_token_logprobs": [self._one(token) for token in tokens]}
-        if self._sampling.logprobs:
-            told[f"{side}_top_logprobs"] = [
-                [self._one(other) for other in token.top] if isinstance(token, ToldScore) else None for token in tokens
-            ]
+    def _logprobs(self, *, again: bool) -> dict[str, Any]:
+        """Return the fields with log-probabilities. If told *again* and again, the output's are encoded once."""
+        prompt, scores, start = self.choice.told_prompt, self.choice.scores, self._num_scores
+        self._num_scores = len(scores)
+        since = self.choice.shown.scores_from
+        tokens: Iterator[Pair] = iter(()) if prompt is None else prompt_tokens(prompt, since)
+        rows: Iterator[Row] = iter(()) if prompt is None else prompt_rows(prompt, since)
+        # SGLang's first one has no score, wherever it is: that would come from the token before.
+        first = [Pair(token.token, token.text, None) for token in itertools.islice(tokens, 1)]
+        no_top = [(token, []) for token, _ in zip(first, rows, strict=False)]
+        told: dict[str, Any] = self._lists("input", itertools.chain(first, tokens), itertools.chain(no_top, rows))
+        of_output = self._lists("output", scores.tokens(start), scores.rows(start))
+        told |= of_output
+        for name, new in of_output.items() if again else ():
+            made = self._of_output.setdefault(name, [])
+            made += (orjson.dumps(items)[1:-1] for items in new.slices)
+            told[name] = orjson.Fragment(b"[" + b",".join(made) + b"]")
         return told
 
-    def _one(self, token: ToldToken) -> list[Any]:
+    def _lists(self, side: str, tokens: Iterator[Pair], rows: Iterator[Row]) -> dict[str, Slices]:
+        """Return the lists of one *side*; those of the most probable tokens only if the client asked for them."""
+        told = {f"{side}_token_logprobs": sliced(map(self._one, tokens))}
+        if tops := self._sampling.logprobs:
+            others = ([self._one(one) for one in top] if token.logprob is not None else None for token, top in rows)
+            told[f"{side}_top_logprobs"] = sliced(others, tops)
+        return told
+
+    def _one(self, token: Pair) -> list[Any]:
         """Return log-probability, token id, and the text if the client asked for it."""
         text = bytes(utf8(token.text)).decode(errors="replace") if self.choice.shown.score_texts else None
-        return [token.logprob if isinstance(token, ToldCandidate) else None, token.token, text]
+        return [token.logprob, token.token, text]
 
 
 def _answers(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> list[_Answer]:

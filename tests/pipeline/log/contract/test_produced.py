@@ -125,6 +125,29 @@ def test_several_steps_are_consumed_together_or_not_at_all(
     assert detokenizer.commit(second, say_tokens("a", 2))
 
 
+def test_a_part_of_a_step_is_written_once_and_counts_its_tries(
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept("a", "b")
+    cursor = log.open_replies("web-0")
+    entry = detokenizer.read_step()
+
+    def say(*events: Produced, tries: int) -> bool:
+        return log.produced(detokenizer.owner, [entry], "generate-0", events, tries=tries)
+
+    assert say(say_tokens("a", 1), tries=7)
+    assert log.pending(STEPS, "detokenize-0") == [entry] and log.backlog(STEPS) == 1
+    assert log.retry(STEPS, detokenizer.owner, entry) == 8
+    for tries in (7, 8):
+        assert not say(say_tokens("b", 1), tries=tries)
+    assert say(say_tokens("b", 1), tries=9) and log.retry(STEPS, detokenizer.owner, entry) == 10
+    assert [scene.ids(uid)[2:] for uid in ("a", "b")] == [["1-0"], ["1-0"]]
+    assert detokenizer.commit(entry)
+    assert not say(say_tokens("a", 2), tries=20)
+    assert log.backlog(STEPS) == 0 and scene.ids("a")[2:] == ["1-0"]
+    assert [reply.uid for reply in scene.replies_after(cursor)] == ["a", "b"]
+
+
 def test_produced_is_fenced(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a")
     entry = detokenizer.read_step()

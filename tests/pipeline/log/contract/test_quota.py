@@ -9,13 +9,16 @@ from log_contract import (
     FINISHED,
     TOO_FAST,
     TOO_MANY,
+    TOO_MUCH,
     Detokenizer,
     Scene,
     in_one_minute,
     say_end,
+    submitted,
 )
 
 from pipeline.log.protocol import Once, Quota, StreamLog, Submission, SubmitResult
+from pipeline.log.shared import REQUEST_BYTES, submitted_bytes, submitted_words
 
 
 def test_a_key_has_so_many_requests_accepted_in_a_minute(log: StreamLog, scene: Scene) -> None:
@@ -123,3 +126,58 @@ def test_of_simultaneous_submits_no_more_are_accepted_than_may_be(scene: Scene) 
     quota = Quota("key", concurrent_requests=3)
     outcomes = scene.at_once(lambda one, uid: one.submit_as(uid, quota).submission)
     assert (outcomes.count(ACCEPTED), outcomes.count(TOO_MANY)) == (3, 5)
+
+
+ONE_BYTES = submitted_bytes(*submitted_words([submitted()]))
+"""What one request of a scene counts."""
+
+
+def test_a_key_submits_no_more_than_its_share_of_the_log(log: StreamLog, scene: Scene) -> None:
+    quota = Quota("key", log_bytes=3 * ONE_BYTES - 1)
+    outcomes = [scene.submit_as(uid, quota) for uid in "abcde"]
+    assert [outcome.submission for outcome in outcomes] == [ACCEPTED] * 3 + [TOO_MUCH] * 2
+    assert [outcome.used_bytes for outcome in outcomes] == [0] * 3 + [3 * ONE_BYTES] * 2
+    assert all(0 < outcome.again_ms <= 17 / 16 * log.limits.retention_ms + 1 for outcome in outcomes[3:])
+    assert log.alive(list("abcde")) == set("abc") and scene.ids("d") == []
+    scene.end("a")
+    assert scene.submit_as("d", quota).submission is TOO_MUCH, "its history is kept"
+
+
+def test_a_share_is_free_again_when_the_retention_is_over(scene: Scene) -> None:
+    quota, retention_ms = Quota("key", log_bytes=1), 160
+    assert scene.submit_as("a", quota, retention_ms=retention_ms).submission is ACCEPTED
+    refused = scene.submit_as("b", quota, retention_ms=10_000)
+    assert (refused.submission, refused.used_bytes) == (TOO_MUCH, ONE_BYTES)
+    while (last := scene.submit_as("b", quota, retention_ms=retention_ms)).submission is TOO_MUCH:
+        assert 0 < last.again_ms <= retention_ms + 10
+    assert last.submission is ACCEPTED
+    refused = scene.submit_as("c", quota, retention_ms=retention_ms)
+    assert (refused.submission, refused.used_bytes) == (TOO_MUCH, ONE_BYTES)
+
+
+def test_a_request_counts_its_texts_those_of_siblings_once_and_each_what_a_history_takes(scene: Scene) -> None:
+    def used(key: str, prompt: str, count: int) -> int:
+        events = [submitted(prompt=prompt, number=0)] * count
+        scene.log.submit(key, events, quota=Quota(key, log_bytes=1))
+        return scene.submit_as(f"{key}'", Quota(key, log_bytes=1)).used_bytes
+
+    short, long, siblings = used("a", "é", 1), used("b", "é" * 5001, 1), used("c", "é" * 5001, 8)
+    assert long - short == 10_000, "bytes of UTF-8"
+    assert 7 * REQUEST_BYTES < siblings - long < 7 * REQUEST_BYTES + 5000
+
+
+def test_shares_of_keys_are_apart_and_what_is_refused_takes_nothing_of_them(scene: Scene) -> None:
+    quota, once = Quota("key", concurrent_requests=2, log_bytes=2 * ONE_BYTES), Once("k", "body")
+    assert scene.submit_as("a", quota, once).submission is ACCEPTED
+    outcomes = [
+        scene.submit_as("a", quota).submission,
+        scene.submit_as("b", quota, once).submission,
+        scene.submit_as("b", quota, max_queued=1).submission,
+        scene.submit_as("b", Quota("another", log_bytes=1)).submission,
+        scene.submit_as("c", quota).submission,
+        scene.submit_as("d", quota).submission,
+    ]
+    assert outcomes == [DUPLICATE, Submission.ATTACH, BUSY, ACCEPTED, ACCEPTED, TOO_MANY]
+    scene.end("a")
+    assert scene.submit_as("d", quota, max_queued=1).used_bytes == 2 * ONE_BYTES, "a full server says it, too"
+    assert scene.submit("nobody's") is ACCEPTED

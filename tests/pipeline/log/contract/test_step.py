@@ -9,7 +9,7 @@ from log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import decode
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.protocol import Entry, StepCommitted, StreamLog
 from pipeline.names import parse_id
 
 # step
@@ -44,6 +44,24 @@ def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, sc
     again = scene.step(owner, 1, entry.id)
     assert again == replace(first, ms=again.ms)
     assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
+
+
+def test_a_commit_without_steps_says_what_is_new_and_is_fenced(log: StreamLog, scene: Scene) -> None:
+    def asked() -> StepCommitted:
+        return log.step(owner, {}, ended=[], control_cursor=cursor, lease_ms=LONG_MS)
+
+    owner, cursor = scene.own("generate-0"), "0-0"
+    assert (asked().steps_length, list(asked().ended)) == (0, [])
+    scene.accept("a", "b")
+    before = scene.step(owner, 1)
+    cursor = before.control_cursor
+    scene.end("a")
+    told = asked()
+    assert (told.steps_length, told.newest, list(told.ended)) == (1, before.newest, ["a"])
+    assert [entry.id for entry in log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)] == ["1-1"]
+    scene.own_after(owner)
+    with pytest.raises(Fenced):
+        asked()
 
 
 def test_several_steps_are_one_commit(log: StreamLog, scene: Scene) -> None:

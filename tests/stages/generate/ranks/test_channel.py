@@ -83,11 +83,15 @@ class Noted:
 
     def __init__(self, refusal: str = "") -> None:
         self.refusal = refusal
+        self.error: Exception | None = None
+        """What a send raises that gloo does not."""
         self.kinds: list[Kind] = []
         self.changed = threading.Condition()
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Noted:
         (ints,) = tensors
+        if self.error is not None:
+            raise self.error
         with self.changed:
             self.kinds.append(Reader().read(ints.numpy())[0])
             self.changed.notify_all()
@@ -173,6 +177,13 @@ def test_a_lost_rank_is_told_in_one_line_while_rank_0_waits_and_when_it_computes
     with pytest.raises(RankLost) as lost, leader.computing(plan_of(1)):
         pass
     assert str(lost.value) == line
+
+
+def test_any_error_of_the_thread_that_keeps_the_ranks_waiting_is_told() -> None:
+    group, told = Noted(), queue.Queue[RankLost]()
+    group.error = MemoryError("no memory")
+    Leader(group, told.put, idle_s=SOON_S)
+    assert str(told.get(timeout=20)) == "the ranks cannot be reached: MemoryError('no memory')"
 
 
 def test_a_step_at_which_rank_0_fails_ends_the_ranks() -> None:

@@ -10,8 +10,10 @@
 // *page* of both: {signal, onChange(), onUid()}. *onChange* is called after each change of the answers.
 
 import { ApiError, call, events, explain, follow, pathOf, pause, request } from "../api.js";
+import { newId } from "./store.js";
 
 const MOST_TRIES = 30; // of a question that the server cannot take yet
+const MOST_BREAKS = 9; // of its connection, before an answer begins
 
 /** Return an empty answer of *side*, which remembers the settings that it was asked with. */
 export function newAnswer({ model, system, fields }) {
@@ -58,15 +60,18 @@ export function ask(body, answers, page) {
   );
 }
 
-/** Send *body* until the server takes it: at its start, or while it has no room, it says 503. */
+/** Send *body* until the server takes it: at its start, or while it has no room, it says 503. Under one key, all that is
+ *  sent is one request, also if the connection breaks before the answer begins. */
 async function taken(body, signal, onNote) {
-  for (let left = MOST_TRIES; ; left--) {
+  const headers = { "idempotency-key": newId() };
+  for (let left = MOST_TRIES, breaks = 0; ; left--) {
     try {
-      return await request("/v1/chat/completions", { method: "POST", body, signal });
+      return await request("/v1/chat/completions", { method: "POST", body, headers, signal });
     } catch (error) {
-      if (error.status !== 503 || !left) throw error;
-      onNote("The server cannot take it yet. Trying again.");
-      await pause(Math.max(error.retryAfterMs, 1000), signal);
+      const again = error.status === 0 ? ++breaks <= MOST_BREAKS : error.status === 503;
+      if (!again || !left) throw error;
+      onNote(error.status ? "The server cannot take it yet. Trying again." : "The connection broke. Asking again.");
+      await pause(error.status ? Math.max(error.retryAfterMs, 1000) : Math.min(250 * breaks, 2000), signal);
       onNote("");
     }
   }
@@ -129,15 +134,17 @@ function cancel(uid) {
 }
 
 async function* chunks(response, uid, signal, onNote) {
-  let last = null;
+  let last = null,
+    begun = false;
   try {
     for await (const { id, data } of events(response)) {
       last = id;
+      begun = true;
       if (data === "[DONE]") return;
       yield parsed(data);
     }
   } catch (error) {
-    if (signal.aborted || error instanceof ApiError || !uid || !last) throw error;
+    if (signal.aborted || error instanceof ApiError || !uid || (begun && !last)) throw error;
     onNote("The connection broke. Connecting again.");
     yield* rest(uid, last, signal, onNote);
   }

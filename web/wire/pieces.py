@@ -1,0 +1,62 @@
+"""JSON of long answers, made piece by piece: nobody holds all of it, and others have the loop between two pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import orjson
+
+PIECE_BYTES: Final = 64 << 10
+"""A piece is sent once it has so many. Making it takes some milliseconds."""
+PAIRS_AT_ONCE: Final = 256
+"""Pairs of token and log-probability that are made at a time, each of up to 100 bytes."""
+_HERE: Final = b"\xff"
+"""Stands for a list in JSON, which is UTF-8 and never has this byte."""
+
+T = TypeVar("T")
+
+
+class Slices:
+    """A list that is made and encoded slice by slice, once."""
+
+    def __init__(self, slices: Iterable[Sequence[Any]]) -> None:
+        self.slices = slices
+
+
+def sliced(items: Iterable[T], num_pairs: int = 1) -> Slices:
+    """Return a list of *items*, of which each has so many pairs."""
+    return Slices(_batched(iter(items), max(PAIRS_AT_ONCE // num_pairs, 1)))
+
+
+def _batched(items: Iterator[T], most: int) -> Iterator[list[T]]:
+    while batch := list(islice(items, most)):
+        yield batch
+
+
+def encoded(value: object) -> Iterator[bytes]:
+    """Yield *value* as JSON, in pieces. The lists in it that are Slices are encoded one after the other."""
+    lists: list[Slices] = []
+
+    def stand_in(one: object) -> orjson.Fragment:
+        if not isinstance(one, Slices):
+            raise TypeError
+        lists.append(one)
+        return orjson.Fragment(_HERE)
+
+    begin, *rest = orjson.dumps(value, default=stand_in).split(_HERE)
+    piece = [begin]
+    num_bytes = len(begin)
+    for one, after in zip(lists, rest, strict=True):
+        opening = b"["
+        for items in one.slices:
+            piece += (opening, orjson.dumps(items)[1:-1])
+            num_bytes += len(piece[-1])
+            opening = b","
+            if num_bytes >= PIECE_BYTES:
+                yield b"".join(piece)
+                piece, num_bytes = [], 0
+        piece += (b"[]" if opening == b"[" else b"]", after)
+        num_bytes += len(after)
+    yield b"".join(piece)
