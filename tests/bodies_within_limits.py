@@ -207,7 +207,8 @@ def body(draw: random.Random, base: str, *extras: str, share: float = 1.0) -> Dr
 
 
 def _as_sglang(fields: Fields, draw: random.Random) -> Fields:
-    own = {name: fields.pop(name) for name in ("text", "input_ids", "stream", "user", "metadata") if name in fields}
+    beside = ("text", "input_ids", "stream", "user", "metadata")
+    own: Fields = {name: fields.pop(name) for name in beside if name in fields}
     if fields.pop("prompt_logprobs", None):
         own |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
     return own | {"sampling_params": {SGLANG.get(name, name): value for name, value in fields.items()}}
@@ -224,7 +225,7 @@ def any_body(draw: random.Random, share: float = 1.0) -> Drawn:
 
 def _alone() -> tuple[tuple[str, ...], ...]:
     full = ("scored prompts", "echoes with scores", "ids that are sent back", "the most answers")
-    found = [(base,) for base in BASES]
+    found: list[tuple[str, ...]] = [(base,) for base in BASES]
     for name in EXTRAS:
         short = "a short chat" if ONLY.get(name) == CHAT else "a short prompt"
         found.append(("a prompt that fills the context" if name in full else short, name))

@@ -23,7 +23,6 @@ from pipeline.errors import ConfigError, LogError
 from pipeline.events import new_uid
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
-from pipeline.process import private
 from pipeline.recording import Recording
 
 NOW_S = 1_800_000_000.0
@@ -134,7 +133,7 @@ def test_an_archiver_does_not_write_through_a_link_or_into_a_pipe(
 def test_a_file_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = request()
     files = written(folder, kept)
-    monkeypatch.setattr(private.os, "geteuid", lambda: 4321)  # the folder and its files belong to somebody else
+    monkeypatch.setattr("os.geteuid", lambda: 4321)  # the folder and its files belong to somebody else
     assert asked(folder, kept.uid) == {kept.uid: kept}, "to one and the same"
     if os.getuid() == 0:
         for file in files:
