@@ -127,7 +127,11 @@ class KeysConfig:
             "machine can read a command line [none]"
         ),
     )
-    limits: str = flag("--limits", default="", help="TOML file with API keys, their limits on requests, and how much of the log each may fill [no limits]")
+    limits: str = flag(
+        "--limits",
+        default="",
+        help="TOML file with API keys, their limits on requests, and how much of the log each may fill [no limits]",
+    )
     admin_key: str | None = flag(
         "--admin-key",
         default=None,
