@@ -75,12 +75,12 @@ def made_in_thread(make: Callable[[], str], code: str, param: str) -> str:
     Raises:
         RequestError: *make* raised one, or any other error. That becomes one with *code*, about the field *param*.
     """
-    made: list[str | Exception] = []
+    made: list[str | BaseException] = []
 
     def run() -> None:
         try:
             made.append(make())
-        except Exception as error:  # the converter of GBNF raises its own and plain ones
+        except BaseException as error:  # plain ones of the converter of GBNF, and a panic in Rust is no Exception
             made.append(error)
 
     thread = threading.Thread(target=run, name="grammar")
@@ -91,7 +91,7 @@ def made_in_thread(make: Callable[[], str], code: str, param: str) -> str:
         raise grammar
     if isinstance(grammar, RecursionError):
         raise refusal(code, param, "it is nested too deeply")
-    if isinstance(grammar, Exception):
+    if isinstance(grammar, BaseException):
         raise refusal(code, param, f"{grammar}")
     return grammar
 

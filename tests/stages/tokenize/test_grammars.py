@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import parser_limits
-from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, grammar_of, known_formats
+from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, grammar_of, known_formats, made_in_thread
 from web.wire.constraints import MOST_CHOICES
 
 DEMO = Path(__file__).resolve().parents[3] / "stages" / "generate" / "model" / "demo" / "tokenizer.json"
@@ -38,6 +38,19 @@ def is_accepted(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     token_ids = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+def test_a_panic_of_the_library_refuses_the_request_and_ends_no_thread_with_an_exception() -> None:
+    def panic() -> str:
+        raise Panic("index out of bounds")
+
+    with pytest.raises(RequestError, match="index out of bounds") as raised:
+        made_in_thread(panic, "invalid_grammar", "ebnf")
+    assert (raised.value.code, raised.value.param) == ("invalid_grammar", "ebnf")
 
 
 @pytest.mark.parametrize(
