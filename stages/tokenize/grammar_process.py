@@ -24,6 +24,8 @@ from stages.tokenize.frames import read_frame, write_frame
 from stages.tokenize.grammars import byte_tokens
 from stages.tokenize.markup import Dialect
 
+READ_BYTES: Final = 32
+"""Memory for each byte of a question, which may have 4 MiB of tools beside the one that is called."""
 STATUS: Final = Path("/proc/self/status")
 
 
@@ -44,8 +46,11 @@ def main() -> int:
     byte_tokens()
 
     def answer_all() -> None:
-        _limit_memory(limit_bytes)
+        at_rest = _memory()
         while (question := read_frame(questions)) is not None:
+            if at_rest:
+                most = at_rest + limit_bytes + READ_BYTES * len(question)
+                resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
             signal.setitimer(signal.ITIMER_PROF, limit_cpu_s)
             answer = _answer(question, dialect)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -57,27 +62,28 @@ def main() -> int:
 
 def _answer(question: bytes, dialect: Dialect) -> bytes:
     """Return the grammar, or the error of its request, in JSON."""
-    asked = Asked.model_validate_json(question)
+    param = ""
     try:
+        asked = Asked.model_validate_json(question)
+        param = asked.param
         return orjson.dumps({"grammar": answer_grammar(asked, dialect)})
     except RequestError as error:
         return _said(error)
     except Exception as error:
-        message = f"{asked.param}: no grammar can be made: {error!r}"[:500]
-        return _said(RequestError(message, code="tokenizer_error", param=asked.param))
+        message = f"{param}: no grammar can be made: {error!r}"[:500]
+        return _said(RequestError(message, code="tokenizer_error", param=param))
 
 
 def _said(error: RequestError) -> bytes:
     return orjson.dumps({"message": error.message, "code": error.code, "param": error.param, "status": error.status})
 
 
-def _limit_memory(num_bytes: int) -> None:
-    """Let this process have so many bytes more. Only Linux says how much it has, and only Linux keeps such a limit."""
+def _memory() -> int:
+    """Return how many bytes this process may write to; 0: this is not Linux, which alone says it and limits it."""
     if not STATUS.exists():
-        return
-    (has_kb,) = (line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
-    most = (int(has_kb) << 10) + num_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return 0
+    (num_kb,) = (line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
+    return int(num_kb) << 10
 
 
 if __name__ == "__main__":

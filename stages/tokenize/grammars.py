@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -253,19 +253,22 @@ def json_of(schema: Mapping[str, Any], whitespace: str | None = None) -> str:
     return f"%json {orjson.dumps(known_formats(dict(schema)) | {OPTIONS: options}).decode()}"
 
 
-def known_formats(schema: Any) -> Any:
-    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it."""
+def known_formats(schema: Any, left_out: Collection[str] = ()) -> Any:
+    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it.
+
+    The keywords *left_out* are not in it either.
+    """
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
+        if name in left_out or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
         if name in OF_A_SCHEMA and isinstance(value, dict):
-            value = known_formats(value)
+            value = known_formats(value, left_out)
         elif (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
-            value = [known_formats(one) for one in value]
+            value = [known_formats(one, left_out) for one in value]
         elif name in OF_NAMED_SCHEMAS and isinstance(value, dict):
-            value = {key: known_formats(one) for key, one in value.items()}
+            value = {key: known_formats(one, left_out) for key, one in value.items()}
         found[name] = value
     return found
