@@ -55,11 +55,11 @@ def is_limit(reason: str) -> bool:
 def parser_limits() -> LLParserLimits:
     """Return them. Where llguidance's own are higher, those are of a program that trusts its grammars.
 
-    - `step_lexer_fuel`: in a field of JSON, the pattern `^[\\p{L}\\p{N} .'-]{1,50}$` needs more than 20,000: the letters of
-      all alphabets are many expressions. Patterns of that kind pass with 50,000. The time of the worst mask grows with
-      it: 2 ms with 20,000, 6 ms with 50,000 and 16 ms with 200,000, of grammars made for that.
-    - `step_max_items`: a mask asks what each token would begin. The same pattern needs more than 5,000 for a vocabulary of
-      50,000 tokens, and more than 20,000 for one of 150,000.
+    - `step_lexer_fuel`: in a field of JSON, the pattern `^[\\p{L}\\p{N} .'-]{1,50}$` needs more than 20,000: letters of
+      all alphabets are many expressions. Patterns of that kind pass with 50,000. The time of the worst mask grows
+      with it: 2 ms with 20,000, 6 ms with 50,000 and 16 ms with 200,000, of grammars made for that.
+    - `step_max_items`: a mask asks what each token would begin. The same pattern needs more than 5,000 for a vocabulary
+      of 50,000 tokens, and more than 20,000 for one of 150,000.
     - `max_items_in_row`: the time of an ambiguous grammar's mask grows with its square. 34 ms become 6 ms with half of
       llguidance's 2,000.
 

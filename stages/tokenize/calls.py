@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from pipeline.errors import RequestError
 from pipeline.markup import ToolFormat
-from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, checked, json_of, refusal
+from stages.tokenize.grammars import checked, json_of, refusal
 from stages.tokenize.literals import (
     ANY_PYTHON,
     OF_AN_OBJECT,
@@ -88,13 +88,10 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
         ValueError: The rules are too large together.
     """
     write = _Writer(dialect, rules)
-    bodies, num_letters = [], 0
+    bodies = []
     for tool in tools:
-        num_lines = len(rules.lines)
-        bodies.append(_checked_body(write, form, tool))
-        num_letters += sum(map(len, rules.lines[num_lines:]))
-        if num_letters > LARGEST_GRAMMAR_BYTES:  # each further check of a schema takes time
-            raise ValueError(TOO_LARGE)
+        _check_alone(write, form, tool)
+        bodies.append(_WRITERS[form](write, tool))
     body = rules.add(" | ".join(bodies))
     begin, end = write.marker("<tool_call>"), write.marker("</tool_call>")
     match form:
@@ -120,13 +117,12 @@ def _repeated(first: str, other: str, parallel: bool) -> str:
     return f"{first} ({other})*" if parallel else first
 
 
-def _checked_body(write: _Writer, form: ToolFormat, tool: Tool) -> str:
-    """Return a rule for the call of one tool, of which is known that it can be enforced."""
+def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
+    """Raise RequestError if the call of one tool cannot be enforced."""
     try:
         alone = Rules()
         body = _WRITERS[form](_Writer(write.dialect, alone), tool)
         checked("\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form == "pythonic" else [])]))
-        return _WRITERS[form](write, tool)
     except RequestError:
         raise
     except (ValueError, TypeError, AttributeError) as error:  # a schema may have anything in any place

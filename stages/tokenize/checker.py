@@ -59,6 +59,7 @@ class GrammarChecker:
         self._results: queue.SimpleQueue[tuple[int, bytes, Checked]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
         self._number = 0
         """Of the last question; results of earlier ones are not waited for."""
 
@@ -92,9 +93,10 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the process, also in the middle of a check."""
+        self._is_closed = True
         self._questions.put(None)
-        if self._process is not None:
-            self._process.kill()
+        if (process := self._process) is not None:
+            process.kill()
         if self._thread is not None:
             self._thread.join()
 
@@ -102,7 +104,7 @@ class GrammarChecker:
 
     def _check_all(self) -> None:
         try:
-            while (question := self._questions.get()) is not None:
+            while (question := self._questions.get()) is not None and not self._is_closed:
                 number, asked, message = question
                 self._results.put((number, _key(message), self._check(asked, message)))
         finally:
@@ -115,6 +117,8 @@ class GrammarChecker:
             if answer is not None:
                 return _checked(answer)
             code = self._end()
+            if self._is_closed:
+                break
             logger.warning("grammar_process_ended", code=code)
             self._process = self._start()  # while nobody waits
             if code == -signal.SIGPROF:

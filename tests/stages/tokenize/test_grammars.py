@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter
@@ -214,6 +215,7 @@ def test_a_pattern_of_the_letters_of_all_alphabets_is_followed(
         assert mask[token // 8] >> token % 8 & 1 and matcher.consume_token(token), matcher.get_error()
 
 
+@functools.cache
 def large_vocabulary(num_tokens: int) -> LLTokenizer:
     """Return a vocabulary of all bytes, and of pieces of words in some alphabets."""
     draw = random.Random(1)

@@ -13,6 +13,7 @@ from measured import count_of
 
 import pipeline.scored
 import stages.tokenize.worker
+from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import (
     Answered,
@@ -27,6 +28,7 @@ from pipeline.events import (
     new_uid,
 )
 from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.markup import Markup
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     BATCH_SECONDS,
@@ -40,8 +42,9 @@ from pipeline.metrics.families import (
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
+from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered
-from stages.tokenize.worker import LONGEST_BATCH_S, TokenizeWorker
+from stages.tokenize.worker import CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
 
 CONTEXT = 16
 LIMIT_S = 2.5
@@ -76,7 +79,7 @@ class LetterEncoder:
         if event.prompt == "panics at once":
             raise Panic("index out of bounds")
         bad_words = tuple(tuple(map(ord, word)) for word in event.sampling.bad_words)
-        return Rendered(event.prompt, True, "prompt", bad_words=bad_words)
+        return Rendered(event.prompt, True, "prompt", bad_words=bad_words, asked=asked_of(event, Markup()))
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         self.encoded.append([prompt.text for prompt in prompts])
@@ -125,6 +128,30 @@ class LetterEncoder:
         return '{"letters":true}'
 
 
+class SlowChecker:
+    """A check is done when `finish` is called."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.waits: list[float] = []
+        self._known: dict[str, str | RequestError] = {}
+
+    def finish(self, error: RequestError | None = None) -> None:
+        self._known[self.begun[-1]] = error or f"grammar of {self.begun[-1]}"
+
+    def known(self, asked: Asked) -> str | RequestError | None:
+        assert asked.constraint is not None
+        return self._known.get(asked.constraint.text)
+
+    def begin(self, asked: Asked) -> None:
+        assert asked.constraint is not None
+        self.begun.append(asked.constraint.text)
+
+    def result(self, timeout_s: float) -> str | RequestError | None:
+        self.waits.append(timeout_s)
+        return self._known.get(self.begun[-1])
+
+
 class Rig:
     def __init__(self, open_log: Callable[[], StreamLog]) -> None:
         self.log = open_log()
@@ -140,7 +167,11 @@ class Rig:
         self.encoder = LetterEncoder()
         encoder: Any = self.encoder
         self.measures = Measures()
-        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, self.measures, limit_cpu_s=LIMIT_S)
+        self.checker = SlowChecker()
+        checker: Any = self.checker
+        self.worker = TokenizeWorker(
+            self.log, self.slot_lease, encoder, self.measures, limit_cpu_s=LIMIT_S, checker=checker
+        )
 
     def submit(self, *prompts: str) -> list[str]:
         return [self.ask(prompt=prompt) for prompt in prompts]
@@ -538,3 +569,77 @@ def test_an_entry_that_killed_its_tokenizers_and_names_no_request_is_buried(rig:
     rig.worker.bury(entry, 4)
     assert rig.log.backlog(rig.inbox) == 0 and [letter.fields["deaths"] for letter in rig.log.dead_letters(9)] == ["0"]
     assert (count_of(rig.measures, BURIED), count_of(rig.measures, UNREADABLE_ENTRIES, "submitted")) == (0, 1)
+
+
+# Grammars
+
+
+def bound(text: str) -> Constraint:
+    return Constraint(kind="regex", text=text, param="regex")
+
+
+def test_requests_without_a_grammar_do_not_wait_for_a_check(rig: Rig) -> None:
+    first, second = rig.ask(prompt="a", constraint=bound("1")), rig.ask(prompt="b", constraint=bound("2"))
+    plain = rig.submit("c", "d")
+    rig.handle()
+    plain += rig.submit("e")
+    rig.handle()
+    assert [type(rig.last(uid)[1]) for uid in (first, second, *plain)] == [Submitted] * 2 + [Tokenized] * 3
+    assert rig.checker.begun == ["1"] and len(rig.worker.held()) == 2 and set(rig.checker.waits) == {0}
+    rig.worker.handle([])
+    assert rig.checker.waits[-1] == CHECK_LOOK_S, "a turn without entries waits a moment"
+    rig.checker.finish()
+    rig.worker.handle([])
+    assert rig.last(first)[1].grammar == "grammar of 1" and rig.last(first)[1].grammar_param == "regex"
+    assert rig.checker.begun == ["1", "2"]
+    rig.checker.finish(RequestError("It is a bomb.", code="grammar_too_complex", param="regex"))
+    rig.worker.handle([])
+    end = rig.last(second)[1]
+    assert isinstance(end, Failed) and (end.status, end.code, end.param) == (400, "grammar_too_complex", "regex")
+    assert not rig.worker.held() and rig.log.pending(rig.inbox, "tokenize-0") == []
+    known = rig.ask(prompt="f", constraint=bound("1"))
+    rig.handle()
+    assert rig.last(known)[1].grammar == "grammar of 1", "it was checked before"
+
+
+def test_of_the_choices_of_a_prompt_the_grammar_is_checked_once(rig: Rig) -> None:
+    events = [one.model_copy(update={"constraint": bound("1")}) for one in choices(6, "a")]
+    uids = sibling_uids(new_uid(), 6)
+    rig.log.submit(uids[0].partition(".")[0], events)
+    rig.handle()
+    rig.checker.finish()
+    for _ in range(3):
+        rig.worker.handle([])
+    assert [rig.last(uid)[1].grammar for uid in uids] == ["grammar of 1"] * 6
+    assert rig.checker.begun == ["1"] and rig.encoder.encoded == [["a"]]
+
+
+def test_as_many_requests_wait_for_checks_as_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.tokenize.worker, "MOST_HELD", 2)
+    uids = [rig.ask(prompt="a", constraint=bound(f"{number}")) for number in range(3)]
+    rig.handle()
+    assert len(rig.worker.held()) == 2 and [type(rig.last(uid)[1]) for uid in uids[:2]] == [Submitted, Submitted]
+    end = rig.last(uids[2])[1]
+    assert isinstance(end, Failed) and (end.status, end.code) == (503, "queue_full")
+    assert "2 requests wait for the check of their grammars" in end.message
+
+
+def test_what_waits_for_a_check_is_done_again_by_the_next_tokenizer(rig: Rig) -> None:
+    uids = [rig.ask(prompt="a", constraint=bound(text)) for text in "12"]
+    rig.handle()
+    rig.worker.forget()
+    assert not rig.worker.held()
+    rig.handle(rig.log.pending(rig.inbox, "tokenize-0"))
+    for _ in uids:
+        rig.checker.finish()
+        rig.worker.handle([])
+    assert [rig.last(uid)[1].grammar for uid in uids] == ["grammar of 1", "grammar of 2"]
+
+
+def test_a_request_that_was_cancelled_while_it_waited_is_not_checked(rig: Rig) -> None:
+    uids = [rig.ask(prompt="a", constraint=bound(text)) for text in "12"]
+    rig.handle()
+    rig.log.end(uids[1], Cancelled(by="client"), frontend="web-0")
+    rig.checker.finish()
+    rig.worker.handle([])
+    assert rig.checker.begun == ["1"] and rig.log.pending(rig.inbox, "tokenize-0") == [] and not rig.worker.held()
