@@ -71,7 +71,10 @@ def _info(client: redis.Redis, address: Address) -> dict[str, Any]:
 
 
 def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
-    """Ask for a key of the log: a node of a cluster that does not have it says which one does."""
+    """Ask for a key of the log: a node of a cluster that does not have it says which one does.
+
+    Other errors are left to the workers, which wait for what passes.
+    """
     try:
         client.exists(names.live)
     except redis.exceptions.RedisError as error:
@@ -81,7 +84,6 @@ def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
                 f"--redis-url {address.shown}: a node of a cluster that does not have the log of --namespace "
                 f"{names.namespace} ({text}); name {text.rpartition(' ')[2]}, or a server without cluster mode"
             ) from error
-        # The workers wait for what passes, and say what does not.
 
 
 def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:

@@ -301,7 +301,7 @@ _CODES: Final[Mapping[type[errors.RedisError], str]] = {
 Where a script of 6.2 passes an error on, and where redis-py does not read the reply, these are in there, too."""
 
 PASSING: Final = frozenset(
-    {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOREPLICAS", "TRYAGAIN", "UNKILLABLE"}
+    {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOREPLICAS", "TRYAGAIN"}
 )
 """Codes of what ends without us: who is told so waits and tries again."""
 ELSEWHERE: Final = frozenset({"ASK", "MOVED"})

@@ -125,7 +125,7 @@ class Flights:
         whose row fails again fails. The others start over, because the step may have written anything to the pages that
         they share; the step after it is undone. When all of several rows fail, the engine is broken and its process
         ends. So it does when it has lost a rank, or when the device has no memory left: no request is at fault then.
-        What the schedule raises is a bug of ours, and nobody's fault.
+        What the schedule raises is a bug of ours: it ends the process, and no request is blamed.
         """
         flight, began_s = self._flights.popleft(), time.perf_counter()
         misfits: list[StepRow] = []

@@ -291,7 +291,7 @@ def test_an_error_of_redis_is_told_by_its_code(before: str, text: str, kind: typ
     told = translate(ResponseError(before + text))
     assert type(told) is kind
     if not before:
-        by_class = translate(BaseParser.parse_error(text))  # type: ignore[no-untyped-call]
+        by_class = translate(BaseParser.parse_error(text))
         assert type(by_class) is kind, "redis-py takes some codes out of the text"
 
 

@@ -71,7 +71,8 @@ def clusters(redis_servers: Servers, tmp_path_factory: pytest.TempPathFactory) -
                 urls, ports = [], []
                 for _ in range(2):
                     port, bus = free_port(), free_port()
-                    words = ["--port", port, "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port", bus]
+                    words: list[str | int] = ["--port", port, "--bind", "127.0.0.1", "--cluster-port", bus]
+                    words += ["--cluster-enabled", "yes"]
                     words += ["--cluster-allow-replica-migration", "no"]  # a node without slots stays one of its own
                     stack.enter_context(running_server(binary, tmp_path_factory.mktemp(place), *words))
                     urls.append(f"redis://127.0.0.1:{port}/0{QUERY}")

@@ -7,17 +7,23 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import redis
 from redis_servers import until
+from structlog.testing import capture_logs
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log import check
 from pipeline.log.check import check_server
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
 from pipeline.process import redis_server
 from pipeline.process.redis_server import EmbeddedRedis, find_binary, lock_folder
 
@@ -256,6 +262,39 @@ def test_an_old_redis_is_refused_with_its_version(redis_url: str, monkeypatch: p
     monkeypatch.setattr(check, "OLDEST", (99, 0))
     with pytest.raises(ConfigError, match="is needed; upgrade it"):
         check_server(redis_url)
+
+
+def test_a_redis_that_runs_a_script_for_long_is_waited_for(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_for_ever() -> None:
+        with redis.Redis.from_url(redis_url, socket_timeout=30) as other, pytest.raises(redis.ResponseError):
+            other.eval("while true do end", 0)
+
+    def is_busy() -> bool:
+        try:
+            client.ping()
+        except redis.ResponseError as error:
+            return str(error).startswith("BUSY")
+        return False
+
+    monkeypatch.setattr(check, "AGAIN_S", 0.01)
+    with redis.Redis.from_url(redis_url, socket_timeout=30) as client, closing(RedisLog(redis_url, Names())) as log:
+        client.config_set("lua-time-limit", 1)
+        script = threading.Thread(target=runs_for_ever)
+        script.start()
+        checked = threading.Thread(target=check_server, args=(redis_url,))
+        try:
+            until(is_busy)
+            with capture_logs() as lines:
+                checked.start()
+                until(lambda: len([line for line in lines if "BUSY" in line.get("error", "")]) >= 3)
+                with pytest.raises(LogUnavailable, match=r"^BUSY "):
+                    log.backlog(Inbox.submitted(Names()))
+        finally:
+            client.script_kill()
+            script.join(30)
+            checked.join(30)
+            client.config_set("lua-time-limit", 5000)
+        assert not script.is_alive() and not checked.is_alive()
 
 
 def test_a_killed_redis_is_started_again_with_its_data(tmp_path: Path) -> None:
