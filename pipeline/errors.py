@@ -55,7 +55,7 @@ class LogNotThere(LogUnavailable):
 
 
 class LogReadOnly(LogUnavailable):
-    """Redis takes no writes: it is a replica, perhaps since a failover."""
+    """Redis takes no writes: it is a replica, or a node of a cluster without the log, perhaps since a failover."""
 
 
 class LogFull(LogError):

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 import structlog
 
@@ -143,16 +143,20 @@ def follow(
     look: Callable[[], None] = lambda: None,
     in_order: bool = True,
     most_tries: int = MOST_DELIVERIES,
+    held: Callable[[], Collection[str]] = tuple,
 ) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
 
     Unless *in_order*, new entries come between those that the slot had read before, which can take long. *bury* gets an
     entry that was tried more than *most_tries* times.
 
+    *held* returns the ids of the entries that *handle* took and goes on with later. While there are some, it is called
+    at each turn, also without entries; then it may wait a moment.
+
     *forget* is called when the log could not be reached: it may come back without the last commits. *look* is called
     once a second while there is nothing of its own to do.
     """
-    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order, most_tries)
+    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order, most_tries, held)
     group_lost = True  # or not there yet
     while not stop and not slot_lease.lost.is_set():
         slot_lease.came_round()
@@ -161,7 +165,7 @@ def follow(
                 log.prepare(inbox)
                 group_lost = False
             entries = reader.next()
-            if entries:
+            if entries or held():
                 reader.put_off(handle(entries) or ())
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
@@ -193,6 +197,7 @@ class _Reader:
         max_entries: int,
         in_order: bool,
         most_tries: int,
+        held: Callable[[], Collection[str]],
     ) -> None:
         self._log = log
         self._inbox = inbox
@@ -202,6 +207,7 @@ class _Reader:
         self._max_entries = max_entries
         self._in_order = in_order
         self._most_tries = most_tries
+        self._held = held
         self._reads_next = False
         self._own: list[Entry] | None = None  # None: to be looked up
         self._put_off: list[Entry] = []
@@ -231,7 +237,8 @@ class _Reader:
                 self._own = self._log.claim(self._inbox, owner, self._max_entries)
                 if self._own:
                     logger.info("claimed", slot=owner.slot, entries=len(self._own))
-        while self._own and not self._reads_next:
+        # What may have killed its worker comes alone, also beside what is held.
+        while self._own and not self._reads_next and not (self._suspect and self._held()):
             entry = self._own[0]
             is_tried = self._may_be_tried(entry)
             del self._own[0]
@@ -242,13 +249,13 @@ class _Reader:
         if not self._own:
             self._suspect = False
             self._tries.clear()
-        block_ms = 0 if self._own or self._put_off else BLOCK_MS
+        block_ms = 0 if self._own or self._put_off or self._held() else BLOCK_MS
         new = self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=block_ms)
         return [*(self._put_off.pop(0) for _ in self._put_off[:1]), *new]
 
     def _unconsumed(self) -> list[Entry]:
-        """Return what this slot has read and not consumed, without what is put off."""
-        put_off = {entry.id for entry in self._put_off}
+        """Return what this slot has read and not consumed, without what is put off or held."""
+        put_off = {*(entry.id for entry in self._put_off), *self._held()}
         pending = self._log.pending(self._inbox, self._slot_lease.owner.slot)
         return [entry for entry in pending if entry.id not in put_off]
 

@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import web.connections
-from web.connections import Connection, HttpConfig, serve
+from web.asgi import HttpConfig
+from web.connections import Connection, serve
 from web.listener import open_listener
 from web.seldom import Seldom
 

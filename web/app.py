@@ -17,11 +17,10 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTim
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from web.config import DEFAULT_BODY_BYTES
-from web.keys import Caller, Keys
+from web.keys import Caller, Keys, keys_in
 from web.live.frontend import Frontend
 from web.origins import Origins, body_refusal, is_preflight
 from web.page_files import PAGES
-from web.routes.access import place
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.dead import dead_letter_routes
@@ -168,17 +167,12 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
     @app.before_request
     async def check_key() -> None:
         """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
-        found = keys.find(_keys_given())
+        given = keys_in(request.scope["headers"])
+        found = keys.find(given)
         g.caller = found or Caller()
         if found is None and not _is_open():
             _log_line(401)
-            raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
-        if g.caller.scope:
-            try:
-                place().belongs_to(g.caller.scope)
-            except RequestError as error:
-                _log_line(error.status, error.code)
-                raise
+            raise RequestError(_WRONG_KEY if any(given) else _NO_KEY, status=401)
 
     @app.before_request
     async def check_page() -> None:
@@ -235,10 +229,3 @@ class _Request(Request):
             raise RequestEntityTooLarge from error.with_traceback(None)
         finally:
             self.body.clear()  # timers that are cancelled keep the request for a while
-
-
-def _keys_given() -> list[str]:
-    """Return the keys in the headers of the request."""
-    scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
-    given = [bearer.strip()] if scheme.lower() == "bearer" else []
-    return [*given, *request.headers.getlist("x-api-key")]

@@ -136,7 +136,11 @@ class KeysConfig:
             "machine can read a command line [none]"
         ),
     )
-    limits: str = flag("--limits", default="", help="TOML file with API keys and their limits on requests [no limits]")
+    limits: str = flag(
+        "--limits",
+        default="",
+        help="TOML file with API keys, their limits, and each one's share of the log [no limits]",
+    )
     admin_key: str | None = flag(
         "--admin-key",
         default=None,

@@ -1,50 +1,28 @@
-"""HTTP/1.1 connections: how they read or refuse requests, how they end, and the server that accepts them.
+"""The connections of clients: how they are accepted, wait and end. `web.protocol` has their requests.
 
-a malformed request          gets the usual error body, an id, and a line in the log
 while a request is answered  its client is read on, so that a disconnect is noticed at once
 an early answer              the rest of the body is read and dropped, for LINGER_S: closing would lose the answer
-HTTP/2, websockets           the answer is HTTP/1.1, which every such client speaks, too
-requests that came ahead     begin one in a turn of the loop, whichever connection they came on
 no place                     see `web.crowd`; a probe is answered all the same
 
 A half-closed connection counts as a disconnect: a client that was killed sends nothing else.
-
-Only this file uses Hypercorn: what is between a request and its ASGI application, no server and no protocol.
-`tests/web/test_hypercorn.py` has the names, with what they take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
-import h11
-import structlog
-from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.task_group import TaskGroup
-from hypercorn.asyncio.worker_context import WorkerContext
-from hypercorn.config import Config
-from hypercorn.protocol.events import Body, EndBody, Event, Request, Response, StreamClosed
-from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.typing import ConnectionState
 from quart import Quart
 
 from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, spread_s
-from web.crowd import BODIES_BYTES, LEAST_BYTES, Crowd, Proxies, Queue, address_of
-from web.http1 import MOST_AHEAD_BYTES, Requests, refusal
+from web.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
+from web.crowd import Queue, address_of
 from web.listener import BACKLOG
-from web.routes.access import PLACE
-from web.routes.answers import SEND, WRITE
-from web.seldom import Seldom
-from web.wire.openai.errors import error_body
-
-logger = structlog.get_logger()
+from web.protocol import RECEIVED_BYTES, Protocol, written
 
 LINGER_S: Final = float(BODY_TIMEOUT_S)
 """How long a client may go on sending a body that is dropped; then the connection is cut."""
@@ -58,39 +36,8 @@ GRACE_S: Final = 1.0
 """How long connections have to end when the server stops."""
 ACCEPTED_AT_ONCE: Final = 16
 """Connections that are accepted before other tasks have a turn. Three times as many may be open beyond the most."""
-RECEIVED_BYTES: Final = 32 << 10
-"""Most that one read of a socket takes. Nobody may look at it for a while, so it is little."""
 UNREAD_BYTES: Final = 4 << 10
 """A socket with twice as much that nobody looked at is not read."""
-PROBES: Final = (b"/health", b"/ready", b"/metrics")
-"""What a connection without a place may GET."""
-CLOSE: Final = (b"connection", b"close")
-STREAM_ID: Final = 1
-_LATE: Final = "The request line and headers did not arrive within {:g} s."
-_NO_LOGGER: Final = "hypercorn.error"
-
-
-class HttpConfig(Config):
-    """Hypercorn's configuration, and what connections need besides."""
-
-    def __init__(
-        self,
-        max_body_bytes: int,
-        most_connections: int,
-        seldom: Seldom,
-        *,
-        several_keys: bool = False,
-        proxies: Proxies | None = None,
-    ) -> None:
-        super().__init__()
-        self.include_server_header = False
-        self.accesslog = None
-        self.errorlog = logging.getLogger(_NO_LOGGER)
-        self.max_app_queue_size = 0  # a piece of a body never waits for its application: it may be gone
-        self.max_body_bytes = max_body_bytes
-        self.proxies = proxies or Proxies()
-        most_bytes = max(BODIES_BYTES * max_body_bytes, LEAST_BYTES)
-        self.crowd = Crowd(most_connections, seldom, several_keys=several_keys, most_bytes=most_bytes)
 
 
 async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: asyncio.Event) -> None:
@@ -186,7 +133,7 @@ class Connection:
         self.no_place = crowd.enter(self)
         if self.no_place is not None and not crowd.keep(self):
             with contextlib.suppress(OSError):
-                self.writer.write(_written(self.no_place))
+                self.writer.write(written(self.no_place, self.config))
                 self.writer.close()
             return
         try:
@@ -206,7 +153,8 @@ class Connection:
             crowd.waits(self)  # it may have to wait until the client has read its last answer
             await self._close()
             crowd.leave(self)
-            self.__dict__.pop("protocol", None)  # it leads back here: only a full collection would free the two
+            self.no_place = None  # its traceback leads back here, and so does the protocol:
+            self.__dict__.pop("protocol", None)  # only a full collection would free them
             self.__dict__.pop("_tasks", None)
 
     # as the crowd sees it
@@ -215,11 +163,6 @@ class Connection:
     def is_exempt(self) -> bool:
         """As Member.is_exempt."""
         return self.is_local or self.is_proxy
-
-    @property
-    def awaits_body(self) -> bool:
-        """As Member.awaits_body."""
-        return self._lingering is not None or (hasattr(self, "protocol") and self.protocol.expects_more)
 
     def cut(self) -> None:
         """As Member.cut: close it at once, whatever it has sent."""
@@ -286,9 +229,10 @@ class Connection:
         is_free = not (self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size())
         return transport if is_free and self._lingering is None else None
 
-    async def close(self) -> None:
-        """Close it, once what was sent is gone, and the client has sent what it was about to."""
-        await (self._linger() if self.awaits_body else self._close())
+    async def close(self, *, lingers: bool) -> None:
+        """Close it, once what was sent is gone, and if it *lingers*, the client has sent what it was about to."""
+        self.config.crowd.waits(self)
+        await (self._linger() if lingers else self._close())
 
     # its end
 
@@ -318,7 +262,7 @@ class Connection:
 
     def _head_is_late(self) -> None:
         if self._lingering is None and hasattr(self, "protocol"):
-            self._tasks.spawn(self.protocol.refuse_late_head)
+            self._tasks.spawn(self.protocol.refuse_late_head, HEAD_TIMEOUT_S)
 
     async def _linger(self) -> None:
         """Send nothing more, and drop what comes. With unread data, closing would make TCP discard the answer."""
@@ -353,286 +297,3 @@ class Connection:
             self._lingering.cancel()
         await self.protocol.end()
         self._stop_idle_timer()
-
-
-class Protocol:
-    """The requests of one connection, one after the other."""
-
-    def __init__(self, connection: Connection, tasks: TaskGroup) -> None:
-        self._connection, self._tasks, self._config = connection, tasks, connection.config
-        self._requests = Requests(self._config.max_body_bytes)
-        self._stream: HTTPStream | None = None
-        self._in_turn = asyncio.Lock()
-        self._has_room = asyncio.Event()
-        self._num_body_bytes = 0
-        """What the application has of the body of the current request, and has not read."""
-        self._drops_body = False
-        self._closes = False
-        """The connection ends after the current answer."""
-        self._is_queued = False
-        """The next request waits for its turn."""
-        self._is_over = False
-
-    @property
-    def expects_more(self) -> bool:
-        """Say whether the client may be in the middle of a body."""
-        return self._requests.expects_more
-
-    @property
-    def has_begun_head(self) -> bool:
-        """Say whether the client is in the middle of the head of a request."""
-        return self._requests.has_begun_head
-
-    @property
-    def can_refuse(self) -> bool:
-        """Say whether the answer to the current request has not begun."""
-        return not self._is_over and self._requests.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes of requests it holds."""
-        return self._num_body_bytes + self._requests.num_waiting
-
-    @property
-    def wanted_bytes(self) -> int:
-        """How many bytes it takes next, at most."""
-        if self._requests.their_state is h11.SEND_BODY:
-            return RECEIVED_BYTES
-        is_ahead = self._is_queued or self._requests.is_ahead
-        return max(MOST_AHEAD_BYTES - self._requests.num_waiting, 1) if is_ahead else MOST_AHEAD_BYTES
-
-    async def receive(self, data: bytes) -> None:
-        """Take what the client has sent, b"" at its end; wait while it is far ahead of its answers."""
-        self._requests.receive_data(data)
-        if not self._is_queued:
-            await self._handle_events()
-        self._connection.note_bytes()
-        while self._is_far_ahead:
-            self._has_room.clear()
-            await self._has_room.wait()
-
-    def stop(self) -> None:
-        """Answer nothing more, and forget what came."""
-        self._is_over = True
-        self._requests = Requests(self._config.max_body_bytes)
-        self._has_room.set()
-
-    async def end(self) -> None:
-        """As `stop`, and tell the application."""
-        self.stop()
-        await self._close_stream()
-
-    async def refuse_late_head(self) -> None:
-        """End a connection on which no request came in time."""
-        if self.has_begun_head:
-            error = RequestError(_LATE.format(HEAD_TIMEOUT_S), code="request_timeout", status=408)
-            await self._send_error(error)
-        await self._connection.close()
-
-    async def refuse(self, error: RequestError) -> None:
-        """Answer the current request with *error*, if it has no answer yet, and end the connection."""
-        if self.can_refuse:
-            self._requests.is_broken = True  # its rest may come
-            await self._send_error(error)
-        await self._connection.close()
-
-    # what an application may call
-
-    def belongs_to(self, key: str) -> None:
-        """As Place.belongs_to."""
-        crowd = self._config.crowd
-        try:
-            crowd.belongs(self._connection, f"key {key}", crowd.key_share)
-        except RequestError:
-            self._closes = True
-            raise
-
-    def views(self) -> None:
-        """As Place.views."""
-        self._config.crowd.views(self._connection)
-
-    def has_read(self) -> None:
-        """As Place.has_read."""
-        self._num_body_bytes = 0
-        self._connection.note_bytes()
-
-    async def send_piece(self, data: bytes) -> bool:
-        """Send a piece of an answer of unknown length, as h11 would (RFC 9112, 7.1), unless its head was not sent yet
-        or its end was. Return whether it was sent."""
-        if self._requests.our_state is not h11.SEND_BODY:
-            return False
-        await self._connection.write(_chunk(data))
-        return True
-
-    def write_piece(self, make: Callable[[], bytes]) -> bool:
-        """As `send_piece`, with what *make* returns, unless somebody has to wait for the client."""
-        transport = self._connection.free_transport()
-        if transport is None or self._requests.our_state is not h11.SEND_BODY:
-            return False
-        if data := make():
-            transport.write(_chunk(data))
-        return True
-
-    # one request
-
-    async def _handle_events(self) -> None:
-        async with self._in_turn:
-            while not (self._is_over or self._is_queued):
-                if self._requests.they_are_waiting_for_100_continue:
-                    await self._send(h11.InformationalResponse(status_code=100, headers=[]))
-                try:
-                    event = self._requests.next_event()
-                except h11.RemoteProtocolError as fault:
-                    await self.refuse(refusal(fault.error_status_hint, self._requests.fault))
-                    break
-                if isinstance(event, h11.Request):
-                    await self._begin(event)
-                elif isinstance(event, h11.ConnectionClosed) or event is h11.NEED_DATA or self._stream is None:
-                    break
-                elif isinstance(event, h11.Data) and not self._drops_body:
-                    self._num_body_bytes += len(event.data)
-                    await self._stream.handle(Body(stream_id=STREAM_ID, data=bytes(event.data)))
-                elif isinstance(event, h11.EndOfMessage):
-                    await self._stream.handle(EndBody(stream_id=STREAM_ID))
-        if not self._is_far_ahead:
-            self._has_room.set()
-
-    async def _begin(self, request: h11.Request) -> None:
-        connection = self._connection
-        connection.works()
-        self._drops_body = False
-        if error := self._refusal_of(request):
-            await self.refuse(error)
-            return
-        state = ConnectionState({PLACE: self})
-        if request.http_version == b"1.1" and request.method != b"HEAD":
-            state.update({SEND: self.send_piece, WRITE: self.write_piece})
-        self._stream = HTTPStream(
-            connection.app,
-            self._config,
-            connection.context,
-            self._tasks,
-            False,
-            connection.client,
-            connection.server,
-            self._stream_send,
-            STREAM_ID,
-        )
-        await self._stream.handle(
-            Request(
-                stream_id=STREAM_ID,
-                headers=list(request.headers),
-                http_version=request.http_version.decode(),
-                method=request.method.decode("ascii").upper(),
-                raw_path=request.target,
-                state=state,
-            )
-        )
-
-    def _refusal_of(self, request: h11.Request) -> RequestError | None:
-        """Return the error for a request of somebody who has no place, if there is none."""
-        connection = self._connection
-        if connection.no_place is not None:
-            is_probe = request.method == b"GET" and request.target.partition(b"?")[0] in PROBES
-            return None if is_probe else connection.no_place
-        if connection.is_proxy and connection.client is not None:
-            said = [value.decode("latin1") for name, value in request.headers if name == b"x-forwarded-for"]
-            client = self._config.proxies.client_of(connection.client[0], said)
-            try:
-                self._config.crowd.belongs(connection, address_of(client), self._config.crowd.share)
-            except RequestError as error:
-                return error
-        return None
-
-    async def _stream_send(self, event: Event) -> None:
-        """Send what the application answers. An answer that comes before the end of its request closes the connection,
-        and so does one to somebody who has no place."""
-        if isinstance(event, Response):
-            self._drops_body = True
-            self.has_read()
-            headers = [*event.headers, *self._config.response_headers("h11")]
-            if self.expects_more or self._closes or self._connection.no_place is not None:
-                headers.append(CLOSE)
-            await self._send(h11.Response(status_code=event.status_code, headers=headers))
-        elif isinstance(event, Body):
-            await self._send(h11.Data(data=event.data))
-        elif isinstance(event, EndBody):
-            await self._send(h11.EndOfMessage())
-        elif isinstance(event, StreamClosed):
-            await self._recycle()
-
-    async def _send(self, event: h11.Event) -> None:
-        if self._is_over:
-            return
-        try:
-            data = self._requests.send(event)
-        except h11.LocalProtocolError:
-            if self._requests.their_state is not h11.ERROR and not self._requests.is_broken:
-                raise
-        else:
-            await self._connection.write(data or b"")
-
-    async def _recycle(self) -> None:
-        """Wait for the next request; if it came ahead already, wait for its turn."""
-        await self._close_stream()
-        if self._is_over:
-            return
-        requests, connection = self._requests, self._connection
-        if connection.context.terminated.is_set() or (requests.our_state, requests.their_state) != (h11.DONE, h11.DONE):
-            self._has_room.set()
-            await connection.close()
-            return
-        requests.start_next_cycle()
-        self._is_queued = requests.num_waiting > 0 or connection.has_unread
-        connection.waits()
-        if self._is_queued:
-            connection.queue.add(self._begin_next)
-        self._has_room.set()
-
-    def _begin_next(self) -> None:
-        self._is_queued = False
-        if not self._is_over:
-            self._tasks.spawn(self._handle_events)
-
-    async def _close_stream(self) -> None:
-        self._num_body_bytes = 0
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            await stream.handle(StreamClosed(stream_id=STREAM_ID))
-
-    @property
-    def _is_far_ahead(self) -> bool:
-        """Say whether the client has sent as much of its next requests as is taken."""
-        is_waiting = self._is_queued or self._requests.is_ahead
-        return not self._is_over and is_waiting and self._requests.num_waiting >= MOST_AHEAD_BYTES
-
-    async def _send_error(self, error: RequestError) -> None:
-        """Answer bytes that are not a request, or one that no application gets."""
-        logger.info("request", status=error.status, error=error.code)
-        body = error_body(error)
-        headers = [*_headers_of(error, body), *self._config.response_headers("h11")]
-        await self._send(h11.Response(status_code=error.status, headers=headers))
-        if self._requests.method != b"HEAD":
-            await self._send(h11.Data(data=body))
-        await self._send(h11.EndOfMessage())
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def _headers_of(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", uuid.uuid4().hex.encode()),
-        *([(b"retry-after", b"1")] if error.status in (429, 503) else []),
-        CLOSE,
-    ]
-
-
-def _written(error: RequestError) -> bytes:
-    """Return the whole answer to somebody whose request is not read."""
-    body = error_body(error)
-    lines = [b"HTTP/1.1 %d " % error.status, *(b"%b: %b" % header for header in _headers_of(error, body))]
-    return b"\r\n".join([*lines, b"", body])

@@ -44,10 +44,6 @@ class Member(Protocol):
     def is_exempt(self) -> bool:
         """It comes from a trusted proxy or from this machine's file system: its holder has no share."""
 
-    @property
-    def awaits_body(self) -> bool:
-        """Its client may be in the middle of a body."""
-
     def cut(self) -> None:
         """Close it at once."""
 
@@ -62,16 +58,17 @@ class _Holding:
     open: dict[Member, None] = field(default_factory=dict)
     idle: dict[Member, None] = field(default_factory=dict)
     """Those that wait for a request, the one that waits longest first."""
+    receiving: dict[Member, None] = field(default_factory=dict)
+    """Those that wait for the rest of a body."""
     viewers: dict[Member, None] = field(default_factory=dict)
     """Those whose answer has no end of its own."""
 
     def spare(self, but: Member | None = None) -> Member | None:
         """Return the connection that its client misses least, if it misses one little."""
-        idle = (one for one in self.idle if one is not but)
-        return next(idle, None) or next((one for one in self.open if one.awaits_body and one is not but), None)
+        return next((one for several in (self.idle, self.receiving) for one in several if one is not but), None)
 
     def remove(self, one: Member) -> None:
-        for several in (self.open, self.idle, self.viewers):
+        for several in (self.open, self.idle, self.receiving, self.viewers):
             several.pop(one, None)
 
 
@@ -144,14 +141,21 @@ class Crowd:
         """Note that *one* waits for a request from now on."""
         holding = self._holdings.get(one.holder)
         if holding is not None and one in holding.open:
-            holding.viewers.pop(one, None)
-            holding.idle.pop(one, None)
+            for several in (holding.viewers, holding.receiving, holding.idle):
+                several.pop(one, None)
             holding.idle[one] = None
 
+    def receives(self, one: Member) -> None:
+        """Note that *one* waits for the rest of its request."""
+        holding = self._holdings.get(one.holder)
+        if holding is not None and one in holding.open:
+            holding.receiving[one] = None
+
     def works(self, one: Member) -> None:
-        """Note that *one* has a request."""
+        """Note that *one* has a request, whole or not."""
         if holding := self._holdings.get(one.holder):
             holding.idle.pop(one, None)
+            holding.receiving.pop(one, None)
 
     def views(self, one: Member) -> None:
         """Note that *one* is answered without an end.
@@ -160,7 +164,7 @@ class Crowd:
             RequestError: Its holder has its share of those.
         """
         holding = self._holdings.get(one.holder)
-        if holding is None or one not in holding.open:
+        if holding is None or one not in holding.open or one in holding.viewers:
             return
         if (num := len(holding.viewers)) >= self.viewers_share:
             raise self._refused(

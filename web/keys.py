@@ -101,6 +101,15 @@ class Keys:
         return found
 
 
+def keys_in(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """Return the keys in the *headers* of a request, whose names are in lower case."""
+    decoded = [(name, value.decode("latin1")) for name, value in headers if name in (b"authorization", b"x-api-key")]
+    first = next((value for name, value in decoded if name == b"authorization"), "")
+    scheme, _, bearer = first.strip().partition(" ")
+    given = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [*given, *(value for name, value in decoded if name == b"x-api-key")]
+
+
 def hash_of(key: str) -> str:
     """Return the name of *key* in the log and in log lines."""
     return hashlib.sha256(b"minisgl api key " + key.encode()).hexdigest()[:32]

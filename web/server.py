@@ -28,8 +28,9 @@ from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
+from web.asgi import HttpConfig
 from web.config import ClientConfig, WebStageConfig
-from web.connections import HttpConfig, serve
+from web.connections import serve
 from web.crowd import Proxies, read_proxies
 from web.files import most_connections, raise_file_limit
 from web.keys import Keys, read_keys
@@ -240,7 +241,7 @@ async def _listen(
     stop: asyncio.Event,
 ) -> None:
     most = most_connections(raise_file_limit(), max_queued)
-    config = HttpConfig(clients.max_body_bytes, most, seldom, several_keys=keys.are_several, proxies=proxies)
+    config = HttpConfig(clients.max_body_bytes, most, seldom, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
     await serve(app, listener, config, stop)

@@ -34,6 +34,7 @@ from stages.generate.model.spec import read_spec
 from stages.generate.ranks.children import loaded_with_ranks
 from stages.generate.resolve import resolve
 from stages.generate.worker import GenerateWorker, Loaded, load, serving_of
+from stages.tokenize.checker import GrammarChecker
 from stages.tokenize.prompts import PromptEncoder
 from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker
@@ -194,10 +195,20 @@ class Stages:
     def _tokenize(self, loaded: Future[Loaded]) -> None:
         inbox, _, _ = self._inboxes()
         context = loaded.result().settings.limits.context
-        with self._slot_lease(TOKENIZE) as slot_lease:
-            worker = TokenizeWorker(self.log, slot_lease, self.encoder)
+        checker = GrammarChecker(self.encoder.dialect.written())
+        with self._slot_lease(TOKENIZE) as slot_lease, contextlib.closing(checker):
+            worker = TokenizeWorker(self.log, slot_lease, self.encoder, checker=checker)
             worker.context = context  # the engine's status has it as well, but maybe after the first prompts
-            follow(self.log, inbox, slot_lease, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
+            follow(
+                self.log,
+                inbox,
+                slot_lease,
+                worker.handle,
+                worker.bury,
+                self._stop,
+                max_entries=MOST_PROMPTS_READ,
+                held=worker.held,
+            )
 
     def _detokenize(self, fold: DetokenizeFold) -> None:
         *_, inbox = self._inboxes()

@@ -120,7 +120,8 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, GenerateConfig):
         check_flags(config.engine)
         config = with_nodes(config)
-    check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
+    max_log_bytes = (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0
+    check_server(config.log.redis_url, max_log_bytes, config.log.namespace)
     if isinstance(config, ArchiveConfig):
         folder = config.files.folder
         _make_archive(folder, f"--to {config.files.to}", config.log.redis_url, config.log.namespace)
@@ -278,7 +279,7 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
 
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
-        check_server(config.log.redis_url, config.clients.max_log_bytes or 0)
+        check_server(config.log.redis_url, config.clients.max_log_bytes or 0, config.log.namespace)
         yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis

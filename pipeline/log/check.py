@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from typing import Any, Final
 
 import redis
 import redis.exceptions
 import redis.sentinel
+import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from pipeline.errors import ConfigError
 from pipeline.log.address import Address, parse_address
+from pipeline.log.drivers import ELSEWHERE, PASSING, code_of
+from pipeline.names import Names
 from pipeline.process.redis_server import OLDEST
 
+logger = structlog.get_logger()
+
 CHECK_TIMEOUT_S = 5.0
+AGAIN_S = 0.5
+"""Pause between two questions to a server that is busy."""
 
 
-def check_server(url: str, max_log_bytes: int = 0) -> None:
+def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
     """Make sure that the Redis at *url* can hold the log, which may grow to *max_log_bytes*; 0: without a limit.
 
+    While it is busy, this waits.
+
     Raises:
-        ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, or is full before the
-            log has that size. The message says what to do.
+        ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, is full before the log
+            has that size, or is a node of a cluster without the log. The message says what to do.
     """
     address = parse_address(url)
-    try:
-        # Two sections by name: a restricted user may read them.
-        with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
-            info = client.info("server") | client.info("memory")
-    except redis.exceptions.RedisError as error:
-        raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
+    names = Names(namespace) if namespace else Names()
+    with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
+        info = _info(client, address)
+        _check_cluster(client, address, names)
     # The Redis that it behaves like: any Valkey says 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
@@ -47,6 +55,33 @@ def check_server(url: str, max_log_bytes: int = 0) -> None:
             f"--max-log-bytes {max_log_bytes}: Redis at {address.shown} is full before that, at its maxmemory "
             f"{maxmemory}; pass less, or run: redis-cli CONFIG SET maxmemory {2 * max_log_bytes}"
         )
+
+
+def _info(client: redis.Redis, address: Address) -> dict[str, Any]:
+    while True:
+        try:
+            # Two sections by name: a restricted user may read them.
+            return client.info("server") | client.info("memory")
+        except redis.exceptions.RedisError as error:
+            code, text = code_of(error)
+            if code not in PASSING - {"NOAUTH"}:
+                raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
+            logger.warning("log_unavailable", error=text)
+            time.sleep(AGAIN_S)
+
+
+def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
+    """Ask for a key of the log: a node of a cluster that does not have it says which one does."""
+    try:
+        client.exists(names.live)
+    except redis.exceptions.RedisError as error:
+        code, text = code_of(error)
+        if code in ELSEWHERE:
+            raise ConfigError(
+                f"--redis-url {address.shown}: a node of a cluster that does not have the log of --namespace "
+                f"{names.namespace} ({text}); name {text.rpartition(' ')[2]}, or a server without cluster mode"
+            ) from error
+        # The workers wait for what passes, and say what does not.
 
 
 def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:

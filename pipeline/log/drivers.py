@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import redis
@@ -277,30 +277,59 @@ def _without_missing(replies: Sequence[Any], batch: Batch[Any]) -> list[Any]:
     return [None if isinstance(reply, errors.RedisError) else reply for reply in replies]
 
 
-_IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\d+: (@user_script: ?\d+: -)?")
+_IN_SCRIPT = re.compile(r"(Error running script \(call to \w+\): @user_script: ?\d+: )?(@user_script: ?\d+: -)?")
 """Redis 6.2 puts this before an error inside a script, which makes each a plain ResponseError; 7 does not."""
 
 _FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
 """Servers say one of these when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
-
 _NOT_THERE = " connecting to "
 """redis-py says this only when no connection was made. A refused password is a ConnectionError, too."""
+
+_CODES: Final[Mapping[type[errors.RedisError], str]] = {
+    errors.AskError: "ASK",
+    errors.BusyLoadingError: "LOADING",
+    errors.ClusterDownError: "CLUSTERDOWN",
+    errors.MasterDownError: "MASTERDOWN",
+    errors.MovedError: "MOVED",
+    errors.NoPermissionError: "NOPERM",
+    errors.OutOfMemoryError: "OOM",
+    errors.ReadOnlyError: "READONLY",
+    errors.TryAgainError: "TRYAGAIN",
+}
+"""redis-py has a class for each of these codes, and takes the code out of the text. It leaves other codes in there.
+Where a script of 6.2 passes an error on, and where redis-py does not read the reply, these are in there, too."""
+
+PASSING: Final = frozenset(
+    {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOREPLICAS", "TRYAGAIN", "UNKILLABLE"}
+)
+"""Codes of what ends without us: who is told so waits and tries again."""
+ELSEWHERE: Final = frozenset({"ASK", "MOVED"})
+"""Codes of a node of a cluster that does not have the log, or hands it over to another node just now."""
+
+
+def code_of(error: errors.RedisError) -> tuple[str, str]:
+    """Return the code of an error reply, and what it says; of another error its first word, and all of it."""
+    text = _IN_SCRIPT.sub("", str(error), count=1)
+    if code := _CODES.get(type(error)):
+        return code, f"{code} {text}"
+    return text.partition(" ")[0], text
 
 
 def translate(error: errors.RedisError) -> LogError:
     """Return our exception for one of redis-py's."""
-    text = _IN_SCRIPT.sub("", str(error))
-    code = text.partition(" ")[0]
-    if isinstance(error, errors.OutOfMemoryError) or code == "OOM":
+    code, text = code_of(error)
+    if code == "OOM":
         return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
-    if isinstance(error, errors.ReadOnlyError) or code == "READONLY":
+    if code == "READONLY":
         return LogReadOnly(text)
+    if code in ELSEWHERE:
+        return LogReadOnly(f"this node of a cluster does not have the log at the moment: {text}")
     if isinstance(error, errors.ConnectionError | errors.TimeoutError):
         return LogNotThere(text) if _NOT_THERE in text else LogUnavailable(text)
-    if code in ("MISCONF", "BUSY", "LOADING", "MASTERDOWN", "NOAUTH"):
+    if code in PASSING:
         return LogUnavailable(text)
-    if isinstance(error, errors.NoPermissionError) or code == "NOPERM" or any(words in text for words in _FORBIDDEN):
+    if code == "NOPERM" or any(words in text for words in _FORBIDDEN):
         return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)

@@ -91,7 +91,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
         self._once: dict[str, tuple[str, str, int]] = {}
         self._left: set[str] = set()
         self._readers: dict[str, dict[str, int]] = {}
-        self._quotas = Quotas(self._now_ms)
+        self._quotas = Quotas(self._now_ms, lambda: self.limits.retention_ms)
 
     # requests
 
@@ -110,17 +110,14 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 return SubmitResult(Submission.DUPLICATE, uid)
             if letter and not self._streams.has(self.names.dead, letter):
                 return SubmitResult(Submission.GONE, uid)
-            retention_ms = self.limits.retention_ms
-            refused = (once and self._held(once)) or (
-                quota and self._quotas.used_up(quota, uid, self._live, retention_ms)
-            )
+            refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if refused:
                 return refused
             if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
             now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
-            gone_ms = self._in_ms(timeout_ms + retention_ms)
+            gone_ms = self._in_ms(timeout_ms + self.limits.retention_ms)
             moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
             for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
                 history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, moments | fields, make=True)
@@ -136,7 +133,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 self._once[once.key] = (uid, once.digest, gone_ms)
                 self._left &= {held[0] for held in self._once.values()}
             if quota is not None:
-                self._quotas.count(quota, uids, submitted_bytes(*submitted_words(events)), retention_ms)
+                self._quotas.count(quota, uids, submitted_bytes(*submitted_words(events)))
             return SubmitResult(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmitResult | None:

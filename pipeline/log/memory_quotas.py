@@ -15,16 +15,17 @@ from pipeline.log.protocol import Quota, Submission, SubmitResult
 class Quotas:
     """The counts of all API keys."""
 
-    def __init__(self, clock_ms: Callable[[], int]) -> None:
+    def __init__(self, clock_ms: Callable[[], int], retention_ms: Callable[[], int]) -> None:
         self.running: dict[str, set[str]] = {}
         """Requests of each API key; those that have ended do not count."""
         self._now_ms = clock_ms
+        self._retention_ms = retention_ms
         self._minute = 0
         self._accepted: dict[str, int] = {}  # of each API key, in that minute
         self._bytes: dict[str, dict[int, int]] = {}
         """Of each API key: begin -> bytes, for each sixteenth of the retention."""
 
-    def used_up(self, quota: Quota, uid: str, live: Collection[str], retention_ms: int) -> SubmitResult | None:
+    def used_up(self, quota: Quota, uid: str, live: Collection[str]) -> SubmitResult | None:
         """Say what of the quota is used up for now."""
         minute, ms = divmod(self._now_ms(), MINUTE_MS)
         if minute != self._minute:
@@ -35,31 +36,35 @@ class Quotas:
         running = self.running[quota.key] = {other for other in self.running.get(quota.key, ()) if other in live}
         if 0 < quota.concurrent_requests <= len(running):
             return SubmitResult(Submission.TOO_MANY, uid)
-        parts = self._parts(quota.key, retention_ms)
+        parts = self._parts(quota.key)
         used = left = sum(parts.values())
         if 0 < quota.log_bytes <= used:
             for begin_ms, num_bytes in parts.items():
                 left -= num_bytes
                 if left < quota.log_bytes:
-                    again_ms = begin_ms + retention_ms + _part_ms(retention_ms) - self._now_ms()
+                    again_ms = begin_ms + self._kept_ms - self._now_ms()
                     return SubmitResult(Submission.TOO_MUCH, uid, again_ms, used)
         return None
 
-    def count(self, quota: Quota, uids: Sequence[str], num_bytes: int, retention_ms: int) -> None:
+    def count(self, quota: Quota, uids: Sequence[str], num_bytes: int) -> None:
         """Count an accepted submit of *num_bytes*."""
         if quota.log_bytes:
-            part_ms = _part_ms(retention_ms)
-            begin_ms = self._now_ms() // part_ms * part_ms
-            parts = self._bytes[quota.key] = self._parts(quota.key, retention_ms)
+            begin_ms = self._now_ms() // self._part_ms * self._part_ms
+            parts = self._bytes[quota.key] = self._parts(quota.key)
             parts[begin_ms] = parts.get(begin_ms, 0) + num_bytes
         self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
         self.running.setdefault(quota.key, set()).update(uids)
 
-    def _parts(self, key: str, retention_ms: int) -> dict[int, int]:
+    def _parts(self, key: str) -> dict[int, int]:
         """Return what an API key has submitted within the retention, the oldest part first."""
-        oldest_ms = self._now_ms() - retention_ms - _part_ms(retention_ms)
+        oldest_ms = self._now_ms() - self._kept_ms
         return {begin_ms: num for begin_ms, num in self._bytes.get(key, {}).items() if begin_ms > oldest_ms}
 
+    @property
+    def _part_ms(self) -> int:
+        return max(math.ceil(self._retention_ms() / 16), 1)
 
-def _part_ms(retention_ms: int) -> int:
-    return max(math.ceil(retention_ms / 16), 1)
+    @property
+    def _kept_ms(self) -> int:
+        """How long after its begin all of a part is older than the retention."""
+        return self._retention_ms() + self._part_ms

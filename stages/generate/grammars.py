@@ -21,7 +21,7 @@ import orjson
 import structlog
 
 from pipeline.events import Failed
-from pipeline.grammars import parser_limits, start_with_stack
+from pipeline.grammars import is_limit, parser_limits, start_with_stack
 from pipeline.spelling import Spelling
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Words
@@ -35,9 +35,6 @@ MOST_KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same one."""
 COMPILE_S: Final = 5.0
 """A compilation that takes longer is stuck: the limits end others in a fraction of a second."""
-LIMITS_SAY: Final = ("too many", "too complex", "limit", "max is", "unable to determine", "fuel exhausted")
-"""llguidance has no codes of errors. With one of these words it is a limit that refuses a grammar."""
-
 NewMatcher = Callable[[bool], "LLMatcher"]
 """Returns a matcher at the beginning of its grammar: one that shares what others have computed, or, asked for a fresh
 one, a matcher of its own."""
@@ -309,7 +306,7 @@ class _Spelled:
 
 def refusal(reason: str, param: str = "") -> Failed:
     """Return the end of a request whose grammar llguidance does not follow any further; *param* asked for it."""
-    if any(word in reason.lower() for word in LIMITS_SAY):
+    if is_limit(reason):
         return _too_complex(reason, param)
     told = "no token can come next" if "NoExtension" in reason else reason
     message = f"The grammar of the answer cannot be followed with this model's tokens: {told}"

@@ -7,69 +7,55 @@ marker that is spelled letter by letter nor one that is a token can end it early
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final
 
 import orjson
 
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
-from pipeline.events import Calls, Submitted
-from pipeline.markup import Markup
+from pipeline.events import Calls
+from stages.tokenize.asked import Asked, Wanted, wanted_calls
 from stages.tokenize.calls import CallRules, Tool, call_rules, marker
-from stages.tokenize.grammars import UNFORCED, checked, choices_of, grammar_of, made_in_thread, rules_of
+from stages.tokenize.grammars import (
+    UNFORCED,
+    answered,
+    checked,
+    choices_of,
+    grammar_of,
+    made,
+    rules_of,
+    tokens_of,
+)
 from stages.tokenize.literals import Rules, quoted
 from stages.tokenize.markup import BEGINS, MARKERS, Dialect
 
 GAP: Final = "/\\n{0,2}/"
 """Between thinking and JSON or a call."""
 
-Wanted = Literal["", "may", "must"]
 
-
-def wanted_calls(calls: Calls | None, tools: Iterable[dict[str, Any]]) -> Wanted:
-    """Return whether a grammar has tool calls in it, and whether the answer must be calls.
-
-    Without `strict` and `names`, calls under `auto` are the model's own text. Readers of the answer take the first one
-    alone where the client wants no parallel calls.
-    """
-    if calls is None or calls.choice == "none":
-        return ""
-    if calls.choice == "required":
-        return "must"
-    strict = any(tool.get("function", {}).get("strict") is True for tool in tools)
-    return "may" if strict or calls.names else ""
-
-
-def answer_grammar(event: Submitted, markup: Markup, dialect: Dialect) -> str:
-    """Return the grammar of an answer; empty if it may be anything.
+def answer_grammar(asked: Asked, dialect: Dialect) -> str:
+    """Return the grammar of an answer; empty if it may be anything. It wants a large stack (`with_stack`).
 
     Raises:
         RequestError: It cannot be enforced, or this model cannot be told to do what is asked for.
     """
-    wanted = wanted_calls(event.calls, event.templating.tools)
-    if not markup.tools:
+    wanted = wanted_calls(asked.calls, asked.tools)
+    if not asked.markup.tools:
         if wanted == "must":
             raise _no_format()
         wanted = ""
-    elif event.constraint is not None and not wanted:
+    elif asked.constraint is not None and not wanted:
         wanted = "may"  # else the constraint would forbid calls
-    thinks = bool(markup.think) and (event.constraint is not None or wanted or event.thinking_budget is not None)
+    thinks = bool(asked.markup.think) and (asked.constraint is not None or wanted or asked.thinking_budget is not None)
     if not thinks and not wanted:
-        return "" if event.constraint is None else grammar_of(event.constraint)
-    if event.constraint is not None:
-        grammar_of(event.constraint)  # what is wrong with it alone is said of it alone
-    answer = _Answer(event, markup, dialect, wanted)
-    return made_in_thread(lambda: checked(answer.grammar()), "unsupported_schema", grammar_param(event, markup))
-
-
-def grammar_param(event: Submitted, markup: Markup) -> str:
-    """Return the field of a request that asks for the grammar of its answer."""
-    if event.constraint is not None:
-        return event.constraint.param
-    has_calls = markup.tools and wanted_calls(event.calls, event.templating.tools)
-    return "tools" if has_calls else "thinking_token_budget"
+        return "" if asked.constraint is None else grammar_of(asked.constraint)
+    if asked.constraint is not None:
+        grammar_of(asked.constraint)  # what is wrong with it alone is said of it alone
+    answer = _Answer(asked, dialect, wanted)
+    tokens = tokens_of(dialect.added)
+    return made(lambda: answered(checked(answer.grammar()), tokens), "unsupported_schema", asked.param)
 
 
 def _no_format() -> RequestError:
@@ -85,8 +71,7 @@ def _no_format() -> RequestError:
 class _Answer:
     """One answer, of which at least something must be enforced."""
 
-    event: Submitted
-    markup: Markup
+    asked: Asked
     dialect: Dialect
     wanted: Wanted
 
@@ -106,10 +91,10 @@ class _Answer:
 
     def _thought(self, rules: Rules) -> Sequence[str]:
         """Return what comes before the answer, as items of a rule."""
-        budget, opens = self.event.thinking_budget, self.markup.opens_thinking
-        if not self.markup.think or (budget == 0 and not opens):
+        budget, opens = self.asked.thinking_budget, self.asked.markup.opens_thinking
+        if not self.asked.markup.think or (budget == 0 and not opens):
             return ()
-        begin, end = self.markup.think
+        begin, end = self.asked.markup.think
         gap = GAP if self._allows_gap() else ""
         if budget == 0:
             return marker(self.dialect, end), gap
@@ -126,7 +111,7 @@ class _Answer:
             return closed, gap
         opened = marker(self.dialect, begin)
         # llguidance cannot choose between a text and a grammar in the grammar, such as JSON; so such models must think
-        is_optional = begin in self.dialect.added.ids or self.event.constraint is None
+        is_optional = begin in self.dialect.added.ids or self.asked.constraint is None
         return (f"({opened} {closed} {gap})?",) if is_optional else (opened, closed, gap)
 
     def _counted(self, rules: Rules, end: str, budget: int | None) -> str:
@@ -142,18 +127,18 @@ class _Answer:
 
     def _text_without(self, *texts: str, of: str = "/(?s:.*)/") -> str:
         """Return any text, or what is *of* a form, but none with *texts* in it, or with a call where calls matter."""
-        begins = BEGINS[self.markup.tools] if self.wanted else ()
+        begins = BEGINS[self.asked.markup.tools] if self.wanted else ()
         escaped = [re.escape(text).replace("/", "\\/") for text in dict.fromkeys((*texts, *begins))]
         return f"{of} & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/" if escaped else of
 
     def _allows_gap(self) -> bool:
-        constraint = self.event.constraint
+        constraint = self.asked.constraint
         return bool(self.wanted) or (constraint is not None and constraint.kind == "json")
 
     # the answer
 
     def _body(self, rules: Rules, nested: list[dict[str, str]]) -> str:
-        constraint = self.event.constraint
+        constraint = self.asked.constraint
         if not self.wanted:
             return self._bound(constraint, rules, nested) if constraint is not None else self._loose(rules)
         calls = self._calls(rules)
@@ -182,25 +167,25 @@ class _Answer:
         return rules.add("@answer")
 
     def _calls(self, rules: Rules) -> CallRules:
-        said = self.event.calls or Calls()
+        said = self.asked.calls or Calls()
         tools = []
-        for place, tool in enumerate(self.event.templating.tools):
+        for place, tool in enumerate(self.asked.tools):
             function = tool["function"]
             if not said.names or function["name"] in said.names:
                 is_bound = self.wanted == "must" or function.get("strict") is True
                 tools.append(Tool(place, function["name"], function.get("parameters"), is_bound))
         if not tools:
             raise RequestError("tool_choice: names no tool of `tools`", param="tool_choice")
-        return call_rules(rules, self.dialect, self.markup.tools, tools, parallel=said.parallel)
+        return call_rules(rules, self.dialect, self.asked.markup.tools, tools, parallel=said.parallel)
 
     def _optional_tag(self) -> str:
         """Return what may come before calls that are the whole answer."""
-        tags = [text for text in MARKERS[self.markup.tools] if text in self.dialect.added.ids]
+        tags = [text for text in MARKERS[self.asked.markup.tools] if text in self.dialect.added.ids]
         return f"{marker(self.dialect, tags[0])}?" if tags else ""
 
     def _free(self, rules: Rules, calls: CallRules, whole: str) -> str:
         """Return text with calls in it; what begins a call can be nothing else."""
-        parallel = (self.event.calls or Calls()).parallel
+        parallel = (self.asked.calls or Calls()).parallel
         others = self._other_tokens()
         if not calls.trigger:
             not_a_call = f"/(\\s*[^\\s{re.escape(calls.first)}](?s:.*))?/"
@@ -228,6 +213,6 @@ class _Answer:
     def _other_tokens(self) -> str:
         """Return the added tokens that have no part in the markup, as an item of a rule; empty: there are none."""
         added = self.dialect.added
-        marked = {added.ids.get(text) for text in (*MARKERS[self.markup.tools], *self.markup.think)}
+        marked = {added.ids.get(text) for text in (*MARKERS[self.asked.markup.tools], *self.asked.markup.think)}
         free = sorted(set(added.ids.values()) - added.special - marked)
         return f"<[{','.join(map(str, free))}]>" if free else ""

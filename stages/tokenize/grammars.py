@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
@@ -19,7 +19,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
-from pipeline.grammars import parser_limits, start_with_stack
+from pipeline.grammars import is_limit, parser_limits
+from stages.tokenize.markup import AddedTokens
 
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10
 TOO_LARGE: Final = f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes"
@@ -28,6 +29,13 @@ WHITESPACE: Final = r"\n {0,16}| "
 to say writes spaces until the end."""
 LARGEST_GBNF_BYTES: Final = 16 << 10
 """The time to convert GBNF to Lark grows with the square of its size: this much takes a quarter of a second."""
+MOST_OPERATORS: Final = 8
+"""`&` and `~` in a client's grammar. The number of states of an intersection is up to the product of its parts', and
+llguidance counts only some of the work for them: 20 take seconds, where 8 take a hundredth of one."""
+OPERATORS: Final = re.compile(
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|~[ \t]*(?=\d)|(?P<operator>[&~])""", re.DOTALL
+)
+"""Comments, texts, patterns, and the `~` of a repetition, in all of which the two signs mean something else."""
 TEMPERATURE: Final = re.compile(r"^[ \t]*[!?]?\w+[ \t]*\[[^\]\n]*\btemperature\b", re.MULTILINE)
 """An attribute of a rule in Lark, which is for programs that ask a matcher for it."""
 FORMATS: Final = frozenset(
@@ -56,44 +64,41 @@ OF_NAMED_SCHEMAS: Final = frozenset({"$defs", "definitions", "dependentSchemas",
 """.. or an object of them."""
 
 
+class TooComplex(ValueError):
+    """A limit of work refuses a grammar."""
+
+
 def grammar_of(constraint: Constraint) -> str:
-    """Return the grammar of an answer that must be as *constraint* says.
+    """Return the grammar of an answer that must be as *constraint* says. It wants a large stack (`with_stack`).
 
     Raises:
         RequestError: It cannot be enforced, it allows no answer, or its grammar is too large.
     """
     if constraint.whitespace:
         pattern = Constraint(kind="regex", text=constraint.whitespace, param=constraint.whitespace_param)
-        made_in_thread(lambda: checked(rules_of(pattern)), "invalid_grammar", pattern.param or constraint.param)
+        made(lambda: checked(rules_of(pattern)), "invalid_grammar", pattern.param or constraint.param)
     code = "unsupported_schema" if constraint.kind == "json" else "invalid_grammar"
-    return made_in_thread(lambda: _answered(checked(rules_of(constraint))), code, constraint.param)
+    return made(lambda: answered(checked(rules_of(constraint)), byte_tokens()), code, constraint.param)
 
 
-def made_in_thread(make: Callable[[], str], code: str, param: str) -> str:
-    """Return the grammar that *make* returns, which runs in a thread with a large stack.
+def made(make: Callable[[], str], code: str, param: str) -> str:
+    """Return the grammar that *make* returns.
 
     Raises:
         RequestError: *make* raised one, or any other error. That becomes one with *code*, about the field *param*.
     """
-    made: list[str | Exception] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:  # the converter of GBNF raises its own and plain ones
-            made.append(error)
-
-    thread = threading.Thread(target=run, name="grammar")
-    start_with_stack(thread)
-    thread.join()
-    (grammar,) = made
-    if isinstance(grammar, RequestError):
-        raise grammar
-    if isinstance(grammar, RecursionError):
-        raise refusal(code, param, "it is nested too deeply")
-    if isinstance(grammar, Exception):
-        raise refusal(code, param, f"{grammar}")
-    return grammar
+    try:
+        return make()
+    except RequestError:
+        raise
+    except MemoryError as error:
+        raise too_complex(param, "its check takes too much memory") from error
+    except TooComplex as error:
+        raise too_complex(param, f"{error}") from error
+    except RecursionError as error:
+        raise refusal(code, param, "it is nested too deeply") from error
+    except Exception as error:  # the converter of GBNF raises its own and plain ones
+        raise refusal(code, param, f"{error}") from error
 
 
 def rules_of(constraint: Constraint) -> str:
@@ -117,30 +122,68 @@ def checked(rules: str) -> str:
     return grammar
 
 
-def _answered(grammar: str) -> str:
-    """Return a grammar if some answer that it allows has a character in it. Raise ValueError otherwise.
+def answered(grammar: str, tokens: LLTokenizer) -> str:
+    """Return a grammar if its answers have characters. It is compiled as engines do it, over *tokens*: the same work.
 
-    It is followed over single bytes. One that names tokens of the model's own is left to the engine.
+    What else is wrong with one that names tokens of the model's own is left to the engine.
+
+    Raises:
+        ValueError: It takes too much work, or allows nothing but the empty text.
     """
-    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=parser_limits())
-    if matcher.is_error() or not matcher.is_accepting():
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
+    may_follow = 0
+    if not matcher.is_error():
+        may_follow = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << tokens.eos_token)
+    if matcher.is_error():
+        if is_limit(reason := matcher.get_error()):
+            raise TooComplex(reason.replace("<non-verbose/>", ""))
         return grammar
-    may_follow = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << _bytes().eos_token)
-    if not may_follow and not matcher.is_error():
+    if not may_follow and matcher.is_accepting():
         raise ValueError("it allows nothing but the empty text")
     return grammar
 
 
 @functools.cache
-def _bytes() -> LLTokenizer:
+def byte_tokens() -> LLTokenizer:
     """Return a vocabulary in which each byte is a token."""
     return LLTokenizer("byte")
+
+
+def tokens_of(added: AddedTokens) -> LLTokenizer:
+    """Return a vocabulary of the *added* tokens of a model, by their ids, and of the bytes after them."""
+    first = 1 + max(added.ids.values(), default=-1)
+    tokens = [b""] * first + [bytes([byte]) for byte in range(256)] + [b"\xff<end>"]
+    for text, token in added.ids.items():
+        tokens[token] = b"\xff" + text.encode()  # no text: a grammar must name it
+    end = len(tokens) - 1
+    return LLTokenizer(_Tokens(tokens, end, [*added.special, end]), None, [end])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The bytes of each token, as llguidance takes them (`TokenizerWrapper`)."""
+
+    tokens: list[bytes]
+    eos_token_id: int
+    special_token_ids: list[int]
+    bos_token_id: None = None
+    is_tokenizer_wrapper: bool = True
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("nothing is encoded (no_forcing)")
 
 
 def refusal(code: str, param: str, reason: str) -> RequestError:
     """Return the error for a field from which no grammar can be made."""
     told = " ".join(reason.split())[:500]
     return RequestError(f"{param}: cannot be enforced: {told}", code=code, param=param)
+
+
+def too_complex(param: str, reason: str) -> RequestError:
+    """Return the error for a field whose grammar takes too much work."""
+    told = " ".join(reason.split())[:300]
+    message = f"{param}: its grammar is too complex: {told}; ask for less repetition, depth or choice."
+    return RequestError(message, code="grammar_too_complex", param=param)
 
 
 def _what_is_wrong(grammar: str) -> str:
@@ -179,6 +222,9 @@ def choices_of(constraint: Constraint) -> str:
 
 def _of_grammar(constraint: Constraint) -> str:
     text = constraint.text
+    operators = sum(found["operator"] is not None for found in OPERATORS.finditer(text))
+    if operators > MOST_OPERATORS:
+        raise TooComplex(f"it has {operators} operators `&` and `~`, and at most {MOST_OPERATORS} are accepted")
     if not is_lark_syntax(text):
         if len(text.encode()) > LARGEST_GBNF_BYTES:
             raise ValueError(f"a grammar in GBNF has at most {LARGEST_GBNF_BYTES} bytes; write a larger one in Lark")
@@ -207,19 +253,22 @@ def json_of(schema: Mapping[str, Any], whitespace: str | None = None) -> str:
     return f"%json {orjson.dumps(known_formats(dict(schema)) | {OPTIONS: options}).decode()}"
 
 
-def known_formats(schema: Any) -> Any:
-    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it."""
+def known_formats(schema: Any, left_out: Collection[str] = ()) -> Any:
+    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it.
+
+    The keywords *left_out* are not in it either.
+    """
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
+        if name in left_out or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
         if name in OF_A_SCHEMA and isinstance(value, dict):
-            value = known_formats(value)
+            value = known_formats(value, left_out)
         elif (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
-            value = [known_formats(one) for one in value]
+            value = [known_formats(one, left_out) for one in value]
         elif name in OF_NAMED_SCHEMAS and isinstance(value, dict):
-            value = {key: known_formats(one) for key, one in value.items()}
+            value = {key: known_formats(one, left_out) for key, one in value.items()}
         found[name] = value
     return found

@@ -10,12 +10,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import unquote
+
+from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, known_formats
 
 REMARKS: Final = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "discriminator"}
     | {"example", "examples", "readOnly", "title", "writeOnly"}
 )
 """Keywords that do not bind a value, or that are followed where they are referred to."""
+ANNOTATIONS: Final = REMARKS - {"$defs", "$id", "$schema", "definitions"}
+"""Those that nothing follows. Descriptions are often the largest part of a schema."""
 OF_AN_OBJECT: Final = frozenset({"type", "properties", "required", "additionalProperties"})
 OF_A_TEXT: Final = frozenset({"type", "minLength", "maxLength"})
 OF_A_LIST: Final = frozenset({"type", "items", "minItems", "maxItems"})
@@ -40,9 +45,18 @@ class Rules:
     """Rules of a grammar, numbered as they are added."""
 
     lines: list[str] = field(default_factory=list)
+    num_letters: int = 0
+    """Of all rules."""
 
     def add(self, body: str, *, attributes: str = "", terminal: bool = False) -> str:
-        """Add a rule; return its name."""
+        """Add a rule; return its name.
+
+        Raises:
+            ValueError: The rules are too large together.
+        """
+        self.num_letters += len(body)
+        if self.num_letters > LARGEST_GRAMMAR_BYTES:  # many properties may refer to one large definition
+            raise ValueError(TOO_LARGE)
         name = f"{'V' if terminal else 'v'}{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {body}")
         return name
@@ -72,6 +86,23 @@ class SchemaReader:
         return schema
 
 
+def _references(value: Any) -> Iterator[str]:
+    """Yield where a schema refers to."""
+    for name, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if name == "$ref" and isinstance(one, str):
+            yield one
+        else:
+            yield from _references(one)
+
+
+def _definition(path: str) -> tuple[str, str] | None:
+    """Return where a reference finds its definition, and the name of that; None: it leads elsewhere."""
+    root, place, name, *_ = (*path.split("/"), "", "")
+    if root != "#" or place not in ("$defs", "definitions"):
+        return None
+    return place, unquote(name).replace("~1", "/").replace("~0", "~")
+
+
 def refuse_others(schema: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise ValueError for a keyword that is not *known* and binds values."""
     unknown = sorted(name for name in schema if name not in known and name not in REMARKS)
@@ -81,8 +112,8 @@ def refuse_others(schema: Mapping[str, Any], known: frozenset[str]) -> None:
 
 def fields_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Return the name and the schema of each property, and whether it is required."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    unknown = sorted(set(required) - set(properties))
+    properties, required = schema.get("properties", {}), set(schema.get("required", []))
+    unknown = sorted(required - set(properties))
     if unknown:
         raise ValueError(f"`{unknown[0]}` is required and has no schema in `properties`")
     if not all(isinstance(value, dict) for value in properties.values()):
@@ -238,8 +269,7 @@ class TaggedValues(SchemaReader):
         if any("enum" in branch or "const" in branch for branch in branches):
             return self._one_of(target)
         if not types & {"", "string"}:
-            parts = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
-            return self.rules.add(f"{self.json_of({**parts, **schema})} {quoted(self.end)}")
+            return self.rules.add(f"{self.json_of(self.alone(schema))} {quoted(self.end)}")
         for branch in branches:
             is_text = types_of(branch) == ["string"] and len(branches) == 1
             refuse_others(branch, OF_A_TEXT if is_text else frozenset({"type"}))
@@ -252,6 +282,29 @@ class TaggedValues(SchemaReader):
     def any(self) -> str:
         """Return a rule for any value with the tag that ends it."""
         return self._text({})
+
+    def alone(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema with the definitions of the root that it needs, and without what binds no value.
+
+        Raises:
+            ValueError: They are too large.
+        """
+        found: dict[str, Any] = known_formats(schema, ANNOTATIONS)
+        reached: dict[tuple[str, str], Any] = {}
+        num_letters, unread = 0, [found]
+        while unread:
+            one = unread.pop()
+            num_letters += len(json.dumps(one))
+            if num_letters > LARGEST_GRAMMAR_BYTES:
+                raise ValueError(TOO_LARGE)
+            for place, name in filter(None, map(_definition, _references(one))):
+                definitions = self.root.get(place)
+                if (place, name) not in reached and isinstance(definitions, dict) and name in definitions:
+                    reached[place, name] = known_formats(definitions[name], ANNOTATIONS)
+                    unread.append(reached[place, name])
+        for (place, name), definition in reached.items():
+            found[place] = {**found.get(place, {}), name: definition}
+        return found
 
     def _branches(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         union = next((name for name in OF_A_UNION if name in schema), "")

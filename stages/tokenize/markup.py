@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from transformers import PreTrainedTokenizerFast
+import orjson
 
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
+
+if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 QUESTION: Final = "probe question"
 THOUGHT: Final = "probe thought"
@@ -117,6 +120,17 @@ class Dialect:
         is_new = NAMED_ARGUMENTS in text if text else NAMED_ARGUMENTS in added.ids
         think = _thinking_of(tokenizer) if tokenizer.chat_template is not None else ()
         return cls(found, found == "mistral" and is_new, think, added)  # type: ignore[arg-type]
+
+    def written(self) -> bytes:
+        """Return it as a message for the process that checks grammars."""
+        ids, special = list(self.added.ids.items()), sorted(self.added.special)
+        return orjson.dumps([self.tools, self.names_arguments, self.think, ids, special])
+
+    @classmethod
+    def read(cls, message: bytes) -> Dialect:
+        """Return the dialect of a message."""
+        tools, names_arguments, think, ids, special = orjson.loads(message)
+        return cls(tools, names_arguments, tuple(think), AddedTokens(dict(ids), frozenset(special)))
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""

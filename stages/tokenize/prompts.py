@@ -20,6 +20,7 @@ from pipeline.events import Submitted
 from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
 from pipeline.spelling import Spelling
+from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.description import description
 from stages.tokenize.markup import AddedTokens, Dialect
 from stages.tokenize.templates import conversation_text
@@ -46,9 +47,11 @@ class Rendered:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The bad words of the request as tokens."""
     grammar: str = ""
-    """As in Tokenized."""
+    """Of a replayed request: as in Tokenized."""
     markup: Markup = NO_MARKUP
     """As in Tokenized."""
+    asked: Asked | None = None
+    """What the answer must be, of which a grammar is to be made; None: nothing, or what `grammar` says."""
 
     @property
     def is_long(self) -> bool:
@@ -77,7 +80,7 @@ class PromptEncoder:
         added = self._tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self._num_before = len(list(itertools.takewhile(bool, added)))
         listed = _json_of(folder / "tokenizer.json").get("added_tokens", ())
-        self._dialect = Dialect.of(self._tokenizer, AddedTokens.of(listed), tool_parser)
+        self.dialect = Dialect.of(self._tokenizer, AddedTokens.of(listed), tool_parser)
         self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
 
     def render(self, event: Submitted) -> Rendered:
@@ -85,8 +88,7 @@ class PromptEncoder:
 
         Raises:
             RequestError: There is no chat template, or it refuses the conversation (the message quotes it), or the
-                request names an unknown token, sets a variable that clients cannot set, or asks for an answer that
-                cannot be enforced.
+                request names an unknown token, or sets a variable that clients cannot set.
         """
         sampling = event.sampling
         # Who names a token that this tokenizer does not have means another model.
@@ -94,21 +96,20 @@ class PromptEncoder:
         self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
         self._refuse_unknown("logprob_token_ids", sampling.logprob_token_ids, self._num_tokens)
         if event.replay is None:
-            bad_words = self._bad_words(sampling.bad_words)
-            grammar, markup = "" if event.messages else self._grammar(event, NO_MARKUP), NO_MARKUP
+            bad_words, grammar, markup = self._bad_words(sampling.bad_words), "", NO_MARKUP
         else:
             bad_words, grammar, markup = event.replay.bad_words, event.replay.grammar, event.replay.markup
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
-            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar, markup)
+            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar, markup, asked_of(event, markup))
         if not event.messages:
-            special = event.add_special_tokens is not False
-            return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup)
+            special, asked = event.add_special_tokens is not False, asked_of(event, markup)
+            return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup, asked)
         text = conversation_text(self._tokenizer, event)
         if event.replay is None:
-            markup = self._dialect.markup(event, text)
-            grammar = self._grammar(event, markup)
-        return Rendered(text, event.add_special_tokens is True, "messages", (), bad_words, grammar, markup)
+            markup = self.dialect.markup(event, text)
+        special, asked = event.add_special_tokens is True, asked_of(event, markup)
+        return Rendered(text, special, "messages", (), bad_words, grammar, markup, asked)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. Prompts of one kind are encoded as one batch, in parallel."""
@@ -186,14 +187,6 @@ class PromptEncoder:
 
     def _least_tokens(self, prompt: Rendered) -> int:
         return -(-len(prompt.text) // self._longest_token)
-
-    def _grammar(self, event: Submitted, markup: Markup) -> str:
-        """Return the grammar of a request's answer; empty if it may be anything."""
-        if event.constraint is None and event.calls is None and event.thinking_budget is None:
-            return ""
-        from stages.tokenize.answers import answer_grammar  # llguidance takes 60 ms; most processes never need it
-
-        return answer_grammar(event, markup, self._dialect)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the beginning of a text, and after a space if only the first one differs.

@@ -2,14 +2,14 @@
 
 Long prompts, and requests that only the tokenizer answers, come after that batch, and only one of them before the next
 read, so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
-stop the encoder.
+stop the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.unreadable import UnreadableEntries, uids_of
 from pipeline.walk import walk
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
+from stages.tokenize.checker import Checked, GrammarChecker
 from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
 
@@ -44,6 +45,10 @@ MOST_ANSWERED = 262_144
 """Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
 BODIES_COUNTED = 16
 """So many bodies are remembered whose prompts' scores are counted together."""
+MOST_HELD = 256
+"""Requests that wait until their grammars are checked. With fewer, a burst of honest ones would be refused."""
+CHECK_LOOK_S = 0.005
+"""So long a turn that brings nothing new waits for a check."""
 LEARN_EVERY_S = 1.0
 GIVES_WAY = 10
 """Steps of niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
@@ -66,6 +71,8 @@ class _Work:
     """None if there is nothing to encode."""
     num_kept: int | None = None
     """Tokens of the prompt that are kept; None: all."""
+    grammar: str = ""
+    """As in Tokenized."""
 
     @property
     def is_brief(self) -> bool:
@@ -83,8 +90,14 @@ class TokenizeWorker:
         measures: Measures | None = None,
         *,
         limit_cpu_s: float = DEFAULT_CPU_S,
+        checker: GrammarChecker | None = None,
     ) -> None:
         self._log = log
+        self._checker = checker
+        self._held: dict[str, Entry] = {}
+        """Entries that wait until their grammars are checked, in order, by id. Only they are kept: bodies are large."""
+        self._checking: _Work | None = None
+        """The first of them, once its check has begun."""
         self._limit_cpu_s = limit_cpu_s
         self.slot_lease = slot_lease
         self._encoder = encoder
@@ -101,15 +114,42 @@ class TokenizeWorker:
         self._told: dict[str, dict[str, int]] = {}
         """Of the last bodies: base uid -> uid -> how many scores its answers tell of the prompt."""
 
+    def held(self) -> Collection[str]:
+        """Return the ids of the entries that wait until their grammars are checked."""
+        return self._held.keys()
+
+    def forget(self) -> None:
+        """Hold nothing any more: the log gives again what is not consumed."""
+        self._held.clear()
+        self._checking = None
+
     def handle(self, entries: Sequence[Entry]) -> list[Entry]:
         """Tokenize and commit. Return the entries that are put off: all but the first prompt of those that take long.
 
-        An error of one request fails that request alone.
+        Without *entries*, wait a moment for the check of a grammar. An error of one request fails that request alone.
         """
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
         self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
         self.learn_context()
+        new = [entry for entry in entries if entry.id not in self._held]
+        work = [ready for each in self._prepared(new) if (ready := self._with_grammar(each)) is not None]
+        work += self._after_check(0 if new else CHECK_LOOK_S)
+        self._encode_all([each for each in work if each.is_brief])
+        long = [each for each in work if not each.is_brief]
+        now = [each for each in long if each is long[0] or each.prompt is long[0].prompt is not None]
+        for each in now:
+            if each.prompt is None:
+                self._answer(each)
+            else:
+                self._encode_all([each])
+        last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
+        self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
+        self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
+        return [each.entry for each in long if each not in now]
+
+    def _prepared(self, entries: Sequence[Entry]) -> list[_Work]:
+        """Return the work for each entry that is not at its end already."""
         work: list[_Work] = []
         readable = [entry for entry in entries if self._is_readable(entry)]
         for entry, history in zip(readable, self._log.histories([e.fields["uid"] for e in readable]), strict=True):
@@ -123,18 +163,48 @@ class TokenizeWorker:
                 self._fail(entry, prepared)
             else:
                 work.append(prepared)
-        self._encode_all([each for each in work if each.is_brief])
-        long = [each for each in work if not each.is_brief]
-        now = [each for each in long if each is long[0] or each.prompt is long[0].prompt is not None]
-        for each in now:
-            if each.prompt is None:
-                self._answer(each)
-            else:
-                self._encode_all([each])
-        last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
-        self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
-        self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
-        return [each.entry for each in long if each not in now]
+        return work
+
+    def _with_grammar(self, work: _Work) -> _Work | None:
+        """Return the work with the grammar of its answer; None: it waits for a check, or is at its end."""
+        asked = work.prompt.asked if work.prompt is not None else None
+        if asked is None:
+            return work
+        assert self._checker is not None, "only encoders without grammars have no checker"
+        checked = self._checker.known(asked)
+        if checked is not None:
+            return self._checked(work, checked)
+        if len(self._held) >= MOST_HELD:
+            message = f"{len(self._held)} requests wait for the check of their grammars, the most there can be"
+            error = RequestError(f"{message}; send it again later.", code="queue_full", param=asked.param, status=503)
+            return self._checked(work, error)
+        self._held[work.entry.id] = work.entry
+        if self._checking is None:
+            self._checking = work
+            self._checker.begin(asked)
+        return None
+
+    def _checked(self, work: _Work, checked: Checked) -> _Work | None:
+        if isinstance(checked, RequestError):
+            self._fail(work.entry, checked)
+            return None
+        return replace(work, grammar=checked)
+
+    def _after_check(self, timeout_s: float) -> list[_Work]:
+        """Return what need not wait any longer, and have the next grammar checked. A check has *timeout_s*."""
+        done: list[_Work | None] = []
+        if self._checking is not None:
+            assert self._checker is not None
+            checked = self._checker.result(timeout_s)
+            if checked is None:
+                return []
+            work, self._checking = self._checking, None
+            del self._held[work.entry.id]
+            done.append(self._checked(work, checked))
+        while self._held and self._checking is None and len(done) < MOST_READ:  # of siblings the first one is checked
+            entry = self._held.pop(next(iter(self._held)))
+            done += map(self._with_grammar, self._prepared([entry]))
+        return [work for work in done if work is not None]
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """End a request that killed its tokenizer so often, and write it to `dead`."""
@@ -190,7 +260,7 @@ class TokenizeWorker:
             self._encoder.refuse_too_long(prompt, self.context)
         else:
             self._encoder.refuse_too_large(prompt, self.context)
-        return _Work(entry, submitted, prompt, num_kept)
+        return _Work(entry, submitted, prompt, num_kept, prompt.grammar)
 
     def _render(self, submitted: Submitted) -> Rendered:
         """Return a prompt as text. The choices of one prompt follow each other, and have the same object."""
@@ -228,9 +298,9 @@ class TokenizeWorker:
                     fingerprint=self._encoder.fingerprint,
                     by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
-                    grammar=prompt.grammar,
+                    grammar=each.grammar,
                     markup=prompt.markup,
-                    grammar_param=_grammar_param(each.submitted, prompt) if prompt.grammar else "",
+                    grammar_param=prompt.asked.param if each.grammar and prompt.asked is not None else "",
                 )
                 failpoint("tokenize.before_commit")
                 self._commit(each.entry, event)
@@ -351,13 +421,6 @@ def _uids(entries: Sequence[Entry]) -> list[str]:
     return [entry.fields["uid"] for entry in entries]
 
 
-def _grammar_param(submitted: Submitted, prompt: Rendered) -> str:
-    """Return the field of a request that asks for the grammar of its answer."""
-    from stages.tokenize.answers import grammar_param  # as in `stages.tokenize.prompts`: it loads llguidance
-
-    return grammar_param(submitted, prompt.markup)
-
-
 def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
     """Return what a request is, or the error that ends it.
 
@@ -383,11 +446,13 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
         serving = Serving(str(folder), tokenizer=encoder.fingerprint)
         wait_until_it_fits(log, serving, stop)
         limit_cpu_s = config.prompts.tokenize_cpu_s
-        worker = TokenizeWorker(log, announcement, encoder, process.measures, limit_cpu_s=limit_cpu_s)
+        checker = GrammarChecker(encoder.dialect.written())
+        worker = TokenizeWorker(log, announcement, encoder, process.measures, limit_cpu_s=limit_cpu_s, checker=checker)
         _wait_for_context(worker, announcement, stop)
     inbox = Inbox.submitted(log.names)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
+        worker.forget()
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
         follow(
             log,
@@ -397,9 +462,12 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
             worker.bury,
             stop,
             max_entries=MOST_READ,
+            forget=worker.forget,
             look=worker.look,
             in_order=False,
+            held=worker.held,
         )
+    checker.close()
     return 0
 
 

@@ -28,7 +28,7 @@ from streams import (
 
 from pipeline.events import Cancelled, Finished, TakenOver, TokensProduced
 from pipeline.log.protocol import Inbox
-from pipeline.names import GENERATE, STAGES, TOKENIZE
+from pipeline.names import GENERATE, STAGES, TOKENIZE, slot_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
@@ -222,6 +222,24 @@ def test_a_redis_that_forgot_the_scripts_or_is_read_only_after_a_failover_is_wai
         finally:
             command(plain_server.redis_url, "REPLICAOF", "NO", "ONE")
         assert_all_is_as_undisturbed(plain_server, streams, undisturbed)
+
+
+def test_a_redis_that_misses_its_replicas_for_longer_than_a_lease_is_waited_for(
+    plain_server: Server, undisturbed: Answers
+) -> None:
+    with no_process_restarts(plain_server), plain_server.log() as log:
+        streams = begun(plain_server)
+        command(plain_server.redis_url, "CONFIG", "SET", "min-replicas-to-write", 1)
+        try:
+            refused = plain_server.post(body("Is it written twice?"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            leases = [log.names.lease(slot_name(stage, 0)) for stage in STAGES]
+            eventually(lambda: command(plain_server.redis_url, "EXISTS", *leases) == 0, "all leases have run out")
+            assert not any(stream.is_over for stream in streams)
+        finally:
+            command(plain_server.redis_url, "CONFIG", "SET", "min-replicas-to-write", 0)
+        assert_all_is_as_undisturbed(plain_server, streams, undisturbed)
+        assert plain_server.post(body("And now?", max_tokens=3)).status_code == 200
 
 
 @pytest.mark.night

@@ -26,6 +26,7 @@ from pipeline.grammars import parser_limits
 from stages.detokenize.text import IncrementalText
 from stages.detokenize.worker import load_decoder
 from stages.generate.grammars import _Spelled
+from stages.tokenize.answers import answer_grammar
 from stages.tokenize.prompts import PromptEncoder
 from web.wire.markup.reader import Reader, reader_for, tools_of
 
@@ -149,9 +150,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 )
 def test_what_a_grammar_allows_is_read_as_it_was_asked_for(family: Family, asked: Submitted, least_calls: int) -> None:
     rendered = family.encoder.render(asked)
+    assert rendered.asked is not None
+    grammar = answer_grammar(rendered.asked, family.encoder.dialect)
     num_ended = 0
     for seed in range(NUM_WALKS):
-        token_ids = family.walk(rendered.grammar, random.Random(seed))
+        token_ids = family.walk(grammar, random.Random(seed))
         if not token_ids:
             continue
         num_ended += 1

@@ -63,7 +63,7 @@ def test_a_row_of_a_step_keeps_them_whether_it_is_new_or_old() -> None:
     assert TokenRow.model_validate(plain) == row and row.prompt_scores == said
     old = plain | {"prompt_scores": [score.model_dump(mode="json") for score in said]}
     assert TokenRow.model_validate(old) == row
-    assert row.prompt_scores.told((3, 4), str) == (  # type: ignore[union-attr]
+    assert row.prompt_scores.told((3, 4), str) == (
         ToldScore(token=3, text="3", logprob=-0.1, top=(ToldCandidate(token=7, text="7", logprob=-0.2),)),
         ToldScore(token=4, text="4", logprob=-9999.0),
     )

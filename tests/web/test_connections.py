@@ -61,7 +61,7 @@ class Scene:
     num_before: int = 0
 
     @contextmanager
-    def client(self, **options: int) -> Iterator[Client]:
+    def client(self, **options: Any) -> Iterator[Client]:
         with closing(connect(self.server.port, **options)) as client:
             yield client
 

@@ -16,9 +16,8 @@ from web.seldom import Seldom
 class One:
     """A connection of a test."""
 
-    def __init__(self, holder: str = "address a", *, awaits_body: bool = False, is_exempt: bool = False) -> None:
+    def __init__(self, holder: str = "address a", *, is_exempt: bool = False) -> None:
         self.holder = holder
-        self.awaits_body = awaits_body
         self.is_exempt = is_exempt
         self.is_cut = False
         self.error: RequestError | None = None
@@ -61,11 +60,17 @@ def test_an_address_has_three_quarters_and_others_have_the_rest() -> None:
 
 def test_a_new_connection_over_the_share_takes_the_place_of_an_idle_one_of_the_same_client() -> None:
     crowd = crowd_of(16)
-    first, second, *_ = enter(crowd, 12, "address a", working=False)
+    first, second, third, *rest = enter(crowd, 12, "address a", working=False)
     crowd.waits(first)  # after its next request
     (other,) = enter(crowd, 1, "address b", working=False)
-    assert crowd.enter(One("address a")) is None
+    new = One("address a")
+    assert crowd.enter(new) is None
     assert second.is_cut and not first.is_cut and not other.is_cut
+    for one in (*rest, first, third, new):
+        crowd.works(one)
+    crowd.receives(third)
+    assert crowd.enter(One("address a")) is None
+    assert third.is_cut and not other.is_cut
 
 
 def test_who_holds_most_loses_first_an_idle_connection_then_a_viewer_never_another_answer() -> None:
@@ -149,10 +154,10 @@ def test_whatever_happens_nobody_is_counted_twice_or_forgotten() -> None:
     there: list[One] = []
     for _ in range(5000):
         one = drawn.choice(there) if there else None
-        what = drawn.choice(("enter", "enter", "waits", "works", "views", "belongs", "leave", "hold"))
+        what = drawn.choice(("enter", "enter", "waits", "works", "receives", "views", "belongs", "leave", "hold"))
         with contextlib.suppress(RequestError):
             if what == "enter" or one is None:
-                new = One(f"address {drawn.randrange(4)}", awaits_body=drawn.random() < 0.2)
+                new = One(f"address {drawn.randrange(4)}")
                 if crowd.enter(new) is None:
                     there.append(new)
             elif what == "belongs":

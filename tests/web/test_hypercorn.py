@@ -12,7 +12,7 @@ import hypercorn.config
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("minisgl.py", "pipeline", "stages", "web", "ops")
-ONLY = "web/connections.py"
+ONLY = "web/asgi.py"
 USED = {
     "hypercorn.app_wrappers.ASGIWrapper": "app",
     "hypercorn.asyncio.task_group.TaskGroup": "loop",

@@ -25,8 +25,9 @@ import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.log.protocol import Quota
 from pipeline.names import Names
+from web.asgi import HttpConfig
 from web.config import DEFAULT_BODY_BYTES
-from web.connections import HttpConfig, serve
+from web.connections import serve
 from web.keys import Caller, Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
 from web.seldom import Seldom

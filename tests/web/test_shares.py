@@ -86,14 +86,11 @@ async def clients_of(answer: Any, **more: Any) -> AsyncIterator[tuple[Server, Cl
 
 
 async def serve_paths(scope: Any, receive: Any, send: Any) -> None:
-    """As an application: /stream never ends, /view does not either and is a viewer's; a header has the key."""
-    place, path = scope["state"][PLACE], scope["path"]
-    headers = dict(scope["headers"])
+    """As an application: /stream never ends, /view does not either and is a viewer's."""
+    path = scope["path"]
     try:
-        if b"key" in headers:
-            place.belongs_to(headers[b"key"].decode())
         if path == "/view":
-            place.views()
+            scope["state"][PLACE].views()
     except RequestError as error:
         text = error.message.encode()
         await send({"type": "http.response.start", "status": error.status, "headers": []})
@@ -103,6 +100,10 @@ async def serve_paths(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"hello", "more_body": path in ("/stream", "/view")})
     while path in ("/stream", "/view") and (await receive())["type"] != "http.disconnect":
         pass
+
+
+def bearer(key: str) -> str:
+    return f"Authorization: Bearer {key}"
 
 
 def get(path: str, *headers: str) -> bytes:
@@ -160,17 +161,17 @@ async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there
 
 
 async def test_of_several_keys_one_has_half_and_the_rest_of_its_connections_are_refused_and_closed() -> None:
-    async with clients_of(serve_paths, several_keys=True) as (server, clients):
+    async with clients_of(serve_paths, keys=read_keys([ANN, BOB], "")) as (server, clients):
         for each in await clients.several(8):
-            assert await each.ask(get("/stream", "Key: a")) == 200
+            assert await each.ask(get("/stream", bearer(ANN))) == 200
         more = await clients.one()
-        assert await more.ask(get("/stream", "Key: a")) == 429
+        assert await more.ask(get("/stream", bearer(ANN))) == 429
         assert b"connection: close" in more.head and b"8 of 16" in await more.reader.read()
         for each in await clients.several(8):
-            assert await each.ask(get("/stream", "Key: b")) == 200
+            assert await each.ask(get("/stream", bearer(BOB))) == 200
         clients.all[0].writer.close()
         await until(lambda: server.config.crowd.num_open == MOST - 1)
-        assert await (await clients.one()).ask(get("/stream", "Key: a")) == 200
+        assert await (await clients.one()).ask(get("/stream", bearer(ANN))) == 200
 
 
 async def test_a_quarter_may_view_and_a_viewer_makes_room_for_who_holds_less() -> None:
@@ -215,13 +216,9 @@ async def test_a_socket_in_the_file_system_is_served_and_has_no_share(tmp_path: 
 # with keys, on the application itself
 
 
-def bearer(key: str) -> str:
-    return f"Authorization: Bearer {key}"
-
-
 async def test_one_key_that_opens_all_the_streams_it_can_locks_nobody_out(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url, keys=read_keys([ANN, BOB], "", ADMIN)) as here:
-        async with clients_of(here.app, several_keys=True) as (server, clients):
+        async with clients_of(here.app, keys=read_keys([ANN, BOB], "", ADMIN)) as (server, clients):
             crowd = server.config.crowd
             several = await clients.several(3 * MOST)
             statuses = [await each.ask(get(PICTURES, bearer(ANN))) for each in several]

@@ -77,11 +77,14 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
 """What came of a submit -> what the client is told. Other outcomes are no refusals."""
 
 
-def refusal(frontend: Frontend, outcome: SubmitResult | type[LogError], quota: Quota | None = None) -> RequestError:
+def refusal(
+    frontend: Frontend, outcome: SubmitResult | Submission | type[LogError], quota: Quota | None = None
+) -> RequestError:
     """Count that a request was not taken, and return the error for its client."""
-    is_answer = isinstance(outcome, SubmitResult)
-    found = REFUSALS[outcome.submission if is_answer else outcome]
-    again_s, used_bytes = (math.ceil(outcome.again_ms / 1000), outcome.used_bytes) if is_answer else (0, 0)
+    again_s, used_bytes = 0, 0
+    if isinstance(outcome, SubmitResult):
+        again_s, used_bytes, outcome = math.ceil(outcome.again_ms / 1000), outcome.used_bytes, outcome.submission
+    found = REFUSALS[outcome]
     if found.metric:
         frontend.measures.add(REJECTIONS, found.metric)
     message = found.message.format(quota=quota, again_s=again_s, used_bytes=used_bytes)

@@ -19,9 +19,6 @@ PLACE: Final = "minisgl.place"
 class Place(Protocol):
     """The connection of a request, as far as its client's share of all connections goes."""
 
-    def belongs_to(self, key: str) -> None:
-        """Count it for the API key with this hash or name. Raises RequestError if the key has its share already."""
-
     def views(self) -> None:
         """Count it as one whose answer has no end of its own. Raises RequestError if its client has enough of them."""
 
@@ -32,7 +29,6 @@ class Place(Protocol):
 class _Nowhere:
     """The place of a request that came on no connection."""
 
-    def belongs_to(self, key: str) -> None: ...
     def views(self) -> None: ...
     def has_read(self) -> None: ...
 
@@ -40,20 +36,6 @@ class _Nowhere:
 def place() -> Place:
     """Return the connection of the current HTTP request."""
     return cast(Place, request.scope.get("state", {}).get(PLACE) or _Nowhere())
-
-
-def count_viewer() -> None:
-    """Count the current HTTP request as one whose answer has no end of its own.
-
-    Raises:
-        RequestError: Its client has its share of those already; the log line was written.
-    """
-    try:
-        place().views()
-    except RequestError as error:
-        path = request.url_rule.rule if request.url_rule else ""
-        logger.info("request", status=error.status, error=error.code, method=request.method, path=path)
-        raise
 
 
 def caller() -> Caller:

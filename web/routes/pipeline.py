@@ -13,7 +13,7 @@ from pipeline.errors import RequestError
 from web.keys import Caller
 from web.live.frontend import Frontend
 from web.live.pictures import Viewer
-from web.routes.access import caller, count_viewer, known_caller
+from web.routes.access import caller, known_caller
 from web.routes.answers import event_stream, json_response
 from web.routes.operations import EVENTS, operation
 from web.wire import sse
@@ -36,7 +36,6 @@ def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
         most = _most()
         if request.method == "HEAD":  # whoever asks for the headers alone would hold the stream for ever
             return Response(content_type=sse.CONTENT_TYPE)
-        count_viewer()
         return event_stream(_pictures(frontend, who, most))
 
     @routes.get("/v1/caller")

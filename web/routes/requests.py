@@ -25,7 +25,7 @@ from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
 from web.live.open_request import read_archived, read_request
-from web.routes.access import check_admin, count_viewer, known_caller, place
+from web.routes.access import check_admin, known_caller, place
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.named import absent, find_of, is_id, several, uid_in
 from web.routes.operations import EVENTS, operation
@@ -125,7 +125,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
         if frontend.readers.count(uid):  # one more of the same request; without that, running requests bound them
-            count_viewer()
+            place().views()
         if found.archived is None:
             client = await read_request(frontend, uid, submitted, whole=whole)
         else:

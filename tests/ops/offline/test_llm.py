@@ -27,6 +27,9 @@ from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from ops.offline.stages import UnwatchedSlot
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.log.memory import MemoryLog
+from pipeline.names import Names
+from pipeline.slots import acquire_slot
 from stages.generate.flights import Forward
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -378,6 +381,18 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(folder: Path) -> None:
             llm.generate("Hello!")
         with pytest.raises(MiniSGLError, match="make a new LLM"):
             llm.flush_cache()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_slot_whose_thread_breaks_is_lost_and_the_callers_process_goes_on() -> None:
+    class Breaks(MemoryLog):
+        def renew(self, *_: object) -> bool:
+            raise ZeroDivisionError
+
+    log = Breaks(Names())
+    slot_lease = UnwatchedSlot(log, acquire_slot(log, "generate", 60), 60)
+    assert slot_lease.lost.wait(20)
+    slot_lease.leave()
 
 
 def test_ctrl_c_lets_go_of_what_runs_and_the_model_goes_on(llm: WatchedLLM) -> None:

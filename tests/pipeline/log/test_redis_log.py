@@ -26,6 +26,7 @@ from log_contract import (
     submitted,
     with_front,
 )
+from redis._parsers.base import BaseParser
 from redis.exceptions import ResponseError
 from redis_servers import PLACES, LossyProxy, Servers, command, running_server
 
@@ -260,6 +261,17 @@ def test_a_server_that_is_not_there_is_unavailable_for_a_frontend_too(tmp_path: 
         ("OOM command not allowed when used memory > 'maxmemory'.", LogFull),
         ("READONLY You can't write against a read only replica.", LogReadOnly),
         ("MISCONF Redis is configured to save RDB snapshots, but it is currently not able to ...", LogUnavailable),
+        ("NOREPLICAS Not enough good replicas to write.", LogUnavailable),
+        ("LOADING Redis is loading the dataset in memory", LogUnavailable),
+        ("BUSY Redis is busy running a script.", LogUnavailable),
+        ("MASTERDOWN Link with MASTER is down", LogUnavailable),
+        ("CLUSTERDOWN Hash slot not served", LogUnavailable),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", LogUnavailable),
+        ("NOAUTH Authentication required.", LogUnavailable),
+        ("NOPERM this user has no permissions to run the 'get' command", LogUnavailable),
+        ("MOVED 15495 127.0.0.1:7000", LogReadOnly),
+        ("ASK 15495 127.0.0.1:7000", LogReadOnly),
+        ("CROSSSLOT Keys in request don't hash to the same slot", LogError),
         ("NOGROUP No such key 'x:ROOM' or consumer group 'g' in XREADGROUP with GROUP option", GroupLost),
         ("UNBLOCKED the stream key no longer exists", GroupLost),
         ("WRONGTYPE Operation against a key holding the wrong kind of value", GroupLost),
@@ -271,11 +283,62 @@ def test_a_server_that_is_not_there_is_unavailable_for_a_frontend_too(tmp_path: 
         "",
         "Error running script (call to f_3c44): @user_script:1: ",
         "Error running script (call to f_3c44): @user_script:1: @user_script: 1: -",
+        "@user_script: 1: -",
     ],
-    ids=["plain", "in a script of 6.2", "before a command in a script of 6.2"],
+    ids=["plain", "in a script of 6.2", "before a command in a script of 6.2", "passed on by a script of 6.2"],
 )
 def test_an_error_of_redis_is_told_by_its_code(before: str, text: str, kind: type[LogError]) -> None:
-    assert type(translate(ResponseError(before + text))) is kind
+    told = translate(ResponseError(before + text))
+    assert type(told) is kind
+    if not before:
+        by_class = translate(BaseParser.parse_error(text))  # type: ignore[no-untyped-call]
+        assert type(by_class) is kind, "redis-py takes some codes out of the text"
+
+
+def test_a_server_that_misses_its_replicas_makes_all_wait_and_does_nothing_by_halves(
+    log: RedisLog, scene: Scene
+) -> None:
+    def writes(uid: str) -> list[Callable[[], object]]:
+        return [
+            lambda: scene.submit(uid),
+            lambda: scene.tokenize(submitted_entry),
+            lambda: log.take(engine, 8, control_cursor="0-0"),
+            lambda: scene.step(engine, 2),
+            lambda: produced(scene, detokenizer, step_entry),
+            lambda: log.end("c", CANCELLED, frontend="web-0"),
+            lambda: log.renew(engine, LONG_MS, "{}"),
+            lambda: log.read(SUBMITTED, "tokenize-0", max_entries=1, block_ms=0),
+            lambda: log.acquire("generate-1", "n", LONG_MS),
+        ]
+
+    async def submit(front: AsyncRedisLog) -> None:
+        with pytest.raises(LogUnavailable, match=r"^NOREPLICAS "):
+            await front.submit("d", [submitted()])
+        with pytest.raises(LogUnavailable, match=r"^NOREPLICAS "):
+            await front.end("c", CANCELLED, frontend="web-0")
+
+    for uid in "abc":
+        scene.submit(uid)
+    scene.tokenize(scene.read_one(SUBMITTED, "tokenize-0"))
+    submitted_entry = scene.read_one(SUBMITTED, "tokenize-0")
+    engine, detokenizer = scene.own("generate-0"), scene.own("detokenize-0")
+    scene.step(engine, 1)
+    step_entry = scene.read_one(STEPS, "detokenize-0")
+    command(log.url, "CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        lengths = [len(history) for history in log.histories(["a", "b", "c"])]
+        for write in writes("d"):
+            with pytest.raises(LogError, match=r"^NOREPLICAS ") as raised:
+                write()
+            assert type(raised.value) is LogUnavailable
+        with_front(log.url, submit)
+        assert [len(history) for history in log.histories(["a", "b", "c"])] == lengths
+        assert log.backlog(STEPS) == 1 and log.alive(["a", "b", "c", "d"]) == {"a", "b", "c"}
+    finally:
+        command(log.url, "CONFIG", "SET", "min-replicas-to-write", 0)
+    done = [write() for write in writes("d")]
+    assert done[0] is ACCEPTED and done[1] is True and done[4] is True and done[5] is True and done[6] is True
+    assert log.histories(["c"])[0][-1].id == SEAL
 
 
 # a reply that is lost on its way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from tokenizers import Tokenizer
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls, SamplingParams, Submitted, Templating
-from pipeline.grammars import parser_limits
+from pipeline.grammars import parser_limits, with_stack
 from stages.generate.grammars import _Spelled
 from stages.tokenize import calls as call_writer
-from stages.tokenize.answers import grammar_param
-from stages.tokenize.grammars import TOO_LARGE, checked
+from stages.tokenize.answers import answer_grammar
+from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, checked
+from stages.tokenize.literals import Rules
+from stages.tokenize.markup import AddedTokens, Dialect
 from stages.tokenize.prompts import PromptEncoder
 
 LOOK: Final = {
@@ -84,7 +87,8 @@ class Family:
         self._vocabulary = LLTokenizer(spelled, None, [self.eos])  # type: ignore[arg-type]
 
     def grammar(self, **asked: Any) -> str:
-        return self.encoder.render(request(**asked)).grammar
+        wanted = self.encoder.render(request(**asked)).asked
+        return "" if wanted is None else with_stack(lambda: answer_grammar(wanted, self.encoder.dialect))
 
     def matcher(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=parser_limits())
@@ -254,9 +258,8 @@ def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
     ],
 )
 def test_the_field_that_asks_for_a_grammar_is_named(family: GetFamily, asked: dict[str, Any], param: str) -> None:
-    event = request(tools=TOOLS, **asked)
-    rendered = family("qwen3").encoder.render(event)
-    assert rendered.grammar and grammar_param(event, rendered.markup) == param
+    wanted = family("qwen3").encoder.render(request(tools=TOOLS, **asked)).asked
+    assert wanted is not None and wanted.param == param and family("qwen3").grammar(tools=TOOLS, **asked)
 
 
 def test_calls_that_this_model_cannot_write_cannot_be_required(family: GetFamily) -> None:
@@ -473,5 +476,47 @@ def test_markers_of_thinking_that_are_texts_work_but_are_not_counted(family: Get
 def test_a_completion_is_bound_as_before(family: GetFamily) -> None:
     model = family("deepseek_r1")
     event = request(schema=NUMBER).model_copy(update={"messages": (), "prompt": "a"})
-    grammar = model.encoder.render(event).grammar
+    wanted = model.encoder.render(event).asked
+    assert wanted is not None
+    grammar = answer_grammar(wanted, model.encoder.dialect)
     assert model.takes(grammar, '{"n":1}') and not model.takes(grammar, '</think>{"n":1}')
+
+
+def written(defs: dict[str, Any], of: Any, count: int) -> Rules:
+    """Return the rules of a call with *count* arguments in the format of Qwen3-Coder, as far as they are written."""
+    parameters = {"type": "object", "properties": {f"p{number}": of for number in range(count)}, "$defs": defs}
+    rules = Rules()
+    with contextlib.suppress(ValueError):
+        call_writer._Writer(Dialect("qwen3_coder", False, (), AddedTokens({}, frozenset())), rules).tagged(
+            call_writer.Tool(0, "f", parameters, True)
+        )
+    return rules
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"type": "integer", "description": "x" * 200_000},
+        {"enum": ["y" * 60_000]},
+        {"type": "array", "items": {"$ref": "#/$defs/b"}},
+    ],
+    ids=["described", "large", "nested"],
+)
+def test_a_definition_that_many_properties_refer_to_is_not_copied_beyond_the_limit(definition: dict[str, Any]) -> None:
+    others = {"b": {"type": "object", "properties": {f"{'n' * 100}{i}": {} for i in range(500)}}, "c": {"enum": ["z"]}}
+    rules = written({"a": definition, **others}, {"$ref": "#/$defs/a"}, 2000)
+    assert sum(map(len, rules.lines)) <= LARGEST_GRAMMAR_BYTES and "z" not in "".join(rules.lines)
+
+
+def test_only_definitions_that_are_reached_are_copied_and_none_of_their_descriptions() -> None:
+    defs = {
+        "a": {"type": "array", "items": {"$ref": "#/$defs/b~1c"}, "description": "of a", "title": "A"},
+        "b/c": {"type": "object", "properties": {"description": {"$ref": "#/$defs/a", "examples": [1]}}},
+        "unused": {"type": "integer"},
+    }
+    (line,) = [line for line in written(defs, {"$ref": "#/$defs/a"}, 1).lines if "%json" in line]
+    schema = json.loads(line.partition("%json ")[2].rpartition(" ")[0])
+    assert schema["$defs"] == {
+        "a": {"type": "array", "items": {"$ref": "#/$defs/b~1c"}},
+        "b/c": {"type": "object", "properties": {"description": {"$ref": "#/$defs/a"}}},
+    }

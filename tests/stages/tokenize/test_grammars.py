@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
-from pipeline.grammars import parser_limits
-from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, grammar_of, known_formats
+from pipeline.grammars import parser_limits, with_stack
+from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, MOST_OPERATORS, _Tokens, grammar_of, known_formats
 from web.wire.constraints import MOST_CHOICES
 
 DEMO = Path(__file__).resolve().parents[3] / "stages" / "generate" / "model" / "demo" / "tokenizer.json"
@@ -30,7 +31,7 @@ def tokenizer() -> LLTokenizer:
 
 def grammar(kind: Literal["json", "regex", "choice", "grammar"], what: Any, *, whitespace: str | None = None) -> str:
     text = json.dumps(what) if kind in ("json", "choice") else what
-    return grammar_of(Constraint(kind=kind, text=text, whitespace=whitespace, param="field"))
+    return with_stack(lambda: grammar_of(Constraint(kind=kind, text=text, whitespace=whitespace, param="field")))
 
 
 def is_accepted(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
@@ -179,6 +180,48 @@ def test_keywords_that_are_not_supported_are_named_with_what_to_do(schema: Any, 
     with pytest.raises(RequestError) as raised:
         grammar("json", schema)
     assert raised.value.message == f"field: cannot be enforced: {words}"
+
+
+@pytest.mark.parametrize("operator", ["& /a{%d}b/", "& ~/.*a.{%d}/"])
+def test_operators_of_which_a_few_cost_more_than_llguidance_counts_are_counted(operator: str) -> None:
+    text = "start: T // & & &\nT: /[a&~]+/ " + " ".join(operator % number for number in range(12)) + ' | "&~" ~ 3'
+    with pytest.raises(RequestError) as raised:
+        grammar("grammar", text)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "grammar_too_complex", "field")
+    count = 12 if "~" not in operator else 24
+    assert f"it has {count} operators `&` and `~`, and at most {MOST_OPERATORS} are accepted" in raised.value.message
+    few = "start: T\nT: /[a&~]+/ & ~/.*a.{3}/" + f" // {MOST_OPERATORS * '&'}\n" + 'U: "&&&&&&&&&&&&" /[&~]/ ~ 2'
+    assert grammar("grammar", few)
+
+
+def test_a_grammar_that_the_engine_could_not_compile_is_refused_before_it_comes_there() -> None:
+    with pytest.raises(RequestError) as raised:
+        grammar("grammar", "start: T\nT: " + " & ".join(f"/.*{'abc'[i % 3]}.{{{i}}}/" for i in range(9)))
+    assert raised.value.code == "grammar_too_complex" and "fuel exhausted" in raised.value.message
+
+
+@pytest.mark.parametrize("num_tokens", [None, 60_000])
+@pytest.mark.parametrize("kind", ["regex", "json"])
+def test_a_pattern_of_the_letters_of_all_alphabets_is_followed(
+    tokenizer: LLTokenizer, kind: Literal["regex", "json"], num_tokens: int | None
+) -> None:
+    pattern, name = r"^[\p{L}\p{N} .'-]{1,50}$", "Ågot d'Ünal-Öz 3. 漢字 Жук"
+    made = grammar(kind, pattern if kind == "regex" else {"type": "string", "pattern": pattern})
+    vocabulary = tokenizer if num_tokens is None else large_vocabulary(num_tokens)
+    matcher = LLMatcher(vocabulary, made, log_level=0, limits=parser_limits())
+    for byte in (name if kind == "regex" else f'"{name}"').encode():
+        mask, token = matcher.compute_bitmask(), byte if num_tokens else vocabulary.tokenize_bytes(bytes([byte]))[0]
+        assert mask[token // 8] >> token % 8 & 1 and matcher.consume_token(token), matcher.get_error()
+
+
+def large_vocabulary(num_tokens: int) -> LLTokenizer:
+    """Return a vocabulary of all bytes, and of pieces of words in some alphabets."""
+    draw = random.Random(1)
+    letters = "etaoinshrdlucmfwypvbgkjqxz ETAOIN0123456789.,'-äöüßéèλωжшй漢字日本語한국"
+    pieces = {"".join(draw.choices(letters, k=draw.randrange(2, 9))).encode(): None for _ in range(2 * num_tokens)}
+    tokens = [*(bytes([byte]) for byte in range(256)), *list(pieces)[:num_tokens], b"\xff<end>"]
+    end = len(tokens) - 1
+    return LLTokenizer(_Tokens(tokens, end, [end]), None, [end])  # type: ignore[arg-type]
 
 
 def test_unknown_formats_are_left_out_and_nothing_else() -> None:

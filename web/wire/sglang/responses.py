@@ -145,7 +145,7 @@ class _Answer:
         rows: Iterator[Row] = iter(()) if prompt is None else prompt_rows(prompt, since)
         # SGLang's first one has no score, wherever it is: that would come from the token before.
         first = [Pair(token.token, token.text, None) for token in itertools.islice(tokens, 1)]
-        no_top = [(token, []) for token, _ in zip(first, rows, strict=False)]
+        no_top: list[Row] = [(token, []) for token, _ in zip(first, rows, strict=False)]
         told: dict[str, Any] = self._lists("input", itertools.chain(first, tokens), itertools.chain(no_top, rows))
         of_output = self._lists("output", scores.tokens(start), scores.rows(start))
         told |= of_output

@@ -1,0 +1,61 @@
+"""What stands between a request and its application: Hypercorn's streams and tasks. Only this file imports Hypercorn.
+
+Neither its server nor its protocols are used, and nothing of it is replaced. `tests/web/test_hypercorn.py` has the
+names, with what they take.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.asyncio.task_group import TaskGroup
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.protocol.events import Body, EndBody, Event, Request, Response, StreamClosed
+from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.typing import ConnectionState
+
+from web.crowd import BODIES_BYTES, LEAST_BYTES, Crowd, Proxies
+from web.keys import Keys
+from web.seldom import Seldom
+
+__all__ = [
+    "ASGIWrapper",
+    "Body",
+    "ConnectionState",
+    "EndBody",
+    "Event",
+    "HTTPStream",
+    "HttpConfig",
+    "Request",
+    "Response",
+    "StreamClosed",
+    "TaskGroup",
+    "WorkerContext",
+]
+_NO_LOGGER: Final = "hypercorn.error"
+
+
+class HttpConfig(Config):
+    """Hypercorn's configuration, and what connections need besides."""
+
+    def __init__(
+        self,
+        max_body_bytes: int,
+        most_connections: int,
+        seldom: Seldom,
+        *,
+        keys: Keys | None = None,
+        proxies: Proxies | None = None,
+    ) -> None:
+        super().__init__()
+        self.include_server_header = False
+        self.accesslog = None
+        self.errorlog = logging.getLogger(_NO_LOGGER)
+        self.max_app_queue_size = 0  # a piece of a body never waits for its application: it may be gone
+        self.max_body_bytes = max_body_bytes
+        self.keys, self.proxies = keys or Keys(), proxies or Proxies()
+        most_bytes = max(BODIES_BYTES * max_body_bytes, LEAST_BYTES)
+        self.crowd = Crowd(most_connections, seldom, several_keys=self.keys.are_several, most_bytes=most_bytes)
