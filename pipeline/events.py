@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
+from pipeline.bounds import MOST_COUNT as MOST_COUNT
+from pipeline.bounds import MOST_MS as MOST_MS
+from pipeline.bounds import Count, Moment, Span
 from pipeline.constraint import Constraint as Constraint
 from pipeline.errors import UndecodableEvent
 from pipeline.markup import Calls as Calls
@@ -33,15 +36,6 @@ from pipeline.scores import ToldToken as ToldToken
 
 FinishReason = Literal["stop", "length"]
 Task = Literal["generate", "tokenize", "detokenize", "describe"]
-
-MOST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999, in ms since 1970. A later moment has no date, and an event with one does not decode."""
-MOST_COUNT: Final = 2**53 - 1
-"""The largest number that JavaScript reads as it is."""
-Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
-Span = Annotated[int, Field(ge=-MOST_MS, le=MOST_MS)]
-"""Milliseconds between two moments. It is negative where a clock was set back."""
-Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 
 
 class Usage(Value):

@@ -27,20 +27,17 @@ from typing import BinaryIO, Final
 import structlog
 import zstandard
 
+from pipeline.archive.frames import MOST_TEXT_BYTES, frames_in, frames_of, lines_in, only, text_of
 from pipeline.errors import LogError
 from pipeline.process.failpoints import failpoint
 from pipeline.process.private import UnsafeFile, open_ours, open_private
-from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decode_recording, encode_recording
+from pipeline.recording import Recording, UnreadableRecording, decode_recording
 
 logger = structlog.get_logger()
 
 FRAMES: Final = ".zst"
 INDEX: Final = ".index"
 HOUR_S: Final = 3600
-FRAME_BYTES: Final = 1 << 20
-"""A batch of more text than this becomes several frames, because a reader decompresses a whole one."""
-MOST_TEXT_BYTES: Final = FRAME_BYTES + MOST_BYTES
-"""No frame of ours holds more text, so a frame that does is damaged: it is not unpacked further."""
 INDEX_BYTES: Final = 256 << 20
 """A larger index is damaged: it would be that of three million requests, of one archiver and hour."""
 DAMAGED: Final = "-"
@@ -50,12 +47,6 @@ _NAME: Final = re.compile(r"([1-9][0-9]{3}(?:0[1-9]|1[0-2])[0-3][0-9][0-2][0-9])
 _LINE: Final = re.compile(rb"(\S{1,64}) ([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,18}) ([0-9]{1,15})\n?")
 _UID: Final = re.compile(rb'"uid":"([^"]*)"')
 _HEAD_BYTES: Final = 200  # of a line, which have its uid
-_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-_CHUNK: Final = 1 << 10
-"""Zstandard makes at most 32 MiB of so many bytes at once."""
-_LOOK: Final = 1 << 20
-_MOST_TRIES: Final = 100
-"""Places after a damage that look like the beginning of a frame."""
 _LAST_LINE: Final = 256
 """Bytes at the end of an index that hold at least one line."""
 
@@ -95,21 +86,6 @@ def moments_of(recording: Recording) -> tuple[int, int]:
     """Return when a request was submitted and when it ended, in ms of Redis' clock; 0 where it does not say."""
     first, last = (recording.entries[at].fields.get("ms", "") if recording.entries else "" for at in (0, -1))
     return _number(first), _number(last)
-
-
-def frames_of(recordings: Sequence[Recording]) -> Iterator[tuple[bytes, list[Recording]]]:
-    """Yield compressed frames, and the requests in each. One that no reader would read is left out."""
-    text, inside = bytearray(), list[Recording]()
-    for at, recording in enumerate(recordings, 1):
-        line = encode_recording(recording)
-        if len(line) <= MOST_BYTES:
-            text += line
-            inside.append(recording)
-        else:
-            logger.warning("not_archived", uid=recording.uid, bytes=len(line), reason="it is too long to be read")
-        if inside and (at == len(recordings) or len(text) >= FRAME_BYTES):
-            yield zstandard.ZstdCompressor(write_checksum=True).compress(bytes(text)), inside
-            text, inside = bytearray(), []
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -190,7 +166,7 @@ class Volume:
         """
         first, wanted, found = places[0], {place.uid.encode() for place in places}, dict[str, Recording]()
         try:
-            for line in _lines_in(_text_of(self._frame(first))):
+            for line in lines_in(text_of(self._frame(first))):
                 if (name := _UID.search(line, 0, _HEAD_BYTES)) and name[1] in wanted:
                     recording = decode_recording(line)
                     found.setdefault(recording.uid, recording)
@@ -205,7 +181,7 @@ class Volume:
     def recordings(self) -> Iterator[Recording]:
         """Yield all requests, also while the file is replaced; none of a frame that cannot be read."""
         with contextlib.suppress(FileNotFoundError, UnsafeFile), open(open_ours(self.frames), "rb") as file:
-            for _, _, inside in _frames(file, 0):
+            for _, _, inside in frames_in(file, 0):
                 yield from inside
 
     # what writers do
@@ -307,7 +283,7 @@ class Volume:
                 inside = list(places)
                 frame = self._frame(inside[0])
                 if offset in spoilt:
-                    frame = _only(frame, {place.uid for place in inside})
+                    frame = only(frame, {place.uid for place in inside})
                 if frame:
                     _write_all(descriptor, frame)
                     for place in inside:
@@ -408,96 +384,10 @@ def replace(path: Path, content: bytes | bytearray) -> None:
 
 def _scanned(file: BinaryIO, offset: int) -> Iterator[bytes]:
     """Yield the lines of the index for the whole frames from *offset* on, and for what is damaged between them."""
-    for at, size, recordings in _frames(file, offset):
-        for recording in recordings:
-            yield Place(recording.uid, *moments_of(recording), at, size).line()
-        if not recordings:
-            yield Place(DAMAGED, 0, 0, at, size).line()
-
-
-def _frames(file: BinaryIO, offset: int) -> Iterator[tuple[int, int, list[Recording]]]:
-    """Yield offset, size and requests of the whole frames from *offset* on, and of what is damaged between them."""
-    while True:
-        found = _frame_at(file, offset)
-        if found is None:
-            beyond = _next_frame(file, offset)
-            if beyond is None:
-                return
-            found = beyond - offset, []
-        yield offset, *found
-        offset += found[0]
-
-
-def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None:
-    """Return the size of the frame at *offset* and what it holds; None if there is no whole one.
-
-    A whole frame that this version cannot read, perhaps of a newer one, holds nothing.
-    """
-    file.seek(offset)
-    frame, size, text = zstandard.ZstdDecompressor().decompressobj(), 0, bytearray()
-    try:
-        while not frame.eof:
-            chunk = file.read(_CHUNK)
-            if not chunk:
-                return None
-            text += frame.decompress(chunk)
-            size += len(chunk)
-            if len(text) > MOST_TEXT_BYTES:
-                return None
-    except zstandard.ZstdError:
-        return None
-    size -= len(frame.unused_data)
-    try:
-        recordings = [decode_recording(line) for line in _lines_in(bytes(text))]
-        return size, [each for each in recordings if _LINE.fullmatch(Place(each.uid, 0, 0, 0, 0).line())]
-    except UnreadableRecording:
-        return size, []
-
-
-def _only(frame: bytes, uids: Collection[str]) -> bytes:
-    """Return *frame* with nothing but the requests *uids*; b"" if it cannot be read."""
-    try:
-        kept = [line + b"\n" for line in _lines_in(_text_of(frame)) if decode_recording(line).uid in uids]
-    except (zstandard.ZstdError, UnreadableRecording):
-        return b""
-    return zstandard.ZstdCompressor(write_checksum=True).compress(b"".join(kept))
-
-
-def _text_of(frame: bytes) -> bytes:
-    """Return what *frame* holds. What it is to hold is known before it is unpacked. Raises ZstdError."""
-    if (size := zstandard.frame_content_size(frame)) > MOST_TEXT_BYTES:
-        raise zstandard.ZstdError(f"it would be {size:,} bytes, and at most {MOST_TEXT_BYTES:,} are unpacked")
-    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=MOST_TEXT_BYTES)
-
-
-def _lines_in(text: bytes) -> Iterator[bytes]:
-    """Yield the lines of *text* that are not empty, one at a time: it may have as many as it has bytes."""
-    first = 0
-    while first < len(text):
-        last = text.find(b"\n", first)
-        last = len(text) if last < 0 else last
-        if last > first:
-            yield text[first:last]
-        first = last + 1
-
-
-def _next_frame(file: BinaryIO, offset: int) -> int | None:
-    """Return where the next whole frame after *offset* begins. After too many tries, what is left counts as damaged."""
-    num_tries, first = 0, offset + 1
-    while True:
-        file.seek(first)
-        part = file.read(_LOOK)
-        at = part.find(_MAGIC)
-        while at >= 0:
-            if _frame_at(file, first + at) is not None:
-                return first + at
-            num_tries += 1
-            if num_tries == _MOST_TRIES:
-                return None
-            at = part.find(_MAGIC, at + 1)
-        if len(part) < _LOOK:
-            return None
-        first += len(part) - len(_MAGIC) + 1
+    for at, size, recordings in frames_in(file, offset):
+        lines = (Place(recording.uid, *moments_of(recording), at, size).line() for recording in recordings)
+        found = [line for line in lines if _LINE.fullmatch(line)]
+        yield b"".join(found) or Place(DAMAGED, 0, 0, at, size).line()
 
 
 def _trusted(path: Path) -> tuple[bytes, int]:

@@ -25,7 +25,7 @@ STAGES = ("web", "tokenize")
 """Whose memory is looked at."""
 MOST_TIMES = 10
 MOST_MORE_BYTES = 40 << 20
-MOST_CPU_S = {"web": 5.0, "tokenize": 21.0, "detokenize": 5.0}
+MOST_CPU_S = {"web": 5.0, "tokenize": 21.0, "detokenize": 3.0}
 """The tokenizer may take 10 s for a template and 10 s for an encoding (`--tokenize-timeout`)."""
 SHARE = by_night(0.25, 1.0)
 DRAWN = by_night(4, 300)

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 from selection import by_night
 
-from pipeline.archive import volume
+from pipeline.archive import frames
 from pipeline.archive.folder import archive_id, make_archive
 from pipeline.archive.reader import Archive, open_archive
 from pipeline.archive.writer import Writer
@@ -26,8 +26,8 @@ from pipeline.names import SEAL
 from pipeline.recording import Recording
 
 NOW_S = 1_800_000_000.0
-FRAME_BYTES = by_night(4 << 20, volume.MOST_TEXT_BYTES)
-MOST_BYTES = by_night(80 << 20, 3 * volume.MOST_TEXT_BYTES)
+FRAME_BYTES = by_night(4 << 20, frames.MOST_TEXT_BYTES)
+MOST_BYTES = by_night(80 << 20, 3 * frames.MOST_TEXT_BYTES)
 """Memory that a reader may take, whatever is there."""
 BOMB_BYTES = by_night(200 << 20, 3 << 30)
 
@@ -35,7 +35,7 @@ BOMB_BYTES = by_night(200 << 20, 3 << 30)
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """By day no frame may hold more than FRAME_BYTES."""
-    monkeypatch.setattr(volume, "MOST_TEXT_BYTES", FRAME_BYTES)
+    monkeypatch.setattr(frames, "MOST_TEXT_BYTES", FRAME_BYTES)
 
 
 def request(ms: str = f"{int(NOW_S * 1000)}", text: str = "") -> Recording:
@@ -166,9 +166,9 @@ def test_a_frame_that_unpacks_to_gigabytes_is_damaged(folder: Path, says_size: b
     before, after = request(), request()
     content = bomb(says_size=says_size)
     assert len(content) < 400_000
-    (frames,) = [path for path in written(folder, before) if path.suffix == ".zst"]
-    with frames.open("ab") as file:
-        file.write(content)
+    (file,) = [path for path in written(folder, before) if path.suffix == ".zst"]
+    with file.open("ab") as output:
+        output.write(content)
     written(folder, after, slot="archive-1")
     with little_memory():
         assert asked(folder, before.uid, after.uid) == {before.uid: before, after.uid: after}
@@ -176,9 +176,9 @@ def test_a_frame_that_unpacks_to_gigabytes_is_damaged(folder: Path, says_size: b
 
 def test_an_index_that_names_a_bomb_or_that_is_endless_takes_little_memory(folder: Path) -> None:
     kept = request()
-    index, frames = sorted(written(folder, kept))
+    index, packed = sorted(written(folder, kept))
     content, line = bomb(says_size=True), index.read_bytes().split()
-    frames.write_bytes(content)
+    packed.write_bytes(content)
     index.write_bytes(b" ".join((*line[:3], b"0", b"%d" % len(content))) + b"\n")
     with little_memory(), pytest.raises(LogError, match="damaged at byte 0"):
         Archive(folder).read([kept.uid])
@@ -216,7 +216,7 @@ def test_a_file_with_the_name_of_no_hour_is_passed_by(folder: Path, hour: str) -
 
 
 def test_a_request_that_no_reader_would_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.archive.volume.MOST_BYTES", 1000)
+    monkeypatch.setattr("pipeline.archive.frames.MOST_BYTES", 1000)
     kept, long = request(), request(text="a" * 1000)
     written(folder, kept, long)
     assert asked(folder, kept.uid, long.uid) == {kept.uid: kept}
