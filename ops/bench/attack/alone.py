@@ -21,7 +21,7 @@ from ops.bench import report
 from ops.bench.attack.clients import HEALTH, NEWCOMERS, STREAMS
 from ops.bench.attack.config import AttackConfig
 from ops.bench.attack.kinds import ALONE, KINDS, Order
-from ops.bench.attack.target import Client, ClientsFailed, Server, Target, client, target
+from ops.bench.attack.target import Client, ClientsFailed, Server, Target, begin, client, end, target
 from ops.bench.attack.together import answered, broken_by_processes
 from ops.bench.peers import SideFailed
 
@@ -123,13 +123,11 @@ def measured(kind: str, config: AttackConfig, folder: Path, program: Path) -> Ru
 def _half(
     server: Target, innocents: Sequence[Client], attackers: Client | None, length_s: float
 ) -> tuple[Half, dict[str, Any]]:
-    everyone = [*innocents, *([attackers] if attackers else [])]
-    for each in everyone:
-        each.go()
+    hostile = [attackers] if attackers else []
+    for group in (innocents, hostile):
+        begin(group)
     seen = server.watch(length_s)
-    for each in everyone:
-        each.stop()
-    told = {each.name: each.result() for each in everyone}
+    told = end([*innocents, *hostile])
     return Half(told[HEALTH], told[STREAMS], told[NEWCOMERS], seen), told[attackers.name] if attackers else {}
 
 

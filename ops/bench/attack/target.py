@@ -98,8 +98,11 @@ class Client:
         return self
 
     def go(self) -> None:
-        """Let it begin; wait until all of its clients have."""
+        """Let it begin; do not wait."""
         self._say(b"go\n")
+
+    def begun(self) -> None:
+        """Wait until all of its clients have begun."""
         self._line()
 
     def stop(self) -> None:
@@ -131,6 +134,21 @@ def client(name: str, order: Order) -> Iterator[Client]:
     command = [sys.executable, "-m", "ops.bench.attack.clients", name, json.dumps(asdict(order))]
     with started(command, None, alone=True) as process:
         yield Client(name, process)
+
+
+def begin(clients: Sequence[Client]) -> None:
+    """Let clients begin together; wait until all have."""
+    for each in clients:
+        each.go()
+    for each in clients:
+        each.begun()
+
+
+def end(clients: Sequence[Client]) -> dict[str, dict[str, Any]]:
+    """End clients together, as attackers may take long with their small share of a core; return name -> what it saw."""
+    for each in clients:
+        each.stop()
+    return {each.name: each.result() for each in clients}
 
 
 def look(server: Server, redis_client: redis.Redis, pid: int) -> None:

@@ -13,7 +13,7 @@ from ops.bench import report
 from ops.bench.attack.clients import HEALTH, NEWCOMERS, STREAMS
 from ops.bench.attack.config import AttackConfig
 from ops.bench.attack.kinds import KINDS, Order
-from ops.bench.attack.target import Server, client, target
+from ops.bench.attack.target import Server, begin, client, end, target
 
 SECONDS: Final = 60.0
 WEB_BYTES: Final = 500_000_000
@@ -65,13 +65,10 @@ def measured(config: AttackConfig, length_s: float, folder: Path, program: Path)
         innocents = [stack.enter_context(client(role, order)) for role in (STREAMS, NEWCOMERS, HEALTH)]
         for each in (*attackers, *innocents):
             each.ready()
-        for each in (*innocents[:-1], *attackers, innocents[-1]):
-            each.go()
+        for group in (innocents, attackers):
+            begin(group)
         seen = server.watch(length_s)
-        told = {}
-        for each in reversed((*innocents, *attackers)):  # streams come to their end without the attackers
-            each.stop()
-            told[each.name] = each.result()
+        told = end([*innocents, *attackers])
         server.read_deaths(seen)
     hostile = {kind: told[kind] for kind in kinds}
     return Figures(
