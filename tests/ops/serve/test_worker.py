@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from ops.serve import worker
-from ops.serve.config import ServeConfig, parse_command
+from ops.serve.config import ServerConfig, parse_command
 from pipeline.errors import ConfigError
 from pipeline.process.observe import EXIT_BROKEN
 from stages.generate.config import GenerateConfig
@@ -49,7 +49,7 @@ def test_an_engine_waits_with_a_refusal_that_the_first_one_says_for_all(
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
 def test_any_thread_of_a_worker_that_breaks_ends_the_process(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     config = parse_command(["stage", stage, "--slot", "0", "--redis-url", "redis://127.0.0.1:1"], {})
-    assert not isinstance(config, ServeConfig)
+    assert not isinstance(config, ServerConfig)
     ended: list[int] = []
 
     def break_a_thread(*_: object) -> int:

@@ -142,7 +142,12 @@ def test_an_engine_that_returns_a_wrong_number_of_tokens_for_every_row_is_broken
 def test_a_bug_of_the_schedule_is_not_taken_for_a_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     launched, launch = list[BatchPlan](), engine.launch
-    monkeypatch.setattr(engine, "launch", lambda plan, before: launched.append(plan) or launch(plan, before))
+
+    def noted(plan: BatchPlan, before: BatchPlan | None) -> BatchPlan:
+        launched.append(plan)
+        return launch(plan, before)
+
+    monkeypatch.setattr(engine, "launch", noted)
 
     def bug(*_: object) -> None:
         raise KeyError("a bug")

@@ -385,9 +385,11 @@ def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_comput
     detokenizer = scene.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
     assert detokenizer is not None
 
-    def consume() -> None:
+    def have_both_ended() -> bool:
+        """Consume the steps meanwhile."""
         entries = scene.log.read(inbox, "detokenize-0", max_entries=100, block_ms=0)
         assert not entries or scene.log.produced(detokenizer, entries, "generate-0", [])
+        return scene.is_consumed
 
     with scene.running(engine=engine, commit_interval_s=0.0) as running:
         goes, stays = scene.send(100, max_tokens=40), scene.send(10, max_tokens=40)
@@ -397,7 +399,7 @@ def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_comput
         assert scene.log.end(goes, Cancelled(by="client"), frontend="web-0")
         until(lambda: running.log_thread._num_told > told)
         assert len(engine.plans) == 7
-        until(lambda: (consume(), scene.is_consumed)[1])
+        until(have_both_ended)
         after = [row.token_ids[0] for plan in engine.plans[7:] for row in plan.rows]
     assert after and max(after) < 100 and scene.log.alive([stays]) == {stays}
 
@@ -413,20 +415,20 @@ def test_a_forward_pass_that_hangs_gets_no_sign_of_life_from_the_thread_that_wai
         alive.append(threading.current_thread().name)
         came_round(slot_lease, **patience)
 
+    def away(*_: object, **__: object) -> StepCommitted:
+        asked.append(0)
+        raise LogUnavailable("connection refused")
+
     monkeypatch.setattr(SlotLease, "came_round", noted)
     with scene.running(engine=engine, commit_interval_s=0.0):
         scene.send(10, max_tokens=40)
         until(lambda: not engine.gate.is_set())
         if why == "the log is away":
-            monkeypatch.setattr(scene.log, "step", lambda *_, **__: asked.append(0) or away())
+            monkeypatch.setattr(scene.log, "step", away)
         seen, num_asked = len(alive), len(asked)
         until(lambda: len(asked) >= num_asked + 20)
         assert len(alive) == seen and "log thread" not in alive
         monkeypatch.undo()
-
-
-def away() -> StepCommitted:
-    raise LogUnavailable("connection refused")
 
 
 def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
