@@ -33,8 +33,9 @@ CHECK_CPU_S: Final = 1.0
 CHECK_BYTES: Final = 64 << 20
 """Memory of one check, beyond that of its process. Honest grammars take up to 15 MB. An engine takes as much for the
 same grammar."""
-STILL_S: Final = 60.0
-"""A process that does not answer for so long was stopped. Its check is done again by another one."""
+STILL_S: Final = 300.0
+"""A process that does not answer for so long was stopped. Its check is done again by another one. On a busy machine, a
+second of CPU time can take half a minute."""
 MOST_TRIES: Final = 3
 """Processes that may end under one check for a reason that is not its own."""
 MOST_KNOWN: Final = 64

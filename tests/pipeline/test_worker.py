@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -162,6 +163,33 @@ def test_what_is_put_off_comes_again_one_at_a_time_beside_what_is_new(loop: Loop
         assert stage.batches == [[uid] for uid in (*uids, *later)]
     else:
         assert stage.batches == [[uids[0], *later], [uids[1]], [uids[2]]]
+
+
+@pytest.mark.parametrize("num_deaths", [0, 1])
+def test_what_is_held_is_given_once_and_comes_alone_only_if_it_may_have_killed_its_worker(
+    loop: Loop, num_deaths: int
+) -> None:
+    old = loop.read_by_the_dead(*[num_deaths] * 2) if num_deaths else loop.submit(2)
+    stage, held, given, num_idle = Stage(loop, 3), dict[str, Entry](), list[list[str]](), itertools.count()
+
+    def handle(entries: Sequence[Entry]) -> None:
+        if entries:
+            given.append(uids_of(entries))
+        new = [entry for entry in entries if entry.fields["uid"] not in old]
+        held.update({entry.id: entry for entry in entries if entry not in new})
+        if new:
+            stage(new)
+        if len(given) == 1 and not new and next(num_idle) == 0:
+            later.extend(loop.submit(1))
+            time.sleep(worker.CLAIM_EVERY_S)  # what nobody has consumed is looked up, too
+        elif later and stage.batches and held:
+            stage([held.pop(next(iter(held)))])
+
+    later: list[str] = []
+    with loop.place() as slot_lease:
+        follow(loop.log, loop.inbox, slot_lease, handle, no_burial, loop.stop, max_entries=4, held=held.keys)
+    assert given == ([[old[0]], later, [old[1]]] if num_deaths else [old, later])
+    assert sorted(uid for batch in stage.batches for uid in batch) == sorted([*old, *later])
 
 
 def test_an_unacknowledged_entry_of_a_dead_slot_reaches_a_living_one(loop: Loop) -> None:
