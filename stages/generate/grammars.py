@@ -319,4 +319,5 @@ def _too_complex(reason: str, param: str) -> Failed:
 
 
 def _brief(reason: str) -> str:
-    return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
+    """Return an error of llguidance without its advice, which is for programmers."""
+    return " ".join(reason.replace("<non-verbose/>", "").partition("; either increase limits.")[0].split())[:300]
