@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 LENGTH_BYTES: Final = 8
 
 
-def write_frame(pipe: BinaryIO, message: bytes) -> None:
+def write_frame(pipe: IO[bytes], message: bytes) -> None:
     """Write one message."""
     pipe.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
     pipe.flush()
 
 
-def read_frame(pipe: BinaryIO) -> bytes | None:
+def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Return the next message; None: the other side has ended."""
     head = pipe.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
