@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
+import psutil
 import pytest
 from redis_servers import running_server, until
 from servers import Command, run_command
 
 from ops.bench import nonsense
 from ops.bench.models import write_all_but_weights
+from pipeline.constraint import Constraint
 from pipeline.events import Answered, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
@@ -43,6 +47,56 @@ def tokenizer(folder: Path, redis_url: str) -> Iterator[Command]:
         yield command
     finally:
         command.stop()
+
+
+def test_grammars_are_checked_by_another_process_and_again_if_that_or_the_tokenizer_is_killed(tmp_path: Path) -> None:
+    bomb = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}"} for number in range(40)]})
+    with (
+        running_server(Path(find_binary()), tmp_path) as server,
+        closing(RedisLog(server.url, Names())) as log,
+    ):
+        engine = log.acquire("generate-0", "n", LEASE_MS)
+        assert engine is not None
+        status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=4096)
+        log.prepare(Inbox.tokenized(log.names))
+
+        def ask(text: str = "", kind: Literal["json", "regex"] = "json") -> str:
+            uid, constraint = new_uid(), Constraint(kind=kind, text=text, param="field") if text else None
+            event = Submitted(
+                endpoint="e", frontend="web-0", prompt="Hello", sampling=SamplingParams(), constraint=constraint
+            )
+            log.submit(uid, [event])
+            return uid
+
+        def end(uid: str) -> Tokenized | Failed:
+            def look() -> object:
+                assert log.renew(engine, LEASE_MS, status.model_dump_json())
+                return log.histories([uid], after=SUBMITTED_ID)[0]
+
+            until(look, timeout_s=60)
+            event = decode(log.histories([uid])[0][-1].fields)
+            assert isinstance(event, Tokenized | Failed)
+            return event
+
+        def checkers() -> list[psutil.Process]:
+            return [child for worker in command.workers(TOKENIZE) for child in psutil.Process(worker.pid).children()]
+
+        with tokenizer(tmp_path, server.url) as command:
+            assert "start" in getattr(end(ask("a+", "regex")), "grammar", "")
+            (checker,) = checkers()
+            checker.suspend()
+            bound, plain = [ask(bomb), ask("ab+", "regex")], ask()
+            assert isinstance(end(plain), Tokenized), "it does not wait for a check, which does not even go on"
+            checker.kill()
+            (worker,) = command.workers(TOKENIZE)
+            worker.kill()
+            ends = [end(uid) for uid in bound]
+            assert isinstance(ends[0], Failed) and (ends[0].status, ends[0].code) == (400, "grammar_too_complex")
+            assert isinstance(ends[1], Tokenized) and "start" in ends[1].grammar
+            assert not worker.is_running() and len(command.log_lines("worker_died")) == 1
+            left = checkers()
+        assert left and not any(process.is_running() for process in left)
+        assert log.dead_letters(9) == [] and log.backlog(Inbox.submitted(log.names)) == 0
 
 
 def test_a_template_and_an_encoding_that_take_too_long_fail_alone(tmp_path: Path) -> None:
