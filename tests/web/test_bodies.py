@@ -30,6 +30,7 @@ from web_process import Server, serving
 from web_site import CHAT
 
 from web.config import DEFAULT_BODY_BYTES
+from web.wire.openai.schemas import MOST_LABEL_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(by_night(120, 900))]
 
@@ -264,7 +265,7 @@ SHARED: dict[str, tuple[str, bytes]] = {
     ),
     "prompts with much in common": (
         "/v1/completions",
-        filled(b'{"prompt":[%s],"user":"' % b",".join([b'"a"'] * NUM_ANSWERS), b"x", b'"}'),
+        filled(b'{"prompt":[%s],"user":"' % b",".join([b'"a"'] * NUM_ANSWERS), b"x", b'"}', MOST_LABEL_BYTES - 100),
     ),
     "choices of long prompts": (
         "/v1/completions",
