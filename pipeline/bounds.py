@@ -14,3 +14,5 @@ Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
 Span = Annotated[int, Field(ge=-MOST_MS, le=MOST_MS)]
 """Milliseconds between two moments. It is negative where a clock was set back."""
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+NumberOfId = Annotated[int, Field(ge=0, lt=2**64)]
+"""Any that the id of a stream's entry can have: a commit reads it off a history, whatever somebody wrote there."""

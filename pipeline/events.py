@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.bounds import MOST_COUNT as MOST_COUNT
 from pipeline.bounds import MOST_MS as MOST_MS
-from pipeline.bounds import Count, Moment, Span
+from pipeline.bounds import Count, Moment, NumberOfId, Span
 from pipeline.constraint import Constraint as Constraint
 from pipeline.errors import UndecodableEvent
 from pipeline.markup import Calls as Calls
@@ -279,7 +279,7 @@ class Failed(Event):
     """The request ended with an error, which its client is told. Seals the history."""
 
     kind: Literal["failed"] = "failed"
-    n: Count = 0
+    n: NumberOfId = 0
     """Set by the commit."""
     status: int
     """The HTTP status for a client that has received nothing yet."""
@@ -293,7 +293,7 @@ class Cancelled(Event):
     """Somebody ended the request. Seals the history."""
 
     kind: Literal["cancelled"] = "cancelled"
-    n: Count = 0
+    n: NumberOfId = 0
     """Set by the commit."""
     by: str
 

@@ -338,7 +338,7 @@ TOKEN = ("1-0", {"kind": "tokens", "ms": "1", "tokens": "5", "text": "a", "step"
         ((BEGUN, ("1000000000-0", TOKEN[1] | {"count": "1000000000"}), OVER), "counts 1000000000 tokens and has 1"),
         ((BEGUN, ("9999999999999999999-0", TOKEN[1]), OVER), "9999999999999999999-0"),
         ((BEGUN, ("one-0", TOKEN[1]), OVER), "one-0"),
-        ((BEGUN, (SEAL, OVER[1] | {"n": "9" * 18})), "n"),
+        ((BEGUN, (SEAL, OVER[1] | {"n": "9" * 20})), "n"),
     ],
 )
 def test_times_counts_and_ids_that_no_tool_can_show_are_not_imported(
