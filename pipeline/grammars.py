@@ -47,6 +47,11 @@ def with_stack(work: Callable[[], T]) -> T:
     return done.result()
 
 
+def brief(reason: str) -> str:
+    """Return an error of llguidance without its advice, which is for programmers."""
+    return " ".join(reason.replace("<non-verbose/>", "").partition("; either increase limits.")[0].split())[:300]
+
+
 def is_limit(reason: str) -> bool:
     """Return whether an error of llguidance says that a grammar takes too much work."""
     return any(word in reason.lower() for word in LIMITS_SAY)

@@ -21,7 +21,7 @@ import orjson
 import structlog
 
 from pipeline.events import Failed
-from pipeline.grammars import is_limit, parser_limits, start_with_stack
+from pipeline.grammars import brief, is_limit, parser_limits, start_with_stack
 from pipeline.spelling import Spelling
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Words
@@ -89,9 +89,9 @@ class GrammarMatcher:
                 self._matcher, self._is_fresh = self._new(True), True
                 if self._is_computed(self._tokens):
                     return
-            self._error = _brief(reason) or "it is in no state to go on from"
+            self._error = brief(reason) or "it is in no state to go on from"
         except BaseException as error:  # a panic in Rust is no Exception, and this thread must go on
-            self._error = _brief(repr(error))
+            self._error = brief(repr(error))
         self._allowed = None
 
     def _is_computed(self, token_ids: Sequence[int]) -> bool:
@@ -234,7 +234,7 @@ class Grammars:
         try:
             first = self._new(request.grammar, is_fresh=False)
             if first.is_error():
-                return refusal(_brief(first.get_error()), request.grammar_param)
+                return refusal(brief(first.get_error()), request.grammar_param)
 
             def new(is_fresh: bool) -> LLMatcher:
                 return self._new(request.grammar, is_fresh=is_fresh)
@@ -316,8 +316,3 @@ def refusal(reason: str, param: str = "") -> Failed:
 def _too_complex(reason: str, param: str) -> Failed:
     message = f"The grammar of the answer is too complex: {reason}; ask for less repetition, depth or choice."
     return Failed(status=400, code="grammar_too_complex", message=message, param=param)
-
-
-def _brief(reason: str) -> str:
-    """Return an error of llguidance without its advice, which is for programmers."""
-    return " ".join(reason.replace("<non-verbose/>", "").partition("; either increase limits.")[0].split())[:300]

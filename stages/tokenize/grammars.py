@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
-from pipeline.grammars import is_limit, parser_limits
+from pipeline.grammars import brief, is_limit, parser_limits
 from stages.tokenize.markup import AddedTokens
 
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10
@@ -136,7 +136,7 @@ def answered(grammar: str, tokens: LLTokenizer) -> str:
         may_follow = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << tokens.eos_token)
     if matcher.is_error():
         if is_limit(reason := matcher.get_error()):
-            raise TooComplex(reason.replace("<non-verbose/>", ""))
+            raise TooComplex(brief(reason))
         return grammar
     if not may_follow and matcher.is_accepting():
         raise ValueError("it allows nothing but the empty text")
