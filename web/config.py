@@ -77,8 +77,8 @@ class ClientConfig:
         default=(),
         repeated=True,
         help=(
-            "addresses or networks of proxies, such as 10.0.0.5 or 10.0.0.0/8: their X-Forwarded-For header says whose "
-            "connection it is, and all connections of one address count together [none]"
+            "addresses or networks of proxies, such as 10.0.0.5 or 10.0.0.0/8, whose X-Forwarded-For header names the "
+            "client; connections count for that client's address [none]"
         ),
     )
     pages: bool = flag(
