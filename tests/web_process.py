@@ -55,7 +55,7 @@ def create_app_with_more(frontend, keys, **more):
 
     @app.get("/left")
     async def left():
-        served = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "serve.<locals>.run"]
+        served = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Connection.run"]
         return {
             "connections": len(served),
             "listeners": sorted(listener.uid for listener in frontend.tail.listeners),

@@ -12,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
 from typing import Any, Final
 
+import structlog
 from quart import Quart
 
 from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, spread_s
 from web.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
-from web.crowd import Queue, address_of
+from web.crowd import address_of
 from web.listener import BACKLOG
+from web.live.turns import RoundRobin
 from web.protocol import RECEIVED_BYTES, Protocol, written
+
+logger = structlog.get_logger()
 
 LINGER_S: Final = float(BODY_TIMEOUT_S)
 """How long a client may go on sending a body that is dropped; then the connection is cut."""
@@ -35,51 +38,84 @@ KEPT_S: Final = 2.0
 GRACE_S: Final = 1.0
 """How long connections have to end when the server stops."""
 ACCEPTED_AT_ONCE: Final = 16
-"""Connections that are accepted before other tasks have a turn. Three times as many may be open beyond the most."""
+"""Connections that are accepted before other tasks have a turn."""
+ACCEPTED_AGAIN_S: Final = 1.0
+"""How long none is accepted when there were no files or memory for one."""
 UNREAD_BYTES: Final = 4 << 10
 """A socket with twice as much that nobody looked at is not read."""
 
 
 async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: asyncio.Event) -> None:
     """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*."""
-    loop, context = asyncio.get_running_loop(), WorkerContext(None)
-    answer, queue, received = ASGIWrapper(app), Queue(loop.call_soon), bytearray(RECEIVED_BYTES)
-    tasks = dict[asyncio.Task[None], Connection]()
-
-    def accept() -> _Receiver:
-        return _Receiver(received, asyncio.StreamReader(limit=UNREAD_BYTES, loop=loop), run)
-
-    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks[task] = connection = Connection(answer, config, context, queue, reader, writer)
-        task.add_done_callback(tasks.pop)
-        await connection.run()
-
+    door = _Door(ASGIWrapper(app), listener, config)
     await app.startup()
-    server = await loop.create_server(accept, sock=listener, backlog=ACCEPTED_AT_ONCE)
-    listener.listen(BACKLOG)  # asyncio has one number for how many are accepted at once and how many may wait
+    listener.setblocking(False)
+    listener.listen(BACKLOG)
+    door.open()
     try:
         await stop.wait()
     finally:
-        server.close()
-        await context.terminated.set()
-        for connection in tasks.values():
+        door.close()
+        listener.close()
+        await door.context.terminated.set()
+        for connection in door.tasks.values():
             connection.close_if_idle()
-        if tasks:
-            await asyncio.wait(tasks, timeout=GRACE_S)
-        for connection in tasks.values():
+        if door.tasks:
+            await asyncio.wait(door.tasks, timeout=GRACE_S)
+        for connection in door.tasks.values():
             connection.cut()
-        if tasks:
-            await asyncio.wait(tasks, timeout=GRACE_S)
+        if door.tasks:
+            await asyncio.wait(door.tasks, timeout=GRACE_S)
         await app.shutdown()
+
+
+class _Door:
+    """Takes connections in. Whom there is no place for costs a system call or three, and no transport: there may be
+    thousands in a second."""
+
+    def __init__(self, app: ASGIWrapper, listener: socket.socket, config: HttpConfig) -> None:
+        self.app, self.config, self.context = app, config, WorkerContext(None)
+        self.loop = asyncio.get_running_loop()
+        self.turns = RoundRobin(self.loop)
+        self.received = bytearray(RECEIVED_BYTES)
+        self.tasks: dict[asyncio.Task[None], Connection] = {}
+        self._listener = listener
+        self._opening: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        self._opening = None
+        self.loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        self.loop.remove_reader(self._listener)
+        if self._opening is not None:
+            self._opening.cancel()
+
+    def _accept(self) -> None:
+        """Accept some of those who wait; the loop calls again while there are more."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                client, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no files or memory are left
+                logger.warning("not_accepted", error=str(error))
+                self.close()
+                self._opening = self.loop.call_later(ACCEPTED_AGAIN_S, self.open)
+                return
+            client.setblocking(False)
+            connection = Connection(self, client, address)
+            if connection.takes_place():
+                task = self.loop.create_task(connection.run())
+                self.tasks[task] = connection
+                task.add_done_callback(self.tasks.pop)
 
 
 class _Receiver(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
     """Reads RECEIVED_BYTES at once: without a buffer of ours, asyncio reads up to 256 KiB."""
 
-    def __init__(self, received: bytearray, reader: asyncio.StreamReader, run: Callable[..., Any]) -> None:
-        super().__init__(reader, run)
+    def __init__(self, received: bytearray, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
         self._received = received
         self.num_received = 0
 
@@ -96,66 +132,76 @@ class _Receiver(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
 class Connection:
     """A connection that ends when its client closes it, and not before the client could read its last answer."""
 
-    def __init__(
-        self,
-        app: ASGIWrapper,
-        config: HttpConfig,
-        context: WorkerContext,
-        queue: Queue,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.config, self.context, self.queue = config, context, queue
-        self.app, self.reader, self.writer = app, reader, writer
-        self._receiver, self._num_read = writer.transport.get_protocol(), 0
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, door: _Door, client: socket.socket, address: Any) -> None:
+        self.app, self.config, self.context, self._turns = door.app, door.config, door.context, door.turns
+        self._door, self._socket = door, client
+        self._loop = door.loop
+        self._num_read = 0
         self._sending = asyncio.Lock()
+        self._awaited: set[asyncio.Future[None]] = set()
+        """Turns that it waits for."""
         self._lingering: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_cut = False
-        self.is_local = writer.get_extra_info("socket").family not in (socket.AF_INET, socket.AF_INET6)
-        peer, own = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-        self.client = None if self.is_local or not peer else (str(peer[0]), int(peer[1]))
-        self.server = None if self.is_local or not own else (str(own[0]), int(own[1]))
+        self.is_local = client.family not in (socket.AF_INET, socket.AF_INET6)
+        self.client: tuple[str, int] | None = None if self.is_local else (str(address[0]), int(address[1]))
+        self.server: tuple[str, int] | None = None
         self._peer = address_of(self.client[0]) if self.client else "socket"
-        self.is_proxy = self.client is not None and config.proxies.trust(self.client[0])
+        self.is_proxy = self.client is not None and self.config.proxies.trust(self.client[0])
         self.holder = self._peer
         self.no_place: RequestError | None = None
         """Why it may only ask for a probe, if so."""
 
+    def takes_place(self) -> bool:
+        """Take a place in the crowd. If there is none, not even for a probe, refuse and close it."""
+        self.no_place = self.config.crowd.enter(self)
+        if self.no_place is None or self.config.crowd.keep(self):
+            return True
+        with contextlib.suppress(OSError):
+            self._socket.send(written(self.no_place, self.config))
+            self._socket.recv(RECEIVED_BYTES)  # with unread data, closing would make TCP discard the answer
+        self._socket.close()
+        return False
+
     async def run(self) -> None:
         """Answer its requests until it has ended."""
-        if self.client is None and not self.is_local:  # it is closed already
-            self.writer.close()
-            return
-        crowd = self.config.crowd
-        self.no_place = crowd.enter(self)
-        if self.no_place is not None and not crowd.keep(self):
-            with contextlib.suppress(OSError):
-                self.writer.write(written(self.no_place, self.config))
-                self.writer.close()
-            return
         try:
-            if self.no_place is None:
-                self._head_timer = self._loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
-                self._idle_timer = self._loop.call_later(spread_s(IDLE_TIMEOUT_S), self._close_idle)
-            else:
-                self._head_timer = self._loop.call_later(KEPT_S, self.cut)
-            async with TaskGroup(self._loop) as self._tasks:
-                self.protocol = Protocol(self, self._tasks)
-                await self._read()
+            await self.turn()
+            if not self._is_cut:
+                await self._open()
+                async with TaskGroup(self._loop) as self._tasks:
+                    self.protocol = Protocol(self, self._tasks)
+                    await self._read()
         except OSError:
             pass
         finally:
             self._head_came()
             self._stop_idle_timer()
-            crowd.waits(self)  # it may have to wait until the client has read its last answer
+            self.config.crowd.waits(self)  # it may have to wait until the client has read its last answer
             await self._close()
-            crowd.leave(self)
+            self.config.crowd.leave(self)
             self.no_place = None  # its traceback leads back here, and so does the protocol:
             self.__dict__.pop("protocol", None)  # only a full collection would free them
             self.__dict__.pop("_tasks", None)
+
+    async def _open(self) -> None:
+        """Begin to read and to wait for a request."""
+        loop = self._loop
+        if not self.is_local:
+            self.server = self._socket.getsockname()[:2]
+        self.reader = asyncio.StreamReader(limit=UNREAD_BYTES, loop=loop)
+        self._receiver = _Receiver(self._door.received, self.reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: self._receiver, self._socket)
+        self.writer = asyncio.StreamWriter(transport, self._receiver, self.reader, loop)
+        if self._is_cut:
+            transport.abort()
+        elif self.no_place is None:
+            self.config.crowd.waits(self)
+            self._head_timer = loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
+            self._idle_timer = loop.call_later(spread_s(IDLE_TIMEOUT_S), self._close_idle)
+        else:
+            self._head_timer = loop.call_later(KEPT_S, self.cut)
 
     # as the crowd sees it
 
@@ -167,7 +213,11 @@ class Connection:
     def cut(self) -> None:
         """As Member.cut: close it at once, whatever it has sent."""
         self._is_cut = True
-        self.writer.transport.abort()
+        for turn in self._awaited:
+            if not turn.done():
+                turn.set_result(None)
+        if hasattr(self, "writer"):
+            self.writer.transport.abort()
         if hasattr(self, "protocol"):
             self.protocol.stop()
 
@@ -188,7 +238,14 @@ class Connection:
     @property
     def has_unread(self) -> bool:
         """Say whether bytes have come that the protocol has not got."""
-        return isinstance(self._receiver, _Receiver) and self._receiver.num_received > self._num_read
+        return self._receiver.num_received > self._num_read
+
+    async def turn(self) -> None:
+        """Wait for a turn of its holder's, unless it is cut."""
+        if not self._is_cut and (turn := self._turns.ask(self.holder)) is not None:
+            self._awaited.add(turn)
+            await turn
+            self._awaited.discard(turn)
 
     def waits(self) -> None:
         """Wait for a request from now on."""
@@ -274,6 +331,9 @@ class Connection:
             self.note_bytes()
 
     async def _close(self) -> None:
+        if not hasattr(self, "writer"):
+            self._socket.close()
+            return
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()
         self.writer.close()
@@ -288,6 +348,8 @@ class Connection:
                 data = await self.reader.read(wanted)
             except OSError:  # reset
                 break
+            if data:
+                await self.protocol.turn()
             self._num_read += len(data)
             if self._lingering is None and not self._is_cut:
                 await self.protocol.receive(data)

@@ -11,9 +11,10 @@ Spare is a connection that waits for a request, or else for the rest of a body.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -101,13 +102,13 @@ class Crowd:
     # places
 
     def enter(self, one: Member) -> RequestError | None:
-        """Take *one* in, and close another if there are too many; or return why there is no room."""
+        """Take *one* in, and close another if there are too many; or return why there is no room. It is not spare until
+        it `waits`."""
         share = self.most if one.is_exempt else self.share
         error = self._share_is_full(one, one.holder, share) or self._all_is_full(one)
         if error is None:
             self._num_open += 1
             self._holdings.setdefault(one.holder, _Holding()).open[one] = None
-            self.waits(one)
         return error
 
     def keep(self, one: Member) -> bool:
@@ -261,29 +262,6 @@ class Crowd:
         return loser, its_bytes, of_holder
 
 
-class Queue:
-    """What is begun one after the other, one in a turn of the event loop: everybody else has a turn between two."""
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        self._call_soon = call_soon
-        self._waiting = deque[Callable[[], None]]()
-
-    def add(self, begin: Callable[[], None]) -> None:
-        """Call *begin* in a later turn, when those before have had theirs."""
-        self._waiting.append(begin)
-        if len(self._waiting) == 1:
-            self._call_soon(self._next)
-
-    def _next(self) -> None:
-        begin = self._waiting[0]
-        try:
-            begin()
-        finally:
-            self._waiting.popleft()
-            if self._waiting:
-                self._call_soon(self._next)
-
-
 class Proxies:
     """The peers that are believed when they say for whom they send a request."""
 
@@ -319,6 +297,7 @@ def read_proxies(given: Sequence[str]) -> Proxies:
         ) from error
 
 
+@functools.lru_cache(maxsize=1024)
 def address_of(address: str) -> str:
     """Return the holder that connections from *address* have: IPv6 clients have a /64, not one address."""
     parsed = _address_of(address)

@@ -2,7 +2,7 @@
 
 a malformed request      gets the usual error body, an id, and a line in the log
 HTTP/2, websockets       the answer is HTTP/1.1, which every such client speaks, too
-requests that came ahead begin one in a turn of the loop, whichever connection they came on
+whatever comes           is looked at in a turn of its client's, see `RoundRobin`
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class Protocol:
         self._num_body_bytes = 0
         """What the application has of the body of the current request, and has not read."""
         self._drops_body = False
-        self._is_queued = False
-        """The next request waits for its turn."""
         self._is_over = False
 
     @property
@@ -92,16 +90,21 @@ class Protocol:
         """How many bytes it takes next, at most."""
         if self._requests.their_state is h11.SEND_BODY:
             return RECEIVED_BYTES
-        is_ahead = self._is_queued or self._requests.is_ahead
+        is_ahead = self._requests.is_ahead
         return max(MOST_AHEAD_BYTES - self._requests.num_waiting, 1) if is_ahead else MOST_AHEAD_BYTES
+
+    async def turn(self) -> None:
+        """Wait for a turn to look at what came."""
+        if self._requests.their_state is h11.IDLE:
+            self._config.crowd.works(self._connection)  # it is not spare meanwhile
+        await self._connection.turn()
 
     async def receive(self, data: bytes) -> None:
         """Take what the client has sent, b"" at its end; wait while it is far ahead of its answers."""
         if self._is_over:
             return
         self._requests.receive_data(data)
-        if not self._is_queued:
-            await self._handle_events()
+        await self._handle_events()
         self._connection.note_bytes()
         while self._is_far_ahead:
             self._has_room.clear()
@@ -174,7 +177,7 @@ class Protocol:
 
     async def _handle_events(self) -> None:
         async with self._in_turn:
-            while not (self._is_over or self._is_queued):
+            while not self._is_over:
                 if self._requests.they_are_waiting_for_100_continue:
                     await self._send(h11.InformationalResponse(status_code=100, headers=[]))
                 try:
@@ -184,6 +187,9 @@ class Protocol:
                     break
                 if isinstance(event, h11.Request):
                     await self._begin(event)
+                elif event is h11.NEED_DATA and self.has_begun_head:
+                    self._config.crowd.waits(self._connection)
+                    break
                 elif isinstance(event, h11.ConnectionClosed) or event is h11.NEED_DATA or self._stream is None:
                     break
                 elif isinstance(event, h11.Data) and not self._drops_body:
@@ -198,11 +204,15 @@ class Protocol:
     async def _begin(self, request: h11.Request) -> None:
         connection = self._connection
         connection.works()
-        self._drops_body = False
+        self._drops_body, holder = False, connection.holder
         try:
             self._take_place(request)
         except RequestError as error:
             await self.refuse(error, is_logged=False)  # there may be many, and the crowd has written a line
+            return
+        if connection.holder != holder:  # many may have come from this address, or proxy
+            await connection.turn()
+        if self._is_over:
             return
         state = ConnectionState({PLACE: self})
         if request.http_version == b"1.1" and request.method != b"HEAD":
@@ -280,7 +290,7 @@ class Protocol:
             await self._connection.write(data or b"")
 
     async def _recycle(self) -> None:
-        """Wait for the next request; if it came ahead already, wait for its turn."""
+        """Wait for the next request, which may have come ahead already."""
         await self._close_stream()
         if self._is_over:
             return
@@ -290,16 +300,14 @@ class Protocol:
             await connection.close(lingers=self.expects_more)
             return
         requests.start_next_cycle()
-        self._is_queued = requests.num_waiting > 0 or connection.has_unread
         connection.waits()
-        if self._is_queued:
-            connection.queue.add(self._begin_next)
+        if requests.num_waiting:
+            self._tasks.spawn(self._go_on)
         self._has_room.set()
 
-    def _begin_next(self) -> None:
-        self._is_queued = False
-        if not self._is_over:
-            self._tasks.spawn(self._handle_events)
+    async def _go_on(self) -> None:
+        await self.turn()
+        await self._handle_events()
 
     async def _close_stream(self) -> None:
         self._num_body_bytes = 0
@@ -310,8 +318,8 @@ class Protocol:
     @property
     def _is_far_ahead(self) -> bool:
         """Say whether the client has sent as much of its next requests as is taken."""
-        is_waiting = self._is_queued or self._requests.is_ahead
-        return not self._is_over and is_waiting and self._requests.num_waiting >= MOST_AHEAD_BYTES
+        requests = self._requests
+        return not self._is_over and requests.is_ahead and requests.num_waiting >= MOST_AHEAD_BYTES
 
 
 def _chunk(data: bytes) -> bytes:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from pipeline.errors import ConfigError, RequestError
-from web.crowd import KEPT, Crowd, Proxies, Queue, address_of, read_proxies
+from web.crowd import KEPT, Crowd, Proxies, address_of, read_proxies
 from web.seldom import Seldom
 
 
@@ -37,8 +37,8 @@ def enter(crowd: Crowd, num: int, holder: str, *, working: bool = True) -> list[
     members = [One(holder) for _ in range(num)]
     for one in members:
         assert crowd.enter(one) is None
-        if working:
-            crowd.works(one)
+        if not working:
+            crowd.waits(one)
     return members
 
 
@@ -188,19 +188,6 @@ def test_who_holds_most_bytes_loses_its_largest_request_and_the_small_one_of_ano
     assert crowd.num_bytes == 740
     crowd.leave(others[0])
     assert crowd.num_bytes == 340
-
-
-def test_of_what_waits_one_begins_in_a_turn() -> None:
-    turn = list[object]()
-    queue, begun = Queue(turn.append), list[int]()
-    for number in range(3):
-        queue.add(lambda number=number: begun.append(number))  # type: ignore[misc]
-    for number in range(3):
-        (step,) = turn
-        turn.clear()
-        step()  # type: ignore[operator]
-        assert begun == list(range(number + 1))
-    assert not turn
 
 
 def test_the_client_behind_trusted_proxies_is_the_last_address_that_is_none_of_them() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Server, serving
+from http_server import Server, say_hello, serving
 from raw_client import chunk, head, request
 from stand_in_stages import StandIn
 from web_site import site, until
@@ -379,6 +379,47 @@ async def test_of_requests_that_came_ahead_one_begins_in_a_turn_of_the_loop() ->
         await until(lambda: len(begun) == 600)
     # Those that were not even taken while the one before was answered may begin with the bytes that bring them.
     assert sum(now == before for before, now in itertools.pairwise(begun)) < 60
+
+
+async def test_a_request_begins_before_hundreds_of_another_client_that_came_first() -> None:
+    begun = list[str]()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        await say_hello(scope, receive, send)
+
+    async with clients_of(answer, most=1000) as (_, clients):
+        for _ in range(2):  # new connections, and then such as are there
+            begun.clear()
+            first = await clients.several(300) if not clients.all else clients.all[:300]
+            other = await clients.one("127.0.0.2") if len(clients.all) == 300 else clients.all[300]
+            for each in first:
+                each.writer.write(get("/much"))
+            other.writer.write(get("/little"))
+            await until(lambda: len(begun) == 301)
+            assert begun.index("/little") < 150
+            for each in clients.all:
+                assert b"hello" in await each.reader.readuntil(b"hello")
+
+
+async def test_of_connections_that_are_cut_while_they_wait_for_their_turn_nothing_stays() -> None:
+    begun = 0
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await say_hello(scope, receive, send)
+
+    async with clients_of(answer, most=100) as (server, clients):
+        for client in await clients.several(60):
+            client.writer.write(3 * get("/"))
+        await until(lambda: begun > 3)
+        for each in server.connections:
+            if (one := each()) is not None:
+                one.cut()
+        before = begun
+        await until(lambda: not server.config.crowd.num_open)
+        assert begun <= before + len(server.connections) // 10
 
 
 # heads

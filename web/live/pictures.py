@@ -20,6 +20,7 @@ from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.views.pipeline import Observed, view_of, without_addresses
 from pipeline.views.reader import Reader, as_json
 from pipeline.views.requests import Sees
+from web.live.turns import RoundRobin
 
 logger = structlog.get_logger()
 
@@ -83,6 +84,8 @@ class Pictures:
         self._latest: Picture | None = None
         self._number = 0
         self._changed = asyncio.Event()
+        self._turns = RoundRobin(asyncio.get_running_loop())
+        """Of viewers: hundreds may wait for the same picture."""
         self._closed = False
 
     @property
@@ -96,9 +99,11 @@ class Pictures:
         try:
             seen, since_s = 0, time.monotonic()
             while not self._closed:
-                if self._latest is not None and self._number != seen:
+                if (latest := self._latest) is not None and self._number != seen:
+                    if (turn := self._turns.ask(viewer.name)) is not None:
+                        await turn
                     seen, since_s = self._number, time.monotonic()
-                    yield self._latest.text(viewer)
+                    yield (self._latest or latest).text(viewer)
                 elif not await self._has_changed():
                     silent = f"Redis has not answered for {time.monotonic() - since_s:.0f} s"
                     yield (self._latest or Picture(None)).without_news(silent).text(viewer)

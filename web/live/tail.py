@@ -32,7 +32,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
 from pipeline.names import parse_id
-from web.live.listener import Listener, Wake
+from web.live.listener import Listener, State, Wake
 from web.wire.uids import drawn_ms
 
 logger = structlog.get_logger()
@@ -45,8 +45,10 @@ REOPEN_S = 20.0
 """How often the life of the replies stream, 60 s, is extended, and what was read of it is dropped."""
 BLOCK_MS = 2000
 """How long a read waits for what comes next."""
-READ_AT_ONCE = 64
+READ_AT_ONCE = 8
 """Histories in one round trip."""
+TAKEN_AT_ONCE = 32
+"""Events of a history that are taken in before others have a turn of the loop."""
 BACKOFF_S = (0.1, 2.0)
 """First and longest pause after an error of the log."""
 
@@ -263,7 +265,13 @@ class Tail:
         histories = await self._log.histories(_cursors(listeners), max_entries=self._room)
         for listener in listeners:
             entries = histories[listener.uid]
-            listener.apply_history(entries, more=entries is not None and len(entries) >= self._room)
+            more = entries is not None and len(entries) >= self._room
+            while entries is not None and len(entries) > TAKEN_AT_ONCE and listener.state is not State.BEHIND:
+                listener.apply_history(entries[:TAKEN_AT_ONCE])
+                entries = entries[TAKEN_AT_ONCE:]
+                await asyncio.sleep(0)
+            if listener.state is not State.BEHIND:  # else there was no room, and it has to be read again
+                listener.apply_history(entries, more=more)
             if listener.follows_live and listener.uid not in self._followed:
                 self._for_histories.break_off()
 

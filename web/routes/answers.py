@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pipeline.errors import RequestError
 from pipeline.names import parse_id
 from pipeline.process.failpoints import failpoint
 from web.live.client import Client
+from web.live.turns import Turns
 from web.wire import sse
 from web.wire.fields import MOST_SHOWN
 from web.wire.frames import ClientEvent, Frames
@@ -37,27 +37,28 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(body, status, content_type="application/json")
 
 
-def json_pieces(pieces: Iterator[bytes]) -> Response:
-    """Return *pieces* of JSON; several go out one after the other, with others in between, and without a length."""
+def json_pieces(pieces: Iterator[bytes], turns: Turns) -> Response:
+    """Return *pieces* of JSON; several are made in *turns*, go out one after the other, and have no length."""
     first = tuple(itertools.islice(pieces, 2))
     if len(first) < 2:
         return json_response(b"".join(first))
 
     async def all_pieces() -> AsyncIterator[bytes]:
-        for piece in itertools.chain(first, pieces):
+        for piece in first:
             yield piece
-            await asyncio.sleep(0)
+        async for piece in turns.each(pieces):
+            yield piece
 
     return Response(all_pieces(), 200, content_type="application/json")
 
 
 def stream_response(
-    client: Client, frames: Frames, first: Sequence[ClientEvent] | None = None, *, after: str = ""
+    client: Client, frames: Frames, turns: Turns, first: Sequence[ClientEvent] | None = None, *, after: str = ""
 ) -> Response:
     """Return server-sent events that no proxy buffers. *first*: events that came already. The client has the frames of
     all events up to the id *after*."""
     state = request.scope.get("state", {})
-    written = _written(client, frames, first, after, state.get(SEND), state.get(WRITE))
+    written = _written(client, frames, turns, first, after, state.get(SEND), state.get(WRITE))
     return event_stream(written)
 
 
@@ -72,6 +73,7 @@ def event_stream(written: AsyncIterator[bytes]) -> Response:
 async def _written(
     client: Client,
     frames: Frames,
+    turns: Turns,
     first: Sequence[ClientEvent] | None,
     after: str,
     send: Send | None,
@@ -108,10 +110,9 @@ async def _written(
         while True:
             done, began_long = client.done, frames.are_long
             for event in events if began_long else ():
-                for piece in frames.pieces(event):
+                async for piece in turns.each(frames.pieces(event)):
                     if is_news(event) and piece and not (send is not None and await send(piece)):
                         yield piece
-                    await asyncio.sleep(0)
                 if client.has_failed_with(event):
                     break
             written = b"" if began_long else framed(events)

@@ -16,6 +16,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
+from web.live.turns import Turns
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
@@ -133,7 +134,7 @@ async def answer(
         except RequestError as error:
             raise opened.refuse(error) from None
     try:
-        response = await (respond or _generated)(opened)
+        response = await (respond(opened) if respond else _generated(opened, frontend.turns))
     except Exception:
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
@@ -141,11 +142,11 @@ async def answer(
     return response
 
 
-async def _generated(opened: OpenRequest) -> Response:
-    return await (_streamed(opened) if opened.event.presentation.stream else _whole(opened))
+async def _generated(opened: OpenRequest, turns: Turns) -> Response:
+    return await (_streamed if opened.event.presentation.stream else _whole)(opened, turns)
 
 
-async def _whole(opened: OpenRequest) -> Response:
+async def _whole(opened: OpenRequest, turns: Turns) -> Response:
     choices, has_begun, is_too_long = choices_for(opened.uid, opened.events), False, False
     has_scores = opened.event.sampling.logprobs is not None
     while True:
@@ -165,10 +166,10 @@ async def _whole(opened: OpenRequest) -> Response:
             is_too_long = True
             await opened.end(TOO_MANY_HELD)
         elif opened.done:
-            return json_pieces(body_of(opened.uid, opened.events, choices))
+            return json_pieces(body_of(opened.uid, opened.events, choices), turns)
 
 
-async def _streamed(opened: OpenRequest) -> Response:
+async def _streamed(opened: OpenRequest, turns: Turns) -> Response:
     first = await opened.next()
     if first:
         failpoint("web.before_first_byte")
@@ -177,4 +178,4 @@ async def _streamed(opened: OpenRequest) -> Response:
             return error_response(error_of(ended))
     frames = frames_for(opened.uid, opened.events)
     assert frames is not None
-    return stream_response(opened, frames, first)
+    return stream_response(opened, frames, turns, first)

@@ -130,7 +130,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
             client = await read_request(frontend, uid, submitted, whole=whole)
         else:
             client = read_archived(frontend, found.archived, submitted, whole=whole)
-        response = stream_response(client, frames, after=after)
+        response = stream_response(client, frames, frontend.turns, after=after)
         response.headers["x-minisgl-uid"] = uid
         return response
 

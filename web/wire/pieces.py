@@ -8,8 +8,8 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
-PIECE_BYTES: Final = 64 << 10
-"""A piece is sent once it has so many. Making it takes some milliseconds."""
+PIECE_BYTES: Final = 16 << 10
+"""A piece is sent once it has so many. Making it takes a few milliseconds."""
 PAIRS_AT_ONCE: Final = 256
 """Pairs of token and log-probability that are made at a time, each of up to 100 bytes."""
 _HERE: Final = b"\xff"

@@ -12,6 +12,7 @@ from measured import count_of
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
 from structlog.testing import capture_logs
+from web_site import until
 
 import web.live.listener
 from pipeline.events import Finished, TokensProduced, new_uid
@@ -20,7 +21,7 @@ from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
 from pipeline.names import Names
 from web.live.frontend import run_all
 from web.live.listener import Listener
-from web.live.tail import Tail
+from web.live.tail import TAKEN_AT_ONCE, Tail
 from web.wire.frames import ClientEvent
 
 WEB = "web-0"
@@ -149,6 +150,28 @@ async def drained(listener: Listener) -> tuple[list[tuple[int, str]], int]:
         sizes.append(len(batch))
         told += map(_short, batch)
     return told, max(sizes)
+
+
+async def test_while_a_long_history_is_taken_in_others_have_turns_of_the_loop(redis_url: str, stages: Stages) -> None:
+    num, most, taken = 200, 0, 0
+    uid = new_uid()
+    stages.begin(uid, NOBODY)
+    for n in range(1, num + 1):
+        await say(stages, uid, n, tokens(n), frontend=NOBODY)
+    await say(stages, uid, num, finished(num), frontend=NOBODY)
+
+    async with tailing(redis_url) as tail:
+
+        def look() -> None:
+            nonlocal most, taken
+            most, taken = max(most, len(listener.queued) - taken), len(listener.queued)
+            asyncio.get_running_loop().call_soon(look)
+
+        with closing(tail.follow(uid, whole=True)) as listener:
+            look()
+            await until(lambda: len(listener.queued) > num)
+            assert [n for n, _ in await heard(listener)][-1] == num
+    assert most <= TAKEN_AT_ONCE
 
 
 async def test_a_lost_last_reply_is_found_after_a_second_of_silence(redis_url: str, stages: Stages) -> None:
