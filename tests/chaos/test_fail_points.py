@@ -37,7 +37,7 @@ ELSEWHERE = {
 AT_START_ONLY = ("generate.after_lease", "generate.mid_takeover", "generate.after_takeover_committed")
 """Points that an engine passes once: there the first passing must count."""
 NUM_TOKENS = 40
-WAVE = 24
+WAVE = 16
 MOST_WAVES = 8
 
 

@@ -204,10 +204,10 @@ def test_after_many_requests_nothing_is_left_that_lasts(folder: Path, tmp_path: 
 def test_a_cache_filled_by_one_request_is_free_for_the_next_when_its_client_leaves(
     folder: Path, tmp_path: Path
 ) -> None:
-    page_size, num_pages = 16, 64
+    page_size, num_pages = 16, 32
     context = num_pages * page_size
     flags = ("--page-size", str(page_size), "--num-pages", str(num_pages))
-    body = {"prompt": 6 * TEXT[:400], "ignore_eos": True}
+    body = {"prompt": 3 * TEXT[:400], "ignore_eos": True}
     with serve(tmp_path, "--model", str(folder), *flags) as server:
         for _ in range(2):
             with streaming(server, body | {"user": "first", "stream": True}) as response:

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.slow
 Body = Mapping[str, Any]
 
 NUM_REQUESTS = 16
-NUM_TOKENS = by_night(32, 64)
+NUM_TOKENS = by_night(24, 64)
 SMALLEST_GAP = 1e-3
 """Between the two best logits; rounding is a thousand times smaller."""
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from checkpoints import TEXT, make_checkpoint
 from kernel_variants import DTYPES, VARIANTS
+from selection import by_night
 from servers import Server, eventually, serve
 from streams import Stream, events_of, num_of
 
@@ -21,10 +22,10 @@ from pipeline.names import GENERATE
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = by_night(8, 16)
 NUM_TOKENS = 300
-NUM_OTHERS = 8
-COMPANIES = 4
+NUM_OTHERS = by_night(4, 8)
+COMPANIES = by_night(3, 4)
 KILLED = 2
 """The company whose engine is killed."""
 MEASURED = "measured"

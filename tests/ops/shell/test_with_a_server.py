@@ -140,7 +140,7 @@ def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: P
 def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
     shell: Terminal, server: Server, tmp_path: Path
 ) -> None:
-    shell.said("/set ignore_eos=true max_tokens=1500")
+    shell.said("/set ignore_eos=true max_tokens=800")
     shell.enter("long")
     until_long(shell)
     (worker,) = server.command.workers(WEB)

@@ -98,7 +98,7 @@ SHORT_LIVED: Final = (
     "entries.BRIEF_MS",
 )
 """Times to live that nobody sets; on a busy machine a story may outlast them."""
-NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("15", "200")))
+NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("10", "200")))
 """How many are told."""
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True
