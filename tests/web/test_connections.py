@@ -288,6 +288,13 @@ def test_a_url_in_place_of_the_path_is_that_path(scene: Scene) -> None:
             assert (b"<html" in answer.body) is (url == "https://y")  # the page at /
 
 
+def test_several_slashes_in_a_path_are_one(scene: Scene) -> None:
+    with scene.client() as client:
+        for path in ("/v1//models", "//v1/models?x=//", "http://y///v1/models"):
+            client.send(request(path=path))
+            assert json.loads(client.answer().body)["object"] == "list"
+
+
 def test_http_1_0_gets_its_answer_and_then_the_end(scene: Scene) -> None:
     for stream in (False, True):
         with scene.client() as client:

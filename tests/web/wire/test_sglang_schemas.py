@@ -104,7 +104,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         (sampling(max_new_tokens=2, min_new_tokens=3), "sampling_params.min_new_tokens"),
         (sampling(min_new_tokens=129), "sampling_params.min_new_tokens"),
         (sampling(temperature=-0.1), "sampling_params.temperature"),
-        (sampling(stop=""), "sampling_params.stop.0"),
+        (sampling(stop=[""]), "sampling_params.stop.0"),
         (sampling(no_stop_trim="x"), "sampling_params.no_stop_trim"),
         (sampling(logit_bias={"a": SECRET}), "sampling_params.logit_bias"),
         (sampling(n=129), "sampling_params.n"),

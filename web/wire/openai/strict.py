@@ -24,6 +24,14 @@ LONGEST_QUOTED: Final = 64
 """Most characters of such a key that a message quotes."""
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""Takes 5.0 for 5, as JSON Schema does."""
+
+
 class Strict(BaseModel):
     """No "3" for 3 and no "yes" for true; NaN and infinities are refused."""
 
