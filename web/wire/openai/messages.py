@@ -95,8 +95,8 @@ def _text_of(part: Any) -> str | None:
         return None
     text = part.get(PARTS[kind])
     if kind == "thinking" and isinstance(text, list):
-        within = [each.get("text") if isinstance(each, dict) else None for each in text]
-        return "\n".join(within) if all(isinstance(each, str) for each in within) else None
+        within = [each["text"] for each in text if isinstance(each, dict) and isinstance(each.get("text"), str)]
+        return "\n".join(within) if len(within) == len(text) else None
     return text if isinstance(text, str) else None
 
 
