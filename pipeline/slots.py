@@ -86,6 +86,8 @@ class Status(Value):
     value of its own."""
     fingerprint: str = ""
     """Identifies an engine's weights, or a tokenizer."""
+    bos: str = ""
+    """The text of the token that a tokenizer puts before a prompt; empty: it puts none."""
     numerics: str = ""
     """How an engine computes, as in `Admitted`."""
     batch_invariant: bool = False

@@ -94,7 +94,7 @@ def test_a_prompt_of_many_megabytes_is_refused_without_being_encoded(server: Ser
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("roles", [("user", "user"), ("assistant",), ("user", "system"), ("system", "system")])
+@pytest.mark.parametrize("roles", [("user", "user"), ("assistant",), ("user", "assistant", "assistant")])
 def test_a_conversation_that_the_template_refuses_gets_the_templates_words(
     server: Server, roles: tuple[str, ...], stream: bool
 ) -> None:

@@ -190,6 +190,16 @@ def test_what_only_an_engine_can_tell_is_told_once(flags: list[str], words: list
     assert ended.code == 2 and [word for word in words if word not in line] == [], ended.stderr
 
 
+@pytest.mark.night
+def test_a_chat_template_that_shows_no_user_is_told_once(tmp_path: Path) -> None:
+    model = nonsense.ensure(tmp_path)
+    (model / "chat_template.jinja").write_text("{{ messages[0].role }}")
+    flags = ["--model", str(model), "--port", str(free_port()), "--data-dir", str(tmp_path / "data")]
+    ended = run(["serve", *flags], tmp_path, {})
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("minisgl: "))
+    assert ended.code == 2 and f"{model}: its chat template does not show a user's message" in line, ended.stderr
+
+
 def test_a_port_that_is_taken_is_refused_with_the_remedy(plain_server: Server, tmp_path: Path) -> None:
     port = plain_server.url.rpartition(":")[2]
     ended = run(["serve", "--port", port, "--data-dir", str(tmp_path / "data")], tmp_path, {})

@@ -65,6 +65,8 @@ class Readiness:
         self.models: tuple[str, ...] = ()
         """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
         self.context = 0
+        self.bos = ""
+        """The text of the token that the tokenizers put before a prompt."""
         self.sampling_defaults: Mapping[str, int | float] = {}
         """The sampling parameters of a request that leaves them out, as the first engine says: all have one model."""
         self._trial: asyncio.Task[str] | None = None
@@ -169,6 +171,7 @@ class Readiness:
         # All at once: whoever asks in between sees the last poll, not half of this one.
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         self._ranks = ranks
+        self.bos = next((status.bos for status in self._statuses[TOKENIZE] if status.phase == "ready"), self.bos)
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]

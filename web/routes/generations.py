@@ -28,6 +28,8 @@ from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
 from web.wire.submit import Defaults, chat_events, completion_events, generate_events
+from web.wire.warned import HEADER as WARNINGS
+from web.wire.warned import warnings_of
 
 logger = structlog.get_logger()
 
@@ -118,6 +120,7 @@ async def answer(
             frontend.admit()
             model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+            warnings = warnings_of(events, frontend.readiness.bos)
         if copied:
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
         if who.owner:
@@ -139,6 +142,8 @@ async def answer(
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
     name_unknown(response, asked.unknown)
+    if warnings:
+        response.headers[WARNINGS] = ", ".join(warnings)
     return response
 
 

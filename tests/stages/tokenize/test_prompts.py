@@ -123,6 +123,11 @@ def test_a_prompt_begins_with_one_bos_token_and_not_two(folder: Path, encoder: P
     assert ids[0] == bos and ids.count(bos) == 1
 
 
+def test_a_tokenizer_tells_which_text_it_puts_before_a_prompt(encoder: PromptEncoder, tmp_path: Path) -> None:
+    train_tokenizer(300, with_bos=False).save_pretrained(tmp_path)
+    assert (encoder.bos, PromptEncoder(tmp_path).bos) == (BOS, "")
+
+
 def test_a_batch_of_all_kinds_is_encoded_as_each_would_be_alone(encoder: PromptEncoder) -> None:
     """Token ids stay as they are."""
     events = (plain("one"), chat("two"), asked(prompt_ids=(7, 5, 7)), plain("three is longer"))
@@ -224,14 +229,6 @@ def test_a_call_without_arguments_has_none(tool_folder: Path) -> None:
     assert "c1 look<|im_end|>" in PromptEncoder(tool_folder).render(event).text
 
 
-@pytest.mark.parametrize("arguments", ["{", '["a"]', "3", '{"a": NaN}', '{"a":' * 100_000])
-def test_arguments_that_are_no_object_are_refused_by_their_path(tool_folder: Path, arguments: str) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    event = asked(messages=(*CONVERSATION[:2], {"role": "assistant", "content": "", "tool_calls": [call]}))
-    error = refused("JSON object", PromptEncoder(tool_folder).render, event)
-    assert error.param == "messages.2.tool_calls.0.function.arguments"
-
-
 def test_both_an_opened_answer_and_a_continued_one_are_refused(encoder: PromptEncoder) -> None:
     event = chat("a", templating=Templating(continue_final_message=True))
     assert refused("cannot be combined", encoder.render, event).param == "continue_final_message"
@@ -250,7 +247,7 @@ def test_every_argument_of_our_own_call_is_no_variable_of_a_clients(encoder: Pro
 def test_what_transformers_says_of_a_conversation_is_not_all_of_it(encoder: PromptEncoder, tmp_path: Path) -> None:
     templating = Templating(add_generation_prompt=False, continue_final_message=True)
     tokenizer = train_tokenizer(300, with_bos=False)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content[:3] }}{% endfor %}"
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content | replace('x', 'y') }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     event = chat("x" * 10_000, templating=templating)
     assert len(refused("does not appear in the chat", PromptEncoder(tmp_path).render, event).message) < 500

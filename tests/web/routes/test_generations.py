@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from stand_in_stages import Script, StandIn, finished, tokens
+from stand_in_stages import BOS, Script, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import chat, error_of, one_request, request_lines, seal_of, site, until
 
@@ -30,6 +30,37 @@ async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
         assert response.headers["x-minisgl-uid"] == uid
         assert response.headers["x-minisgl-unknown-fields"] == "al%2Cpha%0A, zeta"
         assert (submitted.sampling.seed, submitted.labels, submitted.model) == (3, {"user": "ann"}, "demo")
+
+
+async def test_a_header_names_what_is_strange_about_a_request(redis_url: str, stand_in: StandIn) -> None:
+    function = {"name": "look", "arguments": '{"city": "Pa'}
+    called = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    strange = "invalid_arguments=messages.1.tool_calls.0.function.arguments"
+    begun = f"{BOS}[INST] Hi [/INST]"
+    async with site(redis_url) as here:
+        for path, body, warning in (
+            ("/v1/chat/completions", {"messages": [*chat()["messages"], called]}, strange),
+            ("/v1/completions", {"prompt": begun}, "double_bos=prompt"),
+            ("/v1/completions", {"prompt": ["Hi", begun], "stream": True}, "double_bos=prompt"),
+            ("/generate", {"text": begun}, "double_bos=prompt"),
+            ("/tokenize", {"prompt": begun}, "double_bos=prompt"),
+            ("/v1/completions", {"prompt": "Hi"}, None),
+        ):
+            response = await here.client.post(path, json=body)
+            assert (response.status_code, response.headers.get("x-minisgl-warnings")) == (200, warning)
+            await response.get_data()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", chat()), ("/generate", {"text": "a"})], ids=["chat", "generate"]
+)
+async def test_a_byte_order_mark_before_a_body_is_left_out(
+    redis_url: str, stand_in: StandIn, path: str, body: dict[str, Any]
+) -> None:
+    async with site(redis_url) as here:
+        sent = b"\xef\xbb\xbf" + json.dumps(body).encode()
+        response = await here.client.post(path, data=sent, headers={"content-type": "application/json"})
+        assert response.status_code == 200, await response.get_data()
 
 
 def scored(num_tokens: int, num_top: int) -> ToldPrompt:

@@ -318,7 +318,7 @@ def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
     (event,) = chat_events(parse_chat(body(messages=messages)), **MADE)
     assert event.messages == (
         {"role": "system", "content": "d"},
-        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": ""},
         {"role": "user", "content": ""},
     )

@@ -5,6 +5,7 @@ field but never repeat its value.
 from __future__ import annotations
 
 import math
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -54,6 +55,7 @@ def parsed(model: type[Body], body: bytes) -> Body:
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
+    body = body.removeprefix(BOM_UTF8)
     refuse_bulk(body)
     try:
         return model.model_validate_json(body)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -199,6 +200,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
+    body = body.removeprefix(BOM_UTF8)
     refuse_bulk(body)
     try:
         request = _FORMS.validate_json(body)
