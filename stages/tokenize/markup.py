@@ -7,7 +7,7 @@ of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +15,7 @@ import orjson
 
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
+from pipeline.vocabulary import AddedTokens
 
 if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -81,22 +82,6 @@ THINKING: Final[tuple[tuple[str, str], ...]] = (
 )
 """What models write around thinking. Others are found where the template writes an old thought."""
 _AROUND: Final = re.compile(rf"([<\[◁][^\s<>\[\]◁▷]+[>\]▷])\s*{THOUGHT}\s*([<\[◁][^\s<>\[\]◁▷]+[>\]▷])")
-
-
-@dataclass(frozen=True, slots=True)
-class AddedTokens:
-    """Tokens beside the vocabulary, by their text. A grammar must name them, because their text alone never is them."""
-
-    ids: Mapping[str, int]
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, listed: Iterable[Mapping[str, Any]]) -> AddedTokens:
-        """Return those that a tokenizer.json lists."""
-        known = list(listed)
-        return cls(
-            {one["content"]: one["id"] for one in known}, frozenset(one["id"] for one in known if one["special"])
-        )
 
 
 @dataclass(frozen=True, slots=True)
