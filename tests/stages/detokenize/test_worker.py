@@ -375,9 +375,12 @@ def test_a_decoder_writes_the_tokens_that_only_the_tokenizer_config_adds(tmp_pat
     make_tokenizer(tmp_path, "mistral_names")
     file, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tool, secret = tokenizer.get_vocab_size(), tokenizer.get_vocab_size() + 1
-    think = tokenizer.token_to_id("<think>")
-    added = {tool: {"content": "<my_tool>"}, secret: {"content": "<s>", "special": True}, think: {"content": "<think>"}}
-    added[think]["special"] = True
+    (think,) = tokenizer.encode("<think>").ids
+    added = {
+        tool: {"content": "<my_tool>"},
+        secret: {"content": "<s>", "special": True},
+        think: {"content": "<think>", "special": True},
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": added}))
     decoder, ids = load_decoder(tmp_path), [think, tool, secret]
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)

@@ -54,7 +54,7 @@ ADAPTER = json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type":
     ("files", "words"),
     [
         ({"qwen3-q4.gguf": ""}, ": this folder holds a model as GGUF"),
-        (CONFIG | {"a.gguf": "", "tokenizer.json": "{}"}, ": this folder holds a model as GGUF"),
+        ({**CONFIG, "a.gguf": "", "tokenizer.json": "{}"}, ": this folder holds a model as GGUF"),
         ({"adapter_config.json": ADAPTER}, f": this is a LoRA adapter of Qwen/Qwen3-0.6B, not a whole model; {MERGE}"),
         ({"adapter_config.json": "{", "tokenizer.json": "{}"}, f": this is a LoRA adapter, not a whole model; {MERGE}"),
     ],
