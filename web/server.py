@@ -169,6 +169,7 @@ async def _serve(
         log,
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
+        strict_model_names=config.clients.strict_model_names,
         max_log_bytes=config.clients.max_log_bytes or 0,
         measures=seat.measures,
         archive=config.archived.archive,

@@ -7,15 +7,16 @@ of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
+from pipeline.vocabulary import AddedTokens
 from stages.tokenize.shape import ANSWER, ARGUMENTS, TOOL, Shape, called, user
 
 if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
@@ -70,22 +71,6 @@ THINKING: Final[tuple[tuple[str, str], ...]] = (
 Render = Callable[..., str]
 """As `Shape.rendered`, for one tokenizer."""
 _AROUND: Final = re.compile(rf"([<\[◁][^\s<>\[\]◁▷]+[>\]▷])\s*{THOUGHT}\s*([<\[◁][^\s<>\[\]◁▷]+[>\]▷])")
-
-
-@dataclass(frozen=True, slots=True)
-class AddedTokens:
-    """Tokens beside the vocabulary, by their text. A grammar must name them, because their text alone never is them."""
-
-    ids: Mapping[str, int]
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, listed: Iterable[Mapping[str, Any]]) -> AddedTokens:
-        """Return those that a tokenizer.json lists."""
-        known = list(listed)
-        return cls(
-            {one["content"]: one["id"] for one in known}, frozenset(one["id"] for one in known if one["special"])
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Submitted
 from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
-from pipeline.spelling import Spelling
+from pipeline.vocabulary import read_vocabulary
 from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.description import description
-from stages.tokenize.markup import AddedTokens, Dialect
+from stages.tokenize.markup import Dialect
 from stages.tokenize.shape import Shape
 from stages.tokenize.templates import conversation_text
 
@@ -69,6 +69,7 @@ class PromptEncoder:
         Raises:
             ConfigError: The folder has no tokenizer, or its chat template shows no message of a user.
         """
+        vocabulary = read_vocabulary(folder)
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:
@@ -80,16 +81,14 @@ class PromptEncoder:
         self._num_tokens = len(self._tokenizer)
         self._num_embeddings = _vocab_size(_json_of(folder / "config.json")) or self._num_tokens
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
-        decoder = self._tokenizer.backend_tokenizer.decoder
-        self._spelling = Spelling.of(orjson.loads(decoder.__getstate__()) if decoder is not None else None)
+        self._spelling = vocabulary.spelling
         alone = self._tokenizer("a", return_special_tokens_mask=True)
         added = alone["special_tokens_mask"]
         self._num_before = len(list(itertools.takewhile(bool, added)))
         self.bos = str(self._tokenizer.convert_ids_to_tokens(alone["input_ids"][0])) if self._num_before else ""
         """The text of the token that is put before a prompt; empty: none is."""
-        listed = _json_of(folder / "tokenizer.json").get("added_tokens", ())
         self._shape = Shape.of(self._tokenizer)
-        self.dialect = Dialect.of(self._tokenizer, self._shape, AddedTokens.of(listed), tool_parser)
+        self.dialect = Dialect.of(self._tokenizer, self._shape, vocabulary.added, tool_parser)
         self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
 
     def render(self, event: Submitted) -> Rendered:

@@ -86,6 +86,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a stage without Redis": ("stage web", "", ["stage web", "--redis-url"]),
     "a command that is none": ("start", "", ["start", "serve", "stage"]),
     "a model that is not there": ("serve --model {folder}/none", "", ["{folder}/none", "not a folder", "--model"]),
+    "a model of another program": (
+        "serve --model qwen3:0.6b",
+        "",
+        ["qwen3:0.6b: this is a name for Ollama", "owner/name"],
+    ),
     "a model that is cut off": ("serve --model {model}", "", ["{model}", "model.safetensors", "truncated"]),
     "a stage's model": ("stage generate --model {model} --redis-url {redis}", "", ["{model}", "truncated"]),
     "ranks that cannot divide the model": ("serve --tp 7", "", ["--tp 7", "query heads", "pass one of 1, 2"]),

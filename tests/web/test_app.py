@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from urllib.parse import quote
 
 import pytest
 from quart import request
@@ -20,7 +21,6 @@ async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn
         client = here.client
         assert (await error_of(client.get("/nothing")))[0] == 404
         assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
-        assert (await error_of(here.post(chat(model="gpt-5"))))[1]["code"] == "model_not_found"
         assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
         wrong_method = await client.get(CHAT)
         assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
@@ -68,9 +68,30 @@ async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_u
         for answer in (here.client.post(path, data=b"{}"), here.client.get(path)):
             response = await answer
             error = (await response.get_json())["error"]
-            assert (response.status_code, error["code"], error["param"]) == (501, "not_implemented", None)
+            assert (response.status_code, error["code"], error["param"]) == (404, "not_implemented", None)
             assert path.startswith(error["message"].split()[5].rstrip(";")), error["message"]
-            assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("model", ["gpt-5", "tgi", "", None, *MODELS])
+async def test_any_model_name_is_answered_by_the_served_model_and_a_header_has_its_name(
+    redis_url: str, stand_in: StandIn, model: str | None
+) -> None:
+    served = model if model in MODELS else MODELS[0]
+    async with site(redis_url) as here:
+        whole = await here.post(chat(model=model))
+        assert whole.status_code == 200 and (await whole.get_json())["model"] == served
+        streamed = await here.post(chat(model=model, stream=True))
+        told = [answer.headers["x-minisgl-model"] for answer in (whole, streamed)]
+        assert told == [quote(served, safe="/")] * 2
+
+
+async def test_strict_model_names_refuse_a_name_that_is_not_served(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, strict_model_names=True) as here:
+        for path, body in ((CHAT, chat(model="gpt-5")), ("/tokenize", {"prompt": "a", "model": "tgi"})):
+            status, error = await error_of(here.client.post(path, json=body))
+            assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        for name in (*MODELS, "default", None):
+            assert (await here.post(chat(model=name))).status_code == 200
 
 
 async def test_the_version_is_that_of_the_package_and_ping_is_health(redis_url: str) -> None:

@@ -502,7 +502,7 @@ def test_a_connection_goes_on_after_an_error(scene: Scene) -> None:
             (request(b"{"), 400),
             (request(chat("refuse")), 400),
             (request(chat("break")), 500),
-            (request(chat(model="gpt-5")), 404),
+            (request(path="/v1/embeddings"), 404),
             (request(path="/nothing"), 404),
             (request(path=CHAT), 405),
             (request(chat()), 200),

@@ -167,7 +167,7 @@ async def outcome(app: Quart, route: str, name: str, who: str) -> str:
         twin = twin_of(name)
         if (status, body.replace(name.encode(), twin.encode())) == await asked(app, route, twin, who):
             return "absent"
-    usual = (200,) if name else (200, 400, 501, 503)
+    usual = (200,) if name else (200, 400, 404, 503)
     assert status in ((EXPECTED[route],) if route in EXPECTED else usual), (route, who, status, body)
     return "in"
 

@@ -95,8 +95,10 @@ class Readiness:
         ready = [status for status in self._statuses[GENERATE] if status.phase == "ready"]
         return [{name: value for name in told if (value := getattr(status, name)) != ""} for status in ready]
 
-    def resolve(self, model: str | None) -> str:
+    def resolve(self, model: str | None, *, strict: bool = True) -> str:
         """Return the served name that a client's *model* means; none and `default` mean the first.
+
+        Unless *strict*, so does any other name: all served names are those of one model.
 
         Raises:
             RequestError: It is not served here, or no engine has said yet which models it serves.
@@ -109,7 +111,7 @@ class Readiness:
             )
         if model in self.models:
             return model
-        if not model or model == "default":
+        if not strict or not model or model == "default":
             return self.models[0]
         names = ", ".join(self.models)
         raise RequestError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
+from urllib.parse import quote
 
 import structlog
 from quart import Blueprint, Response, request
@@ -118,7 +119,8 @@ async def answer(
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
             copied = copies.labels_of(request.headers.get(copies.HEADER))
             frontend.admit()
-            model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
+            model = frontend.readiness.resolve(asked.model, strict=frontend.strict_model_names)
+            defaults = frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
             warnings = warnings_of(events, frontend.readiness.bos)
         if copied:
@@ -141,6 +143,7 @@ async def answer(
     except Exception:
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
+    response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
     name_unknown(response, asked.unknown)
     if warnings:
         response.headers[WARNINGS] = ", ".join(warnings)

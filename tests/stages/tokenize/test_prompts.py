@@ -165,9 +165,24 @@ def test_another_template_is_another_fingerprint(folder: Path, tmp_path: Path, e
     assert PromptEncoder(tmp_path).fingerprint != encoder.fingerprint
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_only_the_tokenizer_config_adds_is_one_of_the_dialect(
+    folder: Path, tmp_path: Path, special: bool
+) -> None:
+    copied(folder, tmp_path, added_tokens_decoder={"480": {"content": "<my_tool>", "special": special}})
+    encoder = PromptEncoder(tmp_path)
+    assert encoder.dialect.added.ids["<my_tool>"] == 480
+    assert (480 in encoder.dialect.added.special) is special
+    assert encoded(encoder, plain("a<my_tool>"))[-1] == 480
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+        PromptEncoder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: holds a JSON list"):
         PromptEncoder(tmp_path)
 
 

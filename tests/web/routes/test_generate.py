@@ -152,7 +152,7 @@ async def test_what_is_wrong_is_a_400_or_404_in_the_body_of_every_error_and_reac
 ) -> None:
     told = []
     with capture_logs() as lines:
-        async with site(redis_url) as here:
+        async with site(redis_url, strict_model_names=True) as here:
             for body in ({}, {"text": "a", "sampling_params": {"regex": 5}}, {"prompt": "a", "model": "gpt-5"}):
                 status, error = await error_of(generate(here, body))
                 told.append((status, error["param"], error["code"]))

@@ -182,7 +182,7 @@ class GenerationRequest(SamplingFields):
     """The fields that both endpoints have."""
 
     model: str | None = None
-    """Name of the model. Without it: the served model."""
+    """Name of the model. The served model answers any name, unless the server has --strict-model-names."""
     stream: bool | None = None
     """Sends the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
