@@ -88,6 +88,8 @@ class Status(Value):
     """Identifies an engine's weights, or a tokenizer."""
     bos: str = ""
     """The text of the token that a tokenizer puts before a prompt; empty: it puts none."""
+    has_chat_template: bool = True
+    """Whether a tokenizer has one."""
     numerics: str = ""
     """How an engine computes, as in `Admitted`."""
     batch_invariant: bool = False

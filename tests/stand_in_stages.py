@@ -67,6 +67,7 @@ class Stages:
 
     def __init__(self, url: str, sampling_defaults: Mapping[str, int | float] | None = None) -> None:
         """*sampling_defaults*: what the engine's model recommends."""
+        self.has_chat_template = True
         self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
         self._scene = Scene(self.log)
@@ -90,7 +91,7 @@ class Stages:
                 how = {"numerics": NUMERICS, "batch_invariant": True}
                 status = status.model_copy(update=served | how)
             if stage == TOKENIZE:
-                status = status.model_copy(update={"bos": BOS})
+                status = status.model_copy(update={"bos": BOS, "has_chat_template": self.has_chat_template})
             assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
     def take_in(self) -> list[tuple[str, Submitted]]:

@@ -87,6 +87,7 @@ class PromptEncoder:
         self._num_before = len(list(itertools.takewhile(bool, added)))
         self.bos = str(self._tokenizer.convert_ids_to_tokens(alone["input_ids"][0])) if self._num_before else ""
         """The text of the token that is put before a prompt; empty: none is."""
+        self.has_chat_template = self._tokenizer.chat_template is not None
         self._shape = Shape.of(self._tokenizer)
         self.dialect = Dialect.of(self._tokenizer, self._shape, vocabulary.added, tool_parser)
         self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))

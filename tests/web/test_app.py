@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
+from pipeline.names import TOKENIZE
 from pipeline.slots import Status
 from web.config import DEFAULT_BODY_BYTES
 
@@ -136,6 +138,16 @@ async def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn
         assert one == listed["data"][0] and expected.items() <= one.items()
         for name in (None, "", "default"):
             assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
+        stand_in.stages.has_chat_template = False
+        stand_in.stages.say_phase("ready", TOKENIZE)
+
+        async def lacks_template() -> bool:
+            told = await (await here.client.get("/v1/models/org/demo")).get_json()
+            return told == one | {"has_chat_template": False}
+
+        async with asyncio.timeout(10):
+            while not await lacks_template():
+                await asyncio.sleep(0.05)
 
 
 async def test_a_base_url_without_v1_works(redis_url: str, stand_in: StandIn) -> None:

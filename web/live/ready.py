@@ -67,6 +67,7 @@ class Readiness:
         self.context = 0
         self.bos = ""
         """The text of the token that the tokenizers put before a prompt."""
+        self.has_chat_template = True
         self.sampling_defaults: Mapping[str, int | float] = {}
         """The sampling parameters of a request that leaves them out, as the first engine says: all have one model."""
         self._trial: asyncio.Task[str] | None = None
@@ -173,7 +174,9 @@ class Readiness:
         # All at once: whoever asks in between sees the last poll, not half of this one.
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         self._ranks = ranks
-        self.bos = next((status.bos for status in self._statuses[TOKENIZE] if status.phase == "ready"), self.bos)
+        for status in self._statuses[TOKENIZE]:
+            if status.phase == "ready":
+                self.bos, self.has_chat_template = status.bos, status.has_chat_template
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
