@@ -116,7 +116,7 @@ async def _written(
                 if client.has_failed_with(event):
                     break
             written = b"" if began_long else framed(events)
-            data = written + sse.DONE * done if events else frames.waiting
+            data = written + sse.DONE * done if events else sse.KEEP_ALIVE
             if data and not (send is not None and await send(data)):
                 yield data
             if done:

@@ -120,7 +120,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
         submitted = found.submitted
-        frames = EventFrames() if whole else frames_for(uid, [submitted])
+        frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True)
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")

@@ -20,17 +20,19 @@ GENERATE_ENDPOINT: Final = "/generate"
 STYLES: Final[Mapping[str, Style]] = {CHAT_ENDPOINT: CHAT, COMPLETIONS_ENDPOINT: COMPLETION}
 
 
-def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
+def frames_for(uid: str, events: Sequence[Submitted], *, ids: bool = False) -> Frames | None:
     """Return the fold that makes the frames of a stream; None for an endpoint that sends none.
 
-    *uid* is that of siblings, or of the one request. /generate in SGLang's form sends all text so far in each frame.
+    *uid* is that of siblings, or of the one request. With *ids*, the frames of one request have event ids. /generate in
+    SGLang's form sends all text so far in each frame.
     """
     endpoint = events[0].endpoint
     if endpoint in STYLES:
-        return ChunkFrames(STYLES[endpoint], uid, events)
+        return ChunkFrames(STYLES[endpoint], uid, events, ids=ids)
     if endpoint != GENERATE_ENDPOINT:
         return None
-    return WholeTextFrames(uid, events) if events[0].presentation.whole_text else TextFrames()
+    whole_text = events[0].presentation.whole_text
+    return WholeTextFrames(uid, events, ids=ids) if whole_text else TextFrames(ids=ids)
 
 
 def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
-WAITING: Final = b": waiting\n\n"
-"""A comment: keeps the connection open, and every client library skips it."""
 DONE: Final = b"data: [DONE]\n\n"
-
-BLANK: Final = b"\n"
-"""The same for clients that take every line for data unless it is blank."""
+KEEP_ALIVE: Final = b"\n"
+"""A blank line, which every client skips. Some take any other line for data, comments included."""
 
 _BREAK: Final = re.compile("\r\n|\r|\n")
 _LINE_BREAKS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))

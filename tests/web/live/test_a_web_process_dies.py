@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from stand_in_stages import StandIn
 from web_process import serving
-from web_site import CHAT, chat
+from web_site import CHAT, IDS, chat
 
 
 class Stream:
@@ -40,7 +40,8 @@ def test_the_client_of_a_killed_web_process_goes_on_with_another_one(redis_url: 
         def stream(method: str, url: str, **options: Any) -> Stream:
             return Stream(stack.enter_context(client.stream(method, url, **options)))
 
-        original = stream("POST", f"http://127.0.0.1:{first.port}{CHAT}", json=chat("endless", stream=True))
+        body = chat("endless", stream=True)
+        original = stream("POST", f"http://127.0.0.1:{first.port}{CHAT}", json=body, headers=IDS)
         path = f"http://127.0.0.1:{second.port}/v1/requests/{original.uid}"
         sent = original.frames_until(b"id: 10-0\n")
         first.process.kill()

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from web_site import (
     CHAT,
     DONE,
+    IDS,
     Site,
     chat,
     code_of,
@@ -90,7 +91,7 @@ async def read(here: Site, path: str, **headers: str) -> bytes:
 
 async def streamed(here: Site, body: dict[str, Any]) -> tuple[str, bytes]:
     """Return uid and bytes of a stream as its client got it."""
-    response = await here.post(body | {"stream": True})
+    response = await here.post(body | {"stream": True}, headers=IDS)
     assert response.status_code == 200
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 

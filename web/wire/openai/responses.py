@@ -158,14 +158,14 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
 class ChunkFrames(Frames):
     """The frames of a stream. Events of one history come in order, those of siblings as they happen.
 
-    Only the stream of one history has event ids: siblings have no common order.
+    Only the stream of one history can have event ids: siblings have no common order.
     """
 
-    def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
+    def __init__(self, style: Style, uid: str, events: Sequence[Submitted], *, ids: bool) -> None:
         """*uid* is that of the history; with several *events*, the one that siblings share."""
-        self._says_ids = len(events) == 1
+        super().__init__(ids=ids and len(events) == 1)
         choices = choices_for(uid, events)
-        if self._says_ids:
+        if len(events) == 1:
             choices[0].index = index_of(uid)
         self._choices = choices
         self._in_order = InOrder(choices)
@@ -191,14 +191,13 @@ class ChunkFrames(Frames):
         for each in self._in_order.ready(event):
             match each.event:
                 case TokensProduced() as tokens if not self._chunks[each.index].begun:
-                    entry_id = each.entry_id if self._says_ids else ""
-                    yield from _pieces_of(self._chunks[each.index].tokens(tokens), entry_id)
+                    yield from _pieces_of(self._chunks[each.index].tokens(tokens), self.id_of(each))
                 case _:
                     yield self._of(each)
 
     def _of(self, event: ClientEvent) -> bytes:
         chunks = self._chunks[event.index]
-        entry_id = event.entry_id if self._says_ids else ""
+        entry_id = self.id_of(event)
         match event.event:
             case TokensProduced() as tokens:
                 told = chunks.tokens(tokens)

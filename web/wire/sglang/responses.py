@@ -26,7 +26,8 @@ from web.wire.uids import index_of
 class TextFrames(Frames):
     """Mini-SGLang's frames: their data is plain text. An error is an event named `error`, which no text can be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ids: bool) -> None:
+        super().__init__(ids=ids)
         self._ended_in_return = False  # then a newline that begins the next text belongs to the same line break
 
     def of(self, event: ClientEvent) -> bytes:
@@ -35,9 +36,9 @@ class TextFrames(Frames):
             case TokensProduced(text=text) if text:
                 rest = text.removeprefix("\n") if self._ended_in_return else text
                 self._ended_in_return = text.endswith("\r")
-                return sse.text_frames(rest, event.entry_id) if rest else b""
+                return sse.text_frames(rest, self.id_of(event)) if rest else b""
             case Failed() | Cancelled() as ended:
-                return self.error(error_of(ended), event.entry_id)
+                return self.error(error_of(ended), self.id_of(event))
             case _:
                 return b""
 
@@ -47,14 +48,14 @@ class TextFrames(Frames):
 
 
 class WholeTextFrames(Frames):
-    """SGLang's frames: each has the whole answer so far. They have no event ids, since clients take every line for a
-    document. A frame with `completion_tokens` n follows from the event `n-0`.
+    """SGLang's frames: each has the whole answer so far.
+
+    A frame with `completion_tokens` n follows from the event `n-0`.
     """
 
-    waiting = sse.BLANK
-
-    def __init__(self, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is that of the history; with several *events*, the one that siblings share."""
+    def __init__(self, uid: str, events: Sequence[Submitted], *, ids: bool) -> None:
+        """*uid* is that of the history; with several *events*, the one that siblings share. Then there are no ids."""
+        super().__init__(ids=ids and len(events) == 1)
         choices = choices_for(uid, events)
         if len(events) == 1:
             choices[0].index = index_of(uid)
@@ -79,17 +80,17 @@ class WholeTextFrames(Frames):
                 case TokensProduced() as tokens:
                     answer.choice.apply(tokens)
                     if not answer.choice.shown.prompt_only:
-                        yield from self._frame(answer)
+                        yield from self._frame(answer, self.id_of(each))
                 case Finished() as finished:
                     answer.choice.finish(finished)
-                    yield from self._frame(answer)
+                    yield from self._frame(answer, self.id_of(each))
                 case Failed() | Cancelled() as ended:
-                    yield self.error(error_of(ended))
+                    yield self.error(error_of(ended), self.id_of(each))
 
     @staticmethod
-    def _frame(answer: _Answer) -> Iterator[bytes]:
+    def _frame(answer: _Answer, entry_id: str) -> Iterator[bytes]:
         place = {"index": answer.choice.index} if answer.choice.shown.in_list else {}
-        return sse.frame_pieces(encoded(answer.told(again=True) | place))
+        return sse.frame_pieces(encoded(answer.told(again=True) | place), entry_id)
 
 
 def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
