@@ -25,8 +25,13 @@ def text_frames(text: str, event_id: str = "") -> bytes:
     """
     if text == "[DONE]":
         return text_frames(text[:-1]) + text_frames(text[-1], event_id)
-    lines = b"\n".join(b"data: " + line.encode() for line in _BREAK.split(text))
+    lines = b"\n".join(b"data: " + line.encode() for line in with_newlines(text).split("\n"))
     return (b"id: %s\n" % event_id.encode() if event_id else b"") + lines + b"\n\n"
+
+
+def with_newlines(text: str) -> str:
+    """Return a plain text as its reader gets it."""
+    return _BREAK.sub("\n", text)
 
 
 def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
