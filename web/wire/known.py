@@ -50,7 +50,7 @@ class Known:
             if piece.kind == "content":
                 piece = piece._replace(text=self.rest(piece.text))
             elif not self.are_over:
-                raise _not_resumable("reasoning" if piece.kind == "reasoning" else "calls of tools")
+                raise _not_resumable("reasoning" if piece.kind == "reasoning" else "tool calls")
             if piece.kind != "content" or piece.text:
                 lacking.append(piece)
         return lacking

@@ -120,14 +120,24 @@ def test_text_that_was_held_back_for_a_call_counts_when_it_is_sent() -> None:
     [
         (["<think>", "Hm", "</think>", "Yes"], 0, "reasoning"),
         (["<think>", "Hm", "</think>", "Yes"], 2, "reasoning"),
-        (["Yes", CALL], 3, "calls of tools"),
-        ([CALL], 0, "calls of tools"),
+        (["Yes", CALL], 3, "tool calls"),
+        ([CALL], 0, "tool calls"),
     ],
 )
 def test_what_is_not_counted_and_the_client_may_have_is_refused(texts: list[str], known: int, what: str) -> None:
     with pytest.raises(RequestError, match=f"the stream has {what}") as refused:
         told(asked(), said(*texts, markup=MARKUP), known)
     assert (refused.value.status, refused.value.code) == (400, "not_resumable")
+
+
+def test_nothing_is_sent_of_a_stream_that_may_be_refused_yet() -> None:
+    first, second, third, *_ = said("", "<think", ">Hm", markup=MARKUP)
+    frames = frames_for(UID, [asked()], ids=True, known=Known(0))
+    assert frames is not None and frames.of(first) == frames.of(second) == b""
+    with pytest.raises(RequestError, match="reasoning"):
+        frames.of(third)
+    opened = told(asked(), said("", "a"), 0)
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in documents(opened)] == ["", "a", None]
 
 
 def test_hidden_reasoning_is_no_part_of_the_stream_and_calls_after_the_missing_text_come() -> None:

@@ -253,8 +253,9 @@ class _ChoiceChunks:
         part = choice.apply(event)
         if self.known is not None:
             part = self._lacking(part, self.known)
-            if not self.known.are_over:
-                return chunks
+            if not self.known.are_over:  # it may be refused yet, so the opening waits for its text
+                self.begun = not chunks
+                return []
         if choice.reader is not None:
             chunks += self._pieces(part)
         elif self.is_plain and not part.scores:
@@ -314,12 +315,10 @@ class _ChoiceChunks:
         if self.begun:
             return []
         self.begun = True
-        opening = self.style.opening()
         if self.known is not None and self.known.num:
-            prompt = self.choice.prompt if opening is None and self.choice.shown.echo else None
-            lacking = self.known.rest(prompt.text) if prompt is not None else ""
-            return [self._chunk(self.style.text(lacking))] if lacking else []
+            return self._rest_of_prompt(self.known)
         beside, within = self.style.of_prompt(self.choice)
+        opening = self.style.opening()
         if opening is None and self.choice.shown.echo:
             prompt = Choice(self.choice.index, self.choice.shown, prompt=self.choice.told_prompt)
             opening = self.style.message(prompt)
@@ -328,6 +327,12 @@ class _ChoiceChunks:
         if opening is None and not within:
             return []
         return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
+
+    def _rest_of_prompt(self, known: Known) -> list[Chunk]:
+        """Return the chunk with what the client lacks of an echoed prompt; it has the role."""
+        prompt = self.choice.prompt if self.style.opening() is None and self.choice.shown.echo else None
+        lacking = known.rest(prompt.text) if prompt is not None else ""
+        return [self._chunk(self.style.text(lacking))] if lacking else []
 
     def _chunk(
         self,
