@@ -1,8 +1,9 @@
 """/v1/requests/<uid>: any request of the log or the archive, running or finished, whichever client sent it to whichever
 process. With keys, one of another owner does not exist.
 
-GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
-event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
+GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start, after an event,
+or after the characters that the client has. The uid that siblings share stands for all of them. POST /abort_request
+cancels, as in SGLang.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
     @routes.get(f"{PATH}/events")
     @operation(
-        "The stream of a request, from the start or after an event",
+        "The stream of a request, from the start, after an event or after some characters",
         answers=(EVENTS,),
         query={
             "format": {"description": "`events`: every event of the history", "enum": ["events"]},

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from chunks import UID, documents, ended, finished
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import by_night
 
 from ops.sse_reader import frames_in
 from pipeline.errors import RequestError
@@ -86,6 +87,7 @@ def text_of(event: Submitted, stream: bytes) -> str:
     ],
     ids=["chat", "chat with counts", "completion", "completion with its prompt", "text"],
 )
+@settings(max_examples=by_night(40, 400), deadline=None)
 @given(texts=st.lists(st.text(alphabet="ab\r\n 🙂", max_size=4), max_size=6))
 def test_after_any_number_of_characters_exactly_the_rest_comes(event: Submitted, texts: list[str]) -> None:
     history = said(*texts)
