@@ -22,6 +22,8 @@ from web.origins import Origins
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
+IDS = {"x-minisgl-event-ids": "1"}
+"""The header of a client that wants ids in its stream."""
 
 
 def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -77,8 +79,8 @@ class Site:
     async def connection(
         self, body: dict[str, Any], headers: Mapping[str, str] | None = None, *, path: str = CHAT
     ) -> AsyncIterator[Any]:
-        """Send a request and leave at the end, whatever has been answered by then."""
-        given = {"content-type": "application/json", **(headers or {})}
+        """Send a request that wants ids, and leave at the end, whatever has been answered by then."""
+        given = {"content-type": "application/json", **IDS, **(headers or {})}
         async with self.client.request(path, method="POST", headers=given) as connection:
             await connection.send(json.dumps(body).encode())
             await connection.send_complete()

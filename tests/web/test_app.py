@@ -13,9 +13,12 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING
 from pipeline.names import TOKENIZE
 from pipeline.slots import Status
 from web.config import DEFAULT_BODY_BYTES
+from web.routes.info import internal_state
 
 
 async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
@@ -170,6 +173,33 @@ async def test_clients_of_other_servers_learn_the_model_and_its_context(redis_ur
         assert model["is_generation"] is True
         assert (server["context_length"], server["status"]) == (CONTEXT, "ready")
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+        (state,) = server["internal_states"]
+        assert state == {"slot": "generate-0", "model_path": MODELS[0], "context_length": CONTEXT}, "it has no metrics"
+        assert state.get("avg_spec_accept_length") is None, "as SGLang's benchmark asks for it"
+
+
+def test_each_engine_is_described_by_what_it_publishes() -> None:
+    measures = Measures()
+    measures.set(CACHE_CONFIG, 1, "16", "bfloat16", "True", "100")
+    measures.set(NUM_RUNNING, 3)
+    measures.set(KV_CACHE_USAGE, 0.25)
+    measures.set(GENERATION_SPEED, 41.5)
+    status = Status(
+        slot="generate-1", owner="1:a", pid=1, host="h", models=("m", "n"), context=64, metrics=measures.snapshot()
+    )
+    assert internal_state(status) == {
+        "slot": "generate-1",
+        "model_path": "m",
+        "context_length": 64,
+        "page_size": 16,
+        "memory_usage": {"token_capacity": 1600},
+        "num_running_reqs": 3,
+        "num_queue_reqs": 0,
+        "token_usage": 0.25,
+        "last_gen_throughput": 41.5,
+    }
+    older = status.model_copy(update={"metrics": "of another version", "models": ()})
+    assert internal_state(older) == {"slot": "generate-1", "model_path": "", "context_length": 64}
 
 
 async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_url: str) -> None:

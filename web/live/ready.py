@@ -79,6 +79,10 @@ class Readiness:
         return tuple(stage for stage in STAGES if not any(s.phase == "ready" for s in self._statuses[stage]))
 
     @property
+    def ready_engines(self) -> Sequence[Status]:
+        return [status for status in self._statuses[GENERATE] if status.phase == "ready"]
+
+    @property
     def waiting_for(self) -> tuple[str, ...]:
         """The stages without a ready worker, or the probe; empty when ready. Without an engine, also missing ranks."""
         missing = self.missing
@@ -93,8 +97,7 @@ class Readiness:
     def engines(self) -> list[dict[str, object]]:
         """Return how each engine computes that is ready."""
         told = ("slot", "numerics", "batch_invariant", "why_torch")
-        ready = [status for status in self._statuses[GENERATE] if status.phase == "ready"]
-        return [{name: value for name in told if (value := getattr(status, name)) != ""} for status in ready]
+        return [{name: value for name in told if (value := getattr(each, name)) != ""} for each in self.ready_engines]
 
     def resolve(self, model: str | None, *, strict: bool = True) -> str:
         """Return the served name that a client's *model* means; none and `default` mean the first.
