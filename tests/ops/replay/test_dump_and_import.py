@@ -219,6 +219,21 @@ def test_an_import_leaves_what_is_there_and_can_be_repeated(
     assert bring_in.json(str(path)) == {"file": str(path), "imported": 0, "there": 2, "refused": []}
 
 
+def test_what_was_removed_with_forget_stays_away_until_it_is_asked_for_again(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    uids = [finished(lived), finished(lived)]
+    dump(str(path))
+    before = lived.log.histories(uids[:1])
+    assert lived.log.erase(uids[0])
+    head, there, removed = bring_in(str(path))
+    assert (head, there) == (f"{path}: 0 requests imported", "there already, and left as it is: 1 request")
+    assert "removed with `minisgl replay forget`" in removed and "--again" in removed and " UTC: 1 request" in removed
+    assert bring_in(str(path), "--again")[0] == f"{path}: 1 request imported"
+    (after,) = lived.log.histories(uids[:1])
+    assert after[1:] == before[0][1:]
+
+
 def test_the_owner_comes_in_only_if_it_is_asked_for(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
