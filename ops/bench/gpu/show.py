@@ -1,4 +1,4 @@
-"""What is printed at the end of a run, for people: first the verdict, then a table. All figures are in the JSON; long lists are only counted here."""
+"""What is printed at the end of a run, for people: first the verdict, then a table. All figures are in the JSON."""
 
 from __future__ import annotations
 
