@@ -26,7 +26,7 @@ def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[st
 def import_history(log: LogContext, uid: str, entries: Sequence[Entry], *, again: bool = False) -> Script[bool]:
     check_whole(uid, entries)
     pairs = [[entry.id, [word for pair in entry.fields.items() for word in pair]] for entry in entries]
-    arguments = [log.limits.retention_ms, orjson.dumps(pairs), int(again)]
+    arguments: list[str | int | bytes] = [log.limits.retention_ms, orjson.dumps(pairs), int(again)]
     return Script("import", [log.names.request(uid)], arguments, _is_imported)
 
 

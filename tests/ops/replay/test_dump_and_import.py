@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zstandard
@@ -18,6 +18,7 @@ from tool import Tool
 from minisgl import main
 from ops.replay.files import open_dump, read_dump, write_dump
 from pipeline.events import Cancelled, Failed, new_uid
+from pipeline.log.forgetting import ForgettingLog
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
@@ -225,7 +226,7 @@ def test_what_was_removed_with_forget_stays_away_until_it_is_asked_for_again(
     uids = [finished(lived), finished(lived)]
     dump(str(path))
     before = lived.log.histories(uids[:1])
-    assert lived.log.erase(uids[0])
+    assert cast(ForgettingLog, lived.log).erase(uids[0])
     head, there, removed = bring_in(str(path))
     assert (head, there) == (f"{path}: 0 requests imported", "there already, and left as it is: 1 request")
     assert "removed with `minisgl replay forget`" in removed and "--again" in removed and " UTC: 1 request" in removed
