@@ -70,8 +70,8 @@ async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: a
 
 
 class _Door:
-    """Takes connections in. Whom there is no place for costs a system call or three, and no transport: there may be
-    thousands in a second."""
+    """Takes connections in. To refuse one takes a few system calls and no transport: there may be thousands in a
+    second."""
 
     def __init__(self, app: ASGIWrapper, listener: socket.socket, config: HttpConfig) -> None:
         self.app, self.config, self.context = app, config, WorkerContext(None)
