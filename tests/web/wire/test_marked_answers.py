@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from chunks import UID, documents, ended, finished, put_together, split
@@ -153,6 +153,34 @@ def test_an_answer_with_calls_ends_by_them_unless_it_was_too_long(
     assert choice["message"]["content"] == (None if expected[1] else CALL)
     told = put_together(streamed([chat(calls=calls)], said))
     assert (told["reason"], len(told["calls"])) == expected
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_an_answer_that_is_cut_within_a_call_tells_the_same_streamed_and_whole(
+    choice: Literal["auto", "required"],
+) -> None:
+    text = f"Let me see.\n{CALL}"
+    for place in range(1, len(text)):
+        said, event = history(text[:place], Markup(tools="hermes"), reason="length"), chat(calls=Calls(choice=choice))
+        (answer,) = whole([event], said)["choices"]
+        told, message = put_together(streamed([event], said)), answer["message"]
+        calls = [
+            [call["id"], call["function"]["name"], call["function"]["arguments"]]
+            for call in message.get("tool_calls", ())
+        ]
+        assert (told["content"], told["calls"], told["reason"]) == (message["content"], calls, "length"), place
+        assert (message["content"] or "").strip() == "Let me see."[:place].strip() and answer[
+            "finish_reason"
+        ] == "length", place
+        assert all('{"n": 1}'.startswith(arguments) for _, _, arguments in calls), place
+
+
+def test_a_call_that_is_cut_before_its_arguments_has_none() -> None:
+    said = history(CALL[: CALL.index('{"n"')], Markup(tools="hermes"), reason="length")
+    (choice,) = whole([chat()], said)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "find", "arguments": ""}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
 
 
 def test_an_answer_that_ends_within_thinking_is_all_reasoning() -> None:

@@ -39,7 +39,8 @@ def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Step
             elif char == '"':
                 quoted = True
             elif stop and char == stop[0] and _is_here(stop, text, place):
-                ended = text.startswith(stop, place)
+                is_value = source.over and text[place:] == "["
+                ended = text.startswith(stop, place) or (source.over and not is_value)
                 waits = not ended and not source.over
                 if ended or waits:
                     break
@@ -86,8 +87,10 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
     name, held, has_arguments, begun = "", list[str](), False, False
     while True:
         key = yield from _key(source)
-        if key is None or (bare and not begun and key not in MEMBERS):
-            return begun or ((yield from source.skip("}")) and _begin_without(sink, name, bare=bare))
+        if key is None:
+            return (yield from _end(source, sink, name, begun=begun, bare=bare))
+        if bare and not begun and key not in MEMBERS:
+            return False
         if key == "name" and not name:
             name = (yield from string(source)) or ""
             if not name or not sink.allows(name, bare=bare):
@@ -106,16 +109,22 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
             sink.arguments("".join(held))
         yield from source.space()
         if not (yield from source.skip(",")):
-            return ((yield from source.skip("}")) and not begun and _begin_without(sink, name, bare=bare)) or begun
+            return (yield from _end(source, sink, name, begun=begun, bare=bare))
 
 
-def _begin_without(sink: Sink, name: str, *, bare: bool) -> bool:
-    """Begin a call without arguments, if there can be one; say whether there is."""
-    if not name or bare:
-        return False
-    sink.begin(name)
-    sink.arguments("{}")
-    return True
+def _end(source: Source, sink: Sink, name: str, *, begun: bool, bare: bool) -> Steps[bool]:
+    """Read the end of an object; say whether it was a call. One without arguments begins here."""
+    is_whole = yield from source.skip("}")
+    if begun or not name:
+        return begun
+    if is_whole and not bare:
+        sink.begin(name)
+        sink.arguments("{}")
+        return True
+    if not is_whole and source.cut and source.ran_out:
+        sink.begin(name)
+        return True
+    return False
 
 
 def _key(source: Source) -> Steps[str | None]:
@@ -137,6 +146,8 @@ def _arguments(source: Source, tell: Callable[[str], None], stop: str) -> Steps[
     pieces: list[str] = []
     yield from skim(source, pieces.append, stop=stop)
     written = "".join(pieces)
+    if not written and source.ran_out:
+        return
     within = parsed(written)
     tell(within if isinstance(within, str) and within else "{}" if written in ("", "null", '""') else written)
 

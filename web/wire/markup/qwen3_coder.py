@@ -48,7 +48,7 @@ class Qwen3Coder:
         while True:
             yield from source.space()
             if not (yield from source.skip(PARAMETER)):
-                if (yield from source.need(1)):  # else the answer ended within the call
+                if not source.ran_out:  # else the answer ended within the call
                     sink.arguments("{}" if before == "{" else "}")
                 return
             key = yield from _name(source)
@@ -91,14 +91,11 @@ def _text(source: Source, sink: Sink) -> Steps[None]:
             sink.arguments(quoted(told)[1:-1] + '"')
             return
         rest = source.text[source.at :]
-        held = (
-            0
-            if source.over
-            else next((n for n in range(min(len(end), len(rest)), 0, -1) if _may_end(rest[-n:], end)), 0)
-        )
+        held = next((n for n in range(min(len(end), len(rest)), 0, -1) if _may_end(rest[-n:], end)), 0)
         source.at = len(source.text) - held
         sink.arguments(quoted(rest[: len(rest) - held])[1:-1])
         if source.over:
+            source.ran_out = True
             return
         yield
 

@@ -119,7 +119,7 @@ class Choice:
     def finish(self, finished: Finished) -> Sequence[Piece]:
         """Say how it ended; return the last pieces of an answer with markup."""
         self.finished = finished
-        return () if self.reader is None else self._kept(self.reader.finish())
+        return () if self.reader is None else self._kept(self.reader.finish(cut=finished.reason == "length"))
 
     def _kept(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Add *pieces*; return those that the client sees."""

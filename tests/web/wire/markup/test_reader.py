@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -56,13 +56,16 @@ def read(answer: Written, portions: Iterable[str]) -> list[Piece]:
     return joined([*pieces, *reader.finish()])
 
 
-def told(text: str, markup: Markup, calls: Calls | None = None) -> list[tuple[str, str]]:
-    """Return the kinds and the texts of what a reader finds in *text*, whichever way that is divided."""
+def told(text: str, markup: Markup, calls: Calls | None = None, *, cut: bool = False) -> list[tuple[str, str]]:
+    """Return the kinds and the texts of what a reader finds in *text*, whichever way that is divided.
+
+    *cut*: the limit of its length ended the answer.
+    """
 
     def of(portions: Sequence[str]) -> list[Piece]:
         reader = Reader(markup, calls or Calls(), tools_of(TOOLS))
         pieces = [piece for portion in portions for piece in reader.take(portion, 1)]
-        return joined([*pieces, *reader.finish()])
+        return joined([*pieces, *reader.finish(cut=cut)])
 
     whole = of([text])
     assert of(text) == whole, "character by character"
@@ -138,8 +141,9 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
      [*call("find", '{"n": 1'), *content("!")]),
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": "1</tool_call>', call("find", '{"n": "1</tool_call>')),
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": [1', call("find", '{"n": [1')),
-    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1</tool_c', call("find", '{"n": 1</tool_c')),
-    ("hermes", '<tool_call>{"name": "find", "arguments": ', call("find", "{}")),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1</tool_c', call("find", '{"n": 1')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": ', call("find", "")),
+    ("hermes", f"{FIND.removesuffix('ool_call>')}", FOUND),
     ("hermes", "<tool_call>{'name': 'find'}</tool_call>", content("<tool_call>{'name': 'find'}</tool_call>")),
     # what only looks like a call
     ("hermes", '<tool_call>{"name": "fin', content('<tool_call>{"name": "fin')),
@@ -158,7 +162,7 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("qwen3_coder", "<tool_call><function=stop><parameter=x>1</parameter>", call("stop", '{"x": "1"')),
     ("qwen3_coder", "<tool_call><function=stop><parameter=x", call("stop", "")),
     ("qwen3_coder", "<tool_call><function=find><parameter=what>a\nb\n</param",
-     call("find", '{"what": "a\\nb\\n</param')),
+     call("find", '{"what": "a\\nb')),
     ("qwen3_coder", "<tool_call><function=find><parameter=n>12</param", call("find", "")),
     ("qwen3_coder", "<tool_call><function=find></tool_call>", call("find", "{}")),
     ("qwen3_coder", "<tool_call><function=find>then</function>", [*call("find", "{}"), *content("then</function>")]),
@@ -204,7 +208,8 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("mistral", '[TOOL_CALLS]find[ARGS]{"n": [[TOOL_CALLS]stop[ARGS]{}',
      [*call("find", '{"n": ['), *call("stop", "{}")]),
     ("pythonic", "[find(n=1)", FOUND),
-    ("pythonic", "[find(n=1), ", [*FOUND, *content(", ")]),
+    ("pythonic", "[find(n=1), ", FOUND),
+    ("pythonic", "[find(n=1), 5]", [*FOUND, *content(", 5]")]),
     ("pythonic", "[find(n=1, what='a", call("find", '{"n": 1')),
     ("pythonic", "[find(n=1,)]", FOUND),
     ("pythonic", "[find(,)]", call("find", "{}")),
@@ -227,6 +232,87 @@ def test_what_is_written_amiss_is_a_call_as_far_as_it_is_one_and_else_content(
     family: ToolFormat, text: str, expected: list[tuple[str, str]]
 ) -> None:
     assert told(text, Markup(tools=family)) == expected
+
+
+CALLS: Mapping[ToolFormat, str] = {
+    "hermes": f'So {FIND}\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>',
+    "qwen3_coder": "So <tool_call>\n<function=find>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"n": 1}}; {"name": "stop", "parameters": {}}',
+    "mistral": 'So [TOOL_CALLS]find[CALL_ID]abc12DEF9[ARGS]{"n": 1}[TOOL_CALLS] [{"name": "stop", "arguments": {}}]',
+    "pythonic": "<|python_start|>[find(n=1), stop()]<|python_end|>",
+}
+"""Two calls, of `find` with n=1 and of `stop` without arguments. Before them is `So`, or nothing."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_is_cut_anywhere_shows_no_part_of_a_marker_and_as_much_of_its_calls_as_came(
+    family: ToolFormat,
+) -> None:
+    text = CALLS[family]
+    begun = text.index("<" if "<" in text else "[")
+    for place in range(1, len(text) + 1):
+        said = told(text[:place], Markup(tools=family), cut=True)
+        shown = "".join(piece for kind, piece in said if kind == "content")
+        assert shown.strip() == text[: min(place, begun)].strip(), text[:place]
+        calls = _calls_of(said)
+        assert [name for name, _ in calls] == ["find", "stop"][: len(calls)], text[:place]
+        for (_, arguments), whole in zip(calls, ('{"n": 1}', "{}"), strict=False):
+            assert whole.startswith(arguments), text[:place]
+        assert all(arguments == '{"n": 1}' for _, arguments in calls[:-1])
+    assert calls == [("find", '{"n": 1}'), ("stop", "{}")]
+
+
+def _calls_of(said: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the names and the arguments of calls."""
+    calls: list[tuple[str, str]] = []
+    for kind, text in said:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        ("hermes", "Let a <", content("Let a ")),
+        ("hermes", "Let a < b", content("Let a < b")),
+        ("hermes", "It is <b>", content("It is <b>")),
+        ("hermes", "<tool_call>\n", []),
+        ("hermes", '<tool_call>{"name": "fin', []),
+        ("hermes", '<tool_call>{"name": "find"', call("find", "")),
+        ("hermes", '<tool_call>{"name": "find"}', call("find", "{}")),
+        ("hermes", '<tool_call>{"name": "seek", "arguments": {"n": "<', call("seek", '{"n": "<')),
+        ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "fi', []),
+        ("hermes", "<tool_call>{'name': 'fi", content("<tool_call>{'name': 'fi")),
+        ("hermes", "<thi", []),
+        ("hermes", "<think>Well. </thi", [("reasoning", "Well.")]),
+        ("hermes", "<think>Well. <tool_call>{", [("reasoning", "Well.")]),
+        ("mistral", "[TOOL_CALLS]find", []),
+        ("mistral", "[TOOL_CALLS]find[ARGS]", call("find", "")),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": [', call("find", '{"n": [')),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": 1[TOOL', call("find", '{"n": 1')),
+        ("qwen3_coder", "<tool_call>\n<function=find>\n<", call("find", "")),
+        ("qwen3_coder", "<function=fin", []),
+        ("llama3_json", '{"name": "find"', call("find", "")),
+        ("llama3_json", '{"name": "find", "age": ', content('{"name": "find", "age": ')),
+        ("llama3_json", '{"name": "Fi', content('{"name": "Fi')),
+        ("pythonic", "[fi", content("[fi")),
+    ],
+)  # fmt: skip
+def test_what_begins_a_call_and_is_cut_is_left_out_until_its_name_is_there(
+    family: ToolFormat, text: str, expected: list[tuple[str, str]]
+) -> None:
+    assert told(text, Markup(tools=family, think=THINK), cut=True) == expected
+
+
+@pytest.mark.parametrize(("family", "text"), [("llama3_json", '{"name": "Fi'), ("pythonic", "[fi")])
+def test_a_required_call_without_a_marker_is_left_out_too_until_its_name_is_there(
+    family: ToolFormat, text: str
+) -> None:
+    assert told(text, Markup(tools=family), Calls(choice="required"), cut=True) == []
 
 
 def reasoning(text: str) -> list[tuple[str, str]]:
