@@ -48,9 +48,10 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             f"chat_template_kwargs: clients cannot set `{taken}`; fields of the request go beside chat_template_kwargs",
             param="chat_template_kwargs",
         )
-    messages = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
-    try:
-        text = tokenizer.apply_chat_template(
+    parsed = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
+
+    def render(messages: list[dict[str, Any]]) -> object:
+        return tokenizer.apply_chat_template(
             messages,
             tools=list(templating.tools) or None,
             add_generation_prompt=templating.add_generation_prompt,
@@ -58,6 +59,12 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             tokenize=False,
             **templating.variables,
         )
+
+    try:
+        try:
+            text = render(parsed)
+        except TypeError:  # some templates, such as DeepSeek's, add the arguments of calls to text
+            text = render([dict(message) for message in event.messages])
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise RequestError(
             f"The model's chat template refuses this conversation: {str(error)[:LONGEST_ERROR]}",

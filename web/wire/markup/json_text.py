@@ -100,7 +100,7 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
             if name:
                 begun = True
                 sink.begin(name)
-            yield from _arguments(source, sink.arguments if begun else held.append, stop)
+            yield from arguments(source, sink.arguments if begun else held.append, stop=stop)
         else:
             yield from skim(source, _nothing, stop=stop)
         if name and has_arguments and not begun:
@@ -138,8 +138,8 @@ def _key(source: Source) -> Steps[str | None]:
     return key
 
 
-def _arguments(source: Source, tell: Callable[[str], None], stop: str) -> Steps[None]:
-    """Read arguments; *tell* is called with pieces of them."""
+def arguments(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Steps[None]:
+    """Read arguments; *tell* is called with pieces of them. If the answer ends before them, there are none."""
     if (yield from source.peek()) in ("{", "["):
         yield from skim(source, tell, stop=stop)
         return

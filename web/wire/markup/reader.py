@@ -11,7 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from pipeline.events import Calls, Markup, Submitted
+from web.wire.markup.apertus import Apertus
+from web.wire.markup.deepseek import DeepSeek
+from web.wire.markup.glm import Glm
 from web.wire.markup.hermes import Hermes
+from web.wire.markup.kimi_k2 import KimiK2
 from web.wire.markup.llama3_json import Llama3Json
 from web.wire.markup.mistral import Mistral
 from web.wire.markup.pythonic import Pythonic
@@ -23,7 +27,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_coder": Qwen3Coder(),
     "llama3_json": Llama3Json(),
     "mistral": Mistral(),
-    "pythonic": Pythonic(),
+    "pythonic": Pythonic("<|python_start|>", "<|python_end|>", "["),
+    "lfm2": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", ""),
+    "glm": Glm(),
+    "kimi_k2": KimiK2(),
+    "deepseek": DeepSeek(),
+    "apertus": Apertus(),
 }
 """`Markup.tools` -> who reads its calls."""
 

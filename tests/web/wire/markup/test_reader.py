@@ -13,6 +13,7 @@ from selection import by_night
 
 from pipeline.events import Calls, Markup
 from pipeline.markup import ToolFormat
+from stages.tokenize.markup import MARKERS
 from web.wire.markup.reader import Piece, Reader, tools_of
 
 TOOLS = [
@@ -223,6 +224,34 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("pythonic", "[seek(n=1)]", content("[seek(n=1)]")),
     ("pythonic", "<|python_start|>[seek(n=1)]<|python_end|>", content("<|python_start|>[seek(n=1)]<|python_end|>")),
     ("pythonic", "So [find(n=1)]", content("So [find(n=1)]")),
+    ("lfm2", "<|tool_call_start|>[find(what='a b')]<|tool_call_end|> So.",
+     [*call("find", '{"what": "a b"}'), *content("So.")]),
+    ("lfm2", "[find(n=1)]", content("[find(n=1)]")),
+    ("glm", "<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", FOUND),
+    ("glm", "<tool_call>find\n<arg_key>what</arg_key>\n<arg_value>\na\n</arg_value>\n</tool_call> ok",
+     [*call("find", '{"what": "\\na\\n"}'), *content("ok")]),
+    ("glm", "<tool_call>find\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>", call("find", '{"n": 1')),
+    ("glm", "<tool_call>find\n<arg_key>n</arg_key>\nno", [*call("find", ""), *content("no")]),
+    ("glm", "<tool_call>find\n<arg_key>n", call("find", "")),
+    ("glm", "<tool_call> is a tag.", content("<tool_call> is a tag.")),
+    ("glm", "<tool_call>find it</tool_call>", content("<tool_call>find it</tool_call>")),
+    ("kimi_k2", '<|tool_call_begin|>find<|tool_call_argument_begin|>{"n": 1}', FOUND),
+    ("kimi_k2", '<|tool_call_begin|>functions.find:12<|tool_call_argument_begin|>{"n": 1<|tool_call_end|>!',
+     [*call("find", '{"n": 1'), *content("!")]),
+    ("kimi_k2", "<|tool_call_begin|>functions.a.b:2<|tool_call_argument_begin|> <|tool_call_end|>", call("a.b", "{}")),
+    ("kimi_k2", "<|tool_calls_section_begin|> none", content("<|tool_calls_section_begin|> none")),
+    ("kimi_k2", "<|tool_call_begin|>find{}", content("<|tool_call_begin|>find{}")),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n{"n": 1}', FOUND),
+    ("deepseek", '<｜tool▁call▁begin｜>find<｜tool▁sep｜>{"n": 1<｜tool▁call▁end｜>!',
+     [*call("find", '{"n": 1'), *content("!")]),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": [\n```<｜tool▁call▁end｜>!',
+     [*call("find", '{"n": [\n'), *content("!")]),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"n": 1}', call("function", '{"n": 1}')),
+    ("deepseek", "<｜tool▁call▁begin｜>find<｜tool▁sep｜>1", content("<｜tool▁call▁begin｜>find<｜tool▁sep｜>1")),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}}', FOUND),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}<|tools_suffix|>!', [*FOUND, *content("!")]),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}}, 5]', [*FOUND, *content(", 5]")]),
+    ("apertus", "<|tools_prefix|>[]", content("<|tools_prefix|>[]")),
 )  # fmt: skip
 """What models write amiss, and what is made of it: a call as far as it is one, else content."""
 
@@ -241,6 +270,15 @@ CALLS: Mapping[ToolFormat, str] = {
     "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"n": 1}}; {"name": "stop", "parameters": {}}',
     "mistral": 'So [TOOL_CALLS]find[CALL_ID]abc12DEF9[ARGS]{"n": 1}[TOOL_CALLS] [{"name": "stop", "arguments": {}}]',
     "pythonic": "<|python_start|>[find(n=1), stop()]<|python_end|>",
+    "lfm2": "So <|tool_call_start|>[find(n=1), stop()]<|tool_call_end|>",
+    "glm": "So <tool_call>find\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>stop\n</tool_call>",
+    "kimi_k2": "So <|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+    '{"n": 1}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "deepseek": 'So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": 1}\n```'
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "apertus": 'So <|tools_prefix|>[{"find": {"n": 1}}, {"stop": {}}]<|tools_suffix|>',
 }
 """Two calls, of `find` with n=1 and of `stop` without arguments. Before them is `So`, or nothing."""
 
@@ -401,6 +439,7 @@ def test_no_text_is_too_odd_for_a_reader(family: ToolFormat) -> None:
         "<|python_tag|>",
         "<function=find>",
         "<parameter=n>",
+        *(marker for name in ("lfm2", "glm", "kimi_k2", "deepseek", "apertus") for marker in MARKERS[name]),
     ]
     scraps += [
         '{"name": "find", ',
@@ -446,6 +485,9 @@ def test_a_long_answer_that_looks_like_calls_all_along_is_read_to_its_end(family
         "[TOOL_CALLS] [",
         '{"name": "find", "x": ',
         "[find(n=[",
+        '<|tool_call_begin|>find:0<|tool_call_argument_begin|>{"a',
+        '<|tools_prefix|>[{"a": {"b": ',
+        "<tool_call>find<arg_key>a",
         "[[",
         " \n",
     )
