@@ -156,13 +156,15 @@ class Dialect:
     """Of the two spellings of Mistral and DeepSeek, the newer one."""
     think: tuple[str, str] | tuple[()]
     added: AddedTokens
+    text_arguments: bool = False
+    """The template takes the arguments of old calls as text. Most take an object."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, added: AddedTokens, tool_parser: str) -> Dialect:
         """Find the dialect of a tokenizer's template. *tool_parser* says the format of calls, unless it is `auto`."""
-        text, found = "", ""
+        text, found, text_arguments = "", "", False
         if tokenizer.chat_template is not None:
-            text, found = _format_of(tokenizer)
+            text, found, text_arguments = _format_of(tokenizer)
         if tool_parser != "auto":
             found = "" if tool_parser == "none" else tool_parser
         is_newer = {
@@ -170,18 +172,18 @@ class Dialect:
             "deepseek": bool(text) and FENCE not in text,
         }
         think = _thinking_of(tokenizer) if tokenizer.chat_template is not None else ()
-        return cls(found, is_newer.get(found, False), think, added)  # type: ignore[arg-type]
+        return cls(found, is_newer.get(found, False), think, added, text_arguments)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
         """Return it as a message for the process that checks grammars."""
         ids, special = list(self.added.ids.items()), sorted(self.added.special)
-        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special])
+        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special, self.text_arguments])
 
     @classmethod
     def read(cls, message: bytes) -> Dialect:
         """Return the dialect of a message."""
-        tools, is_newer, think, ids, special = orjson.loads(message)
-        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)))
+        tools, is_newer, think, ids, special, text_arguments = orjson.loads(message)
+        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)), text_arguments)
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""
@@ -212,23 +214,24 @@ class Dialect:
         return closing.endswith(begin), closing.endswith(end)
 
 
-def _format_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ToolFormat]:
-    """Return what a template makes of a call, and the format of that; both empty if no format is found."""
-    for text in _rendered_calls(tokenizer):
+def _format_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ToolFormat, bool]:
+    """Return what a template makes of a call, in which format, and whether it wants arguments as text; else empty."""
+    for text_arguments, text in _rendered_calls(tokenizer):
         for name, pattern in FORMATS:
             if found := pattern.search(text):
-                return found[0], name
-    return "", ""
+                return found[0], name, text_arguments
+    return "", "", False
 
 
-def _rendered_calls(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    """Yield conversations with a tool call. Templates differ in what they want around it."""
+def _rendered_calls(tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[bool, str]]:
+    """Yield whether arguments are text, and a conversation with a call. Templates want different things around it."""
     answered = {"role": "tool", "content": ANSWER, "tool_call_id": CALL["id"], "name": "probe_tool"}
     as_text = {**CALL, "function": {"name": "probe_tool", "arguments": '{"probe_key": "probe_value"}'}}
     for call, content in itertools.product((CALL, as_text), ("", None)):
         called = {"role": "assistant", "content": content, "tool_calls": [call]}
         for after in ([], [answered]):
-            yield _rendered(tokenizer, [_user(), called, *after], tools=[TOOL])
+            text = _rendered(tokenizer, [_user(), called, *after], tools=[TOOL])
+            yield call is as_text, text
 
 
 def _thinking_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | tuple[()]:

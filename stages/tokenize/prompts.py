@@ -105,7 +105,7 @@ class PromptEncoder:
         if not event.messages:
             special, asked = event.add_special_tokens is not False, asked_of(event, markup)
             return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup, asked)
-        text = conversation_text(self._tokenizer, event)
+        text = conversation_text(self._tokenizer, event, text_arguments=self.dialect.text_arguments)
         if event.replay is None:
             markup = self.dialect.markup(event, text)
         special, asked = event.add_special_tokens is True, asked_of(event, markup)

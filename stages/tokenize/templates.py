@@ -23,10 +23,10 @@ NO_VARIABLES: Final = {
 """Arguments that this module passes itself. A client's variable cannot have one of these names."""
 
 
-def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> str:
+def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted, *, text_arguments: bool = False) -> str:
     """Return a request's messages as text, by the chat template of *tokenizer*.
 
-    A template leaves out what it does not use, such as tools.
+    A template leaves out what it does not use, such as tools. With *text_arguments*, it takes those of calls as text.
 
     Raises:
         RequestError: There is no template, or it refuses the conversation (the message quotes it), or the client sets a
@@ -48,10 +48,11 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             f"chat_template_kwargs: clients cannot set `{taken}`; fields of the request go beside chat_template_kwargs",
             param="chat_template_kwargs",
         )
-    parsed = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
-
-    def render(messages: list[dict[str, Any]]) -> object:
-        return tokenizer.apply_chat_template(
+    messages = [
+        _with_calls(message, place, text_arguments=text_arguments) for place, message in enumerate(event.messages)
+    ]
+    try:
+        text = tokenizer.apply_chat_template(
             messages,
             tools=list(templating.tools) or None,
             add_generation_prompt=templating.add_generation_prompt,
@@ -59,12 +60,6 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             tokenize=False,
             **templating.variables,
         )
-
-    try:
-        try:
-            text = render(parsed)
-        except TypeError:  # some templates, such as DeepSeek's, add the arguments of calls to text
-            text = render([dict(message) for message in event.messages])
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise RequestError(
             f"The model's chat template refuses this conversation: {str(error)[:LONGEST_ERROR]}",
@@ -75,8 +70,8 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
     return text
 
 
-def _with_parsed_calls(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return *message* with the arguments of its tool calls as objects: clients send text, templates expect objects."""
+def _with_calls(message: Mapping[str, Any], place: int, *, text_arguments: bool) -> dict[str, Any]:
+    """Return *message* with its tool calls as the template takes them. Clients send arguments as text."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []
@@ -84,7 +79,9 @@ def _with_parsed_calls(message: Mapping[str, Any], place: int) -> dict[str, Any]
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
             path = f"messages.{place}.tool_calls.{number}.function.arguments"
-            function["arguments"] = _object_of(function["arguments"] or "{}", path)
+            written = function["arguments"] or "{}"
+            value = _object_of(written, path)
+            function["arguments"] = written if text_arguments else value
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}
 

@@ -240,6 +240,16 @@ def test_ids_of_calls_are_as_long_as_templates_take_them(family: ToolFormat, len
     assert other["message"]["tool_calls"][0]["id"] != call["id"]
 
 
+def test_an_id_of_kimi_has_the_name_and_the_number_of_the_call_in_the_conversation() -> None:
+    told = "".join(
+        f"<|tool_call_begin|>functions.find:{n}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for n in (7, 7)
+    )
+    old = {"role": "assistant", "content": "", "tool_calls": [{"id": "functions.find:0"}]}
+    event = chat().model_copy(update={"messages": (*HELLO, old)})
+    (choice,) = whole([event], history(told, Markup(tools="kimi_k2")))["choices"]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["functions.find:1", "functions.find:2"]
+
+
 def test_logprobs_and_token_ids_come_with_tokens_that_show_nothing_yet() -> None:
     scores = (ToldScore(token=5, text="<tool", logprob=-0.5),)
     first = TokensProduced(tokens=(5,), text="<tool", step="1-1", markup=Markup(tools="hermes"), scores=scores)
