@@ -11,6 +11,8 @@ from web.wire.markup.source import SPACE, Sink, Source, Steps
 
 MEMBERS: Final = ("name", "arguments", "parameters", "type", "function", "id")
 """Members that a call has. Bare JSON with another one before its arguments is not a call."""
+LONGEST_ESCAPE: Final = 12
+"""Characters of an escape: `\\ud83d\\ude42`, two for one character."""
 _ENDS: Final = SPACE + ",]};<"
 """What ends a number, `true`, `false` or `null`."""
 
@@ -148,8 +150,20 @@ def arguments(source: Source, tell: Callable[[str], None], *, stop: str = "") ->
     written = "".join(pieces)
     if not written and source.ran_out:
         return
+    if source.ran_out and written[0] == '"':
+        tell(_cut_string(written))
+        return
     within = parsed(written)
     tell(within if isinstance(within, str) and within else "{}" if written in ("", "null", '""') else written)
+
+
+def _cut_string(written: str) -> str:
+    """Return what came of a string that has no end. An escape that is not whole is left out."""
+    for end in range(len(written), max(len(written) - LONGEST_ESCAPE, 0), -1):
+        found = parsed(f'{written[:end]}"')
+        if isinstance(found, str):
+            return found
+    return ""
 
 
 def _nothing(text: str) -> None: ...

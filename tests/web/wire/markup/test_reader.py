@@ -60,7 +60,7 @@ def read(answer: Written, portions: Iterable[str]) -> list[Piece]:
 def told(text: str, markup: Markup, calls: Calls | None = None, *, cut: bool = False) -> list[tuple[str, str]]:
     """Return the kinds and the texts of what a reader finds in *text*, whichever way that is divided.
 
-    *cut*: the limit of its length ended the answer.
+    *cut*: the limit of its length ended the answer, which is then read whole and character by character alone.
     """
 
     def of(portions: Sequence[str]) -> list[Piece]:
@@ -70,7 +70,7 @@ def told(text: str, markup: Markup, calls: Calls | None = None, *, cut: bool = F
 
     whole = of([text])
     assert of(text) == whole, "character by character"
-    for place in range(1, len(text)):
+    for place in range(1, 0 if cut else len(text)):
         assert of([text[:place], text[place:]]) == whole, place
     return [piece[:2] for piece in whole]
 
@@ -144,6 +144,9 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": [1', call("find", '{"n": [1')),
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1</tool_c', call("find", '{"n": 1')),
     ("hermes", '<tool_call>{"name": "find", "arguments": ', call("find", "")),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"n\\": 1', call("find", '{"n": 1')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"n\\": \\"\\ud83d\\ude4', call("find", '{"n": "')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "', call("find", "")),
     ("hermes", f"{FIND.removesuffix('ool_call>')}", FOUND),
     ("hermes", "<tool_call>{'name': 'find'}</tool_call>", content("<tool_call>{'name': 'find'}</tool_call>")),
     # what only looks like a call
