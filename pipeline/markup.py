@@ -6,7 +6,9 @@ from typing import Literal
 
 from pipeline.sampling import Value
 
-ToolFormat = Literal["", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic"]
+ToolFormat = Literal[
+    "", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "lfm2", "glm", "kimi_k2", "deepseek", "apertus"
+]
 
 
 class Calls(Value):

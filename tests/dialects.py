@@ -8,13 +8,20 @@ from typing import Final
 from checkpoints import train_tokenizer
 from tokenizers import AddedToken
 
+from stages.tokenize.markup import MARKERS
 from stages.tokenize.prompts import PromptEncoder
 
 TEMPLATES: Final = Path(__file__).resolve().parent / "stages" / "tokenize" / "templates"
-PLAIN: Final = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>")
-"""Added tokens that are not special, as in Qwen's tokenizers."""
-SPECIAL: Final = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>")
-"""Special tokens, as in Mistral's and Llama's."""
+PLAIN: Final = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>"),
+    *(marker for name in ("glm", "kimi_k2", "deepseek") for marker in MARKERS[name] if "tool_call>" not in marker),
+)
+"""Added tokens that are not special, as in the tokenizers of Qwen, GLM, Kimi and DeepSeek."""
+SPECIAL: Final = (
+    *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"),
+    *(*MARKERS["lfm2"], *MARKERS["apertus"]),
+)
+"""Special tokens, as in the tokenizers of Mistral, Llama, LFM2 and Apertus."""
 
 
 def make_tokenizer(folder: Path, template: str, *, num_tokens: int = 480, added: bool = True) -> Path:

@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 from pipeline.events import Markup
 from pipeline.markup import ToolFormat
 
-FAMILIES: Sequence[ToolFormat] = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic")
+FAMILIES: Sequence[ToolFormat] = tuple(name for name in get_args(ToolFormat) if name)
 THINK = ("<think>", "</think>")
 WORDS = (
     "Let me look.", "日本語", "naïve", "🙂", "a < b", "</tool_call>", "<tool_cal", "<tool_call> is a tag",
@@ -86,7 +86,7 @@ class _Writer:
 
     @property
     def _writes_json(self) -> bool:
-        return self._family in ("hermes", "llama3_json", "mistral")
+        return self._family not in ("qwen3_coder", "pythonic", "lfm2", "glm")
 
     # what is written
 
@@ -121,7 +121,9 @@ class _Writer:
         ]
         kinds += [{"$ref": "#/$defs/Deep"}, {"anyOf": [{"type": "array"}, {"type": "null"}]}, {"enum": ["a", "b"]}]
         properties = {
-            key: self._random.choice(kinds) for key in KEYS if key.isidentifier() or self._family != "pythonic"
+            key: self._random.choice(kinds)
+            for key in KEYS
+            if key.isidentifier() or self._family not in ("pythonic", "lfm2")
         }
         schema = {"type": "object", "properties": properties, "$defs": {"Deep": {"type": "object"}}}
         return {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -131,7 +133,7 @@ class _Writer:
         function = self._random.choice(self._tools)["function"]
         properties = function["parameters"]["properties"]
         keys = [key for key in self._keys() if key in properties]
-        if self._family == "qwen3_coder":
+        if self._family in ("qwen3_coder", "glm"):
             arguments = {key: self._of_kind(properties[key]) for key in keys}
         else:
             arguments = {key: self._value() for key in keys}
@@ -181,12 +183,37 @@ class _Writer:
             case "mistral":
                 number = random.choice(["", "[CALL_ID]abc12DEF9"])
                 return "".join(f"[TOOL_CALLS]{name}{number}[ARGS]{text}" for name, _, text in calls)
-            case "pythonic":
+            case "pythonic" | "lfm2":
                 told = ", ".join(
                     f"{name}({', '.join(f'{key}={self._literal(value)}' for key, value in arguments.items())})"
                     for name, arguments, _ in calls
                 )
+                if self._family == "lfm2":
+                    return f"<|tool_call_start|>[{told}]<|tool_call_end|>"
                 return random.choice(["[{}]", "<|python_start|>[{}]<|python_end|>"]).format(told)
+            case "glm":
+                space = random.choice(["\n", ""])
+                return space.join(self._keyed(name, arguments, space) for name, arguments, _ in calls)
+            case "kimi_k2":
+                told = "".join(
+                    f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+                    for number, (name, _, text) in enumerate(calls)
+                )
+                return f"<|tool_calls_section_begin|>{told}<|tool_calls_section_end|>"
+            case "deepseek" if random.random() < 0.5:
+                told = "".join(
+                    f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>" for name, _, text in calls
+                )
+                return f"<｜tool▁calls▁begin｜>{told}<｜tool▁calls▁end｜>"
+            case "deepseek":
+                told = "\n".join(
+                    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>"
+                    for name, _, text in calls
+                )
+                return f"<｜tool▁calls▁begin｜>{told}<｜tool▁calls▁end｜>"
+            case "apertus":
+                told = ", ".join(f'{{"{name}": {text}}}' for name, _, text in calls)
+                return f"<|tools_prefix|>[{told}]<|tools_suffix|>"
             case _:
                 return "\n".join(self._tagged(name, arguments) for name, arguments, _ in calls)
 
@@ -205,6 +232,15 @@ class _Writer:
         if isinstance(value, str) and self._random.random() < 0.5:
             return json.dumps(value, ensure_ascii=False)
         return json.dumps(value) if isinstance(value, bool | None) and self._random.random() < 0.3 else repr(value)
+
+    @staticmethod
+    def _keyed(name: str, arguments: dict[str, Any], space: str) -> str:
+        told = "".join(
+            f"<arg_key>{key}</arg_key>{space}"
+            f"<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>{space}"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>{name}{space}{told}</tool_call>"
 
     @staticmethod
     def _tagged(name: str, arguments: dict[str, Any]) -> str:

@@ -7,6 +7,11 @@
 | llama3_json | `{"name": "f", "parameters": {..}}` |
 | mistral | `[TOOL_CALLS] [{"name": "f", "arguments": {..}}]` or `[TOOL_CALLS]f[ARGS]{..}` |
 | pythonic | `[f(a=1)]` |
+| lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>` |
+| glm | `<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>` |
+| kimi_k2 | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`, all in one section |
+| deepseek | `function<｜tool▁sep｜>f\\n```json\\n{..}\\n```` or `f<｜tool▁sep｜>{..}`, each between two markers |
+| apertus | `<|tools_prefix|>[{"f": {..}}]<|tools_suffix|>` |
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from stages.tokenize.literals import (
     refuse_others,
     types_of,
 )
-from stages.tokenize.markup import NAMED_ARGUMENTS, Dialect
+from stages.tokenize.markup import FENCE, MARKERS, NAMED_ARGUMENTS, Dialect
 
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without `parameters`."""
@@ -98,12 +103,28 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
         case "hermes" | "qwen3_coder":
             rest = rules.add(f'"\\n" {body} "\\n" {end}')
             found = CallRules("<tool_call>", _repeated(rest, f'"\\n" {begin} {rest}', parallel))
-        case "mistral" if dialect.names_arguments:
+        case "mistral" if dialect.is_newer:
             calls = write.marker("[TOOL_CALLS]")
             found = CallRules("[TOOL_CALLS]", _repeated(body, f"{calls} {body}", parallel))
         case "mistral":
             listed = _repeated(body, f'", " {body}', parallel)
             found = CallRules("[TOOL_CALLS]", f'/ ?/ "[" {listed} "]"')
+        case "glm":
+            rest = rules.add(f"{body} {end}")
+            found = CallRules("<tool_call>", _repeated(rest, f"/\\n?/ {begin} {rest}", parallel))
+        case "kimi_k2":
+            listed = _repeated(body, body, parallel)
+            found = CallRules(MARKERS[form][0], f"{listed} {write.marker(MARKERS[form][-1])}")
+        case "deepseek":
+            listed = _repeated(body, body if dialect.is_newer else f'"\\n" {body}', parallel)
+            found = CallRules(MARKERS[form][0], f"{listed} {write.marker(MARKERS[form][-1])}")
+        case "apertus":
+            listed = _repeated(body, f'", " {body}', parallel)
+            found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
+        case "lfm2":
+            listed = _repeated(body, f'", " {body}', parallel)
+            rules.lines.append(ANY_PYTHON)
+            found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
         case "llama3_json":
             found = CallRules("", _repeated(body, f'"; " {body}', parallel), "{")
         case _:
@@ -122,7 +143,7 @@ def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
     try:
         alone = Rules()
         body = _WRITERS[form](_Writer(write.dialect, alone), tool)
-        checked("\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form == "pythonic" else [])]))
+        checked("\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form in ("pythonic", "lfm2") else [])]))
     except RequestError:
         raise
     except (ValueError, TypeError, AttributeError) as error:  # a schema may have anything in any place
@@ -148,9 +169,41 @@ class _Writer:
         return self.json_object(quoted(f'{{"name": {quoted(tool.name)}, "parameters": '), tool, quoted("}"))
 
     def mistral(self, tool: Tool) -> str:
-        if not self.dialect.names_arguments:
+        if not self.dialect.is_newer:
             return self.hermes(tool)
         return self.json_object(f"{quoted(tool.name)} {self.marker(NAMED_ARGUMENTS)}", tool, "")
+
+    def kimi(self, tool: Tool) -> str:
+        _, begin, arguments, end, _ = map(self.marker, MARKERS["kimi_k2"])
+        return self.json_object(f"{begin} {quoted(f'functions.{tool.name}:')} /[0-9]{{1,3}}/ {arguments}", tool, end)
+
+    def deepseek(self, tool: Tool) -> str:
+        _, begin, separator, end, _ = map(self.marker, MARKERS["deepseek"])
+        if self.dialect.is_newer:
+            return self.json_object(f"{begin} {quoted(tool.name)} {separator}", tool, end)
+        fence = quoted(f"{tool.name}\n{FENCE}\n")
+        return self.json_object(f'{begin} "function" {separator} {fence}', tool, f"{quoted(chr(10) + '```')} {end}")
+
+    def apertus(self, tool: Tool) -> str:
+        return self.json_object(quoted(f"{{{quoted(tool.name)}: "), tool, quoted("}"))
+
+    def glm(self, tool: Tool) -> str:
+        key, key_end, begin, end = map(self.marker, MARKERS["glm"][2:])
+        token = end if MARKERS["glm"][-1] in self.dialect.added.ids else ""
+        values = TaggedValues(self.rules, tool.schema, MARKERS["glm"][-1], json_of, token)
+        refuse_others(tool.schema, OF_AN_OBJECT)
+        gap = "/\\n?/"
+        if "properties" not in tool.schema and tool.schema.get("additionalProperties") is not False:
+            name = self.rules.add("/[^<>\\n]+/", terminal=True)
+            parameter = self.rules.add(f"{key} {name} {key_end} {gap} {begin} {values.any()} {gap}")
+            return self.rules.add(f"{quoted(tool.name)} {gap} {parameter}*")
+        items = []
+        for name, schema, is_required in fields_of(tool.schema):
+            if re.search(r"[<>\n]", name):
+                raise ValueError(f"the name {name!r} cannot stand in a tag, as this model writes it")
+            written = f"{key} {quoted(name)} {key_end} {gap} {begin} {values.value(schema)} {gap}"
+            items.append(written if is_required else f"({written})?")
+        return self.rules.add(f"{quoted(tool.name)} {gap} {' '.join(items)}")
 
     def tagged(self, tool: Tool) -> str:
         values = TaggedValues(self.rules, tool.schema, TAG_END, json_of)
@@ -189,6 +242,11 @@ _WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, Tool], str]]] = {
     "llama3_json": _Writer.llama,
     "mistral": _Writer.mistral,
     "pythonic": _Writer.pythonic,
+    "lfm2": _Writer.pythonic,
+    "glm": _Writer.glm,
+    "kimi_k2": _Writer.kimi,
+    "deepseek": _Writer.deepseek,
+    "apertus": _Writer.apertus,
 }
 
 

@@ -9,7 +9,18 @@ from pipeline.flags import flag, seconds
 from pipeline.log.config import LogConfig
 from pipeline.process.config import ModelConfig, WorkerConfig
 
-TOOL_FORMATS: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic")
+TOOL_FORMATS: Final = (
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "lfm2",
+    "glm",
+    "kimi_k2",
+    "deepseek",
+    "apertus",
+)
 """Those of `pipeline.markup`, which a process that only parses flags does not load."""
 DEFAULT_CPU_S: Final = 10.0
 """4 MiB of any text take 2.8 to 7.3 s with byte-level BPE (tokenizers 0.23, one core of an AMD EPYC). It is CPU time

@@ -256,6 +256,8 @@ class TaggedValues(SchemaReader):
     """The tag after a value, with the line break before it."""
     json_of: Any
     """Returns the item of a rule that is JSON by a schema."""
+    token: str = ""
+    """The item of a rule for `end`, if that is one token; empty: it is text."""
 
     def value(self, schema: Mapping[str, Any]) -> str:
         """Return a rule for one value with the tag that ends it.
@@ -269,7 +271,7 @@ class TaggedValues(SchemaReader):
         if any("enum" in branch or "const" in branch for branch in branches):
             return self._one_of(target)
         if not types & {"", "string"}:
-            return self.rules.add(f"{self.json_of(self.alone(schema))} {quoted(self.end)}")
+            return self.rules.add(f"{self.json_of(self.alone(schema))} {self.token or quoted(self.end)}")
         for branch in branches:
             is_text = types_of(branch) == ["string"] and len(branches) == 1
             refuse_others(branch, OF_A_TEXT if is_text else frozenset({"type"}))
@@ -318,7 +320,7 @@ class TaggedValues(SchemaReader):
         refuse_others(schema, frozenset({"enum", "const", "type"}))
         values = schema.get("enum", [schema.get("const")])
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        return self.rules.add(f"({' | '.join(map(quoted, texts))}) {quoted(self.end)}")
+        return self.rules.add(f"({' | '.join(map(quoted, texts))}) {self.token or quoted(self.end)}")
 
     def _text(self, schema: Mapping[str, Any]) -> str:
         """A text ends where its tag comes first, so it cannot have the tag in it."""
@@ -329,5 +331,8 @@ class TaggedValues(SchemaReader):
             )
         count = times(least, most)
         tag = re.escape(self.end.strip()).replace("/", "\\/")
-        body = f"(/(?s:.{count})/ & ~/(?s:.*){tag}(?s:.*)/) {quoted(self.end)}"
+        text = f"(/(?s:.{count})/ & ~/(?s:.*){tag}(?s:.*)/)"
+        if self.token:
+            return self.rules.add(f"{self.rules.add(text, terminal=True)} {self.token}")
+        body = f"{text} {quoted(self.end)}"
         return self.rules.add(self.rules.add(body, terminal=True), attributes="[lazy]")

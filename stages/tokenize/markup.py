@@ -38,11 +38,40 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
         "llama3_json",
         re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*\{\s*"probe_key":\s*"probe_value"'),
     ),
+    (
+        "lfm2",
+        re.compile(r"""<\|tool_call_start\|>\s*\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)"""),
+    ),
+    (
+        "glm",
+        re.compile(
+            r"<tool_call>\s*probe_tool\s*<arg_key>\s*probe_key\s*</arg_key>\s*<arg_value>\s*probe_value\s*</arg_value>"
+        ),
+    ),
+    (
+        "kimi_k2",
+        re.compile(
+            r'<\|tool_call_begin\|>\s*[\w.:]+\s*<\|tool_call_argument_begin\|>\s*\{\s*"probe_key":\s*"probe_value"'
+        ),
+    ),
+    (
+        "deepseek",
+        re.compile(
+            r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>probe_tool\s*```json|probe_tool<｜tool▁sep｜>)"
+            r'\s*\{\s*"probe_key":\s*"probe_value"'
+        ),
+    ),
+    (
+        "apertus",
+        re.compile(r'<\|tools_prefix\|>\s*\[\s*\{\s*"probe_tool":\s*\{\s*"probe_key":\s*"probe_value"\s*\}\s*\}\s*\]'),
+    ),
     ("pythonic", re.compile(r"""\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)""")),
 )
 """The value of the argument is in the call alone: a template writes the other names in its list of tools, too."""
 NAMED_ARGUMENTS: Final = "[ARGS]"
 """Mistral's newer spelling has it: `[TOOL_CALLS]name[ARGS]{..}`. The older one is a list in JSON."""
+FENCE: Final = "```json"
+"""DeepSeek's older spelling has it around arguments."""
 MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     "": (),
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -50,13 +79,31 @@ MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", NAMED_ARGUMENTS),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "apertus": ("<|tools_prefix|>", "<|tools_suffix|>"),
 }
 """Texts of each format that can be tokens."""
 BEGINS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     **{name: texts[:1] for name, texts in MARKERS.items()},
     "qwen3_coder": ("<tool_call>", "<function="),
+    **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek")},
 }
-"""Those that begin a call. Qwen3-Coder sometimes leaves its first one out."""
+"""Those that begin a call. Some models leave their first one out."""
 THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -78,8 +125,8 @@ class Dialect:
     """How a model writes tool calls and thinking."""
 
     tools: ToolFormat
-    names_arguments: bool
-    """Of Mistral's two spellings, the newer one."""
+    is_newer: bool
+    """Of the two spellings of Mistral and DeepSeek, the newer one."""
     think: tuple[str, str] | tuple[()]
     added: AddedTokens
 
@@ -95,20 +142,23 @@ class Dialect:
             text, found = _format_of(render)
         if tool_parser != "auto":
             found = "" if tool_parser == "none" else tool_parser
-        is_new = NAMED_ARGUMENTS in text if text else NAMED_ARGUMENTS in added.ids
+        is_newer = {
+            "mistral": NAMED_ARGUMENTS in (text or added.ids),
+            "deepseek": bool(text) and FENCE not in text,
+        }
         think = _thinking_of(render) if tokenizer.chat_template is not None else ()
-        return cls(found, found == "mistral" and is_new, think, added)  # type: ignore[arg-type]
+        return cls(found, is_newer.get(found, False), think, added)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
         """Return it as a message for the process that checks grammars."""
         ids, special = list(self.added.ids.items()), sorted(self.added.special)
-        return orjson.dumps([self.tools, self.names_arguments, self.think, ids, special])
+        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special])
 
     @classmethod
     def read(cls, message: bytes) -> Dialect:
         """Return the dialect of a message."""
-        tools, names_arguments, think, ids, special = orjson.loads(message)
-        return cls(tools, names_arguments, tuple(think), AddedTokens(dict(ids), frozenset(special)))
+        tools, is_newer, think, ids, special = orjson.loads(message)
+        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)))
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.slow
 NUM_WALKS: Final = by_night(8, 100)
 MOST_TOKENS: Final = 400
 QWEN: Final = ("qwen3", "qwq", "hermes", "qwen3_coder")
-TEMPLATES: Final = (*QWEN, "mistral_list", "mistral_names", "pythonic", "llama3_json")
+OTHERS: Final = ("lfm2", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+TEMPLATES: Final = (*QWEN, "mistral_list", "mistral_names", "pythonic", "llama3_json", *OTHERS)
 NUMBER: Final = {
     "type": "object",
     "properties": {"n": {"type": "boolean"}},

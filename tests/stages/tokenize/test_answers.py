@@ -39,7 +39,8 @@ LOOK: Final = {
     "$defs": {"count": {"type": "integer"}},
 }
 NUMBER: Final = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-TEMPLATES: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral_list", "mistral_names", "pythonic")
+MARKED: Final = ("lfm2", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+TEMPLATES: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral_list", "mistral_names", "pythonic", *MARKED)
 LOOKS: Final = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "sea", "times": 2}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n"
@@ -48,6 +49,16 @@ LOOKS: Final = {
     "mistral_list": '[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sea", "times": 2}}]',
     "mistral_names": '[TOOL_CALLS]look[ARGS]{"at": "sea", "times": 2}',
     "pythonic": '[look(at="sea", times=2)]',
+    "lfm2": '<|tool_call_start|>[look(at="sea", times=2)]<|tool_call_end|>',
+    "glm": "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n"
+    "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    '{"at": "sea", "times": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+    '{"at": "sea", "times": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sea", "times": 2}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}]<|tools_suffix|>',
 }
 WAITS: Final = {
     "hermes": '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
@@ -56,6 +67,15 @@ WAITS: Final = {
     "mistral_list": '[TOOL_CALLS] [{"name": "wait", "arguments": {}}]',
     "mistral_names": "[TOOL_CALLS]wait[ARGS]{}",
     "pythonic": "[wait()]",
+    "lfm2": "<|tool_call_start|>[wait()]<|tool_call_end|>",
+    "glm": "<tool_call>wait\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "apertus": '<|tools_prefix|>[{"wait": {}}]<|tools_suffix|>',
 }
 BOTH: Final = {
     "hermes": LOOKS["hermes"] + "\n" + WAITS["hermes"],
@@ -65,6 +85,17 @@ BOTH: Final = {
     '{"name": "wait", "arguments": {}}]',
     "mistral_names": LOOKS["mistral_names"] + WAITS["mistral_names"],
     "pythonic": '[look(at="sea", times=2), wait()]',
+    "lfm2": '<|tool_call_start|>[look(at="sea", times=2), wait()]<|tool_call_end|>',
+    "glm": LOOKS["glm"] + "\n" + WAITS["glm"],
+    "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}, {"wait": {}}]<|tools_suffix|>',
+    **{
+        name: LOOKS[name].removesuffix(end) + gap + WAITS[name].removeprefix(begin)
+        for name, begin, end, gap in (
+            ("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", ""),
+            ("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n"),
+            ("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", ""),
+        )
+    },
 }
 
 
@@ -164,7 +195,7 @@ def test_required_calls_are_of_the_tools_and_their_schemas(family: GetFamily, te
     assert model.wrong(several, look, wait, both, good=True) == []
     assert model.wrong(several, *bad, f"{look} so", look.replace("sea", "a long way to the sea"), good=False) == []
     spaced = (look.replace(", ", " , "), look.replace('": ', '":\n'))
-    assert template in ("pythonic", "qwen3_coder") or model.wrong(several, *spaced, good=False) == []
+    assert template in ("pythonic", "qwen3_coder", "lfm2", "glm") or model.wrong(several, *spaced, good=False) == []
     one = model.grammar(tools=TOOLS, calls=Calls(choice="required", parallel=False))
     assert model.wrong(one, look, wait, good=True) == model.wrong(one, both, good=False) == []
     named = model.grammar(tools=TOOLS, calls=Calls(choice="required", names=("wait",)))
@@ -180,6 +211,7 @@ def test_with_strict_functions_text_is_free_until_a_call_begins(family: GetFamil
     assert model.wrong(grammar, look.replace("2", '"2"'), look.replace("look", "hook"), good=False) == []
     free = wait.replace("{}", '{"any": [1]}').replace("()", "(any=[1, True])")
     free = free.replace("=wait>\n", "=wait>\n<parameter=any>\n[1]\n</parameter>\n")
+    free = free.replace(">wait\n<", ">wait\n<arg_key>any</arg_key>\n<arg_value>[1]</arg_value>\n<")
     assert free != wait and model.takes(grammar, free)
     if template not in ("llama3_json", "pythonic"):
         assert model.wrong(grammar, f"I look. {look}", f"{wait}\nI wait.", good=True) == []
@@ -203,7 +235,7 @@ def test_under_auto_the_tools_can_be_fewer_and_the_calls_one(family: GetFamily, 
 
 
 def test_a_tool_call_or_an_answer_by_the_schema_is_one_grammar(family: GetFamily) -> None:
-    for template in ("hermes", "qwen3_coder", "mistral_list", "mistral_names"):
+    for template in ("hermes", "qwen3_coder", "mistral_list", "mistral_names", *MARKED):
         model = family(template)
         grammar = model.grammar(tools=TOOLS, calls=Calls(), schema=NUMBER)
         assert model.wrong(grammar, '{"n":1}', LOOKS[template], good=True) == []

@@ -47,6 +47,12 @@ def markup(encoder: PromptEncoder, *messages: dict[str, Any], **more: Any) -> Ma
         ("mistral_list", "mistral", (), False, ("[TOOL_CALLS]", "[ARGS]")),
         ("mistral_names", "mistral", ("[THINK]", "[/THINK]"), False, ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")),
         ("pythonic", "pythonic", (), False, ()),
+        ("lfm2", "lfm2", (), False, ("<|tool_call_start|>", "<|tool_call_end|>")),
+        ("glm", "glm", THINK, False, ()),
+        ("kimi_k2", "kimi_k2", (), False, ("<|tool_call_end|>",)),
+        ("deepseek_v3", "deepseek", (), False, ()),
+        ("deepseek_v31", "deepseek", (), False, ()),
+        ("apertus", "apertus", (), False, ("<|tools_prefix|>", "<|tools_suffix|>")),
         ("deepseek_r1", "", THINK, True, ()),
         ("plain", "", (), False, ()),
         ("writes_of_all", "", (), False, ()),
@@ -58,6 +64,28 @@ def test_a_template_tells_its_family(
     found = markup(make_encoder(tmp_path, template))
     ids = PreTrainedTokenizerFast.from_pretrained(tmp_path).convert_tokens_to_ids(list(special))
     assert found == Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(sorted(ids)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("hermes", '{"name": "look", "arguments": {"at": "sea"}}'),
+        ("deepseek_v3", 'function<｜tool▁sep｜>look\n```json\n{"at":"sea"}\n```'),
+        ("deepseek_v31", 'look<｜tool▁sep｜>{"at":"sea"}<'),
+        ("apertus", '[{"look": {"at":"sea"}}]'),
+        ("kimi_k2", 'functions.look:0<|tool_call_argument_begin|>{"at": "sea"}<'),
+        ("glm", "look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>"),
+        ("lfm2", "[look(at='sea')]"),
+    ],
+)
+def test_a_template_gets_old_arguments_as_it_takes_them(tmp_path: Path, template: str, expected: str) -> None:
+    function = {"name": "look", "arguments": '{"at":"sea"}'}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "functions.look:0", "type": "function", "function": function}],
+    }
+    assert expected in make_encoder(tmp_path, template).render(chat(USER, called)).text
 
 
 def test_the_demo_model_writes_calls_as_hermes() -> None:

@@ -142,10 +142,15 @@ def test_templates_that_need_tools_are_not_looked_at_without_them(tokenizer: Any
     assert Shape.of(tokenizer) == Shape()
 
 
+ARGUMENTS = {"kimi_k2": "both", "deepseek_v3": "text", "deepseek_v31": "text", "apertus": "text"}
+"""How the templates print arguments that do not take objects alone."""
+
+
 def test_templates_of_known_families_take_what_they_took(shape: Callable[[str], Shape]) -> None:
     for path in TEMPLATES.glob("*.jinja"):
         found = shape(path.read_text())
-        assert (found.parts, found.arguments) == (frozenset(), "object"), path.name
+        assert found.parts == frozenset(), path.name
+        assert found.arguments == ARGUMENTS.get(path.stem, "object"), path.name
     assert shape((TEMPLATES / "mistral_list.jinja").read_text()).systems == "nowhere"
     assert shape((TEMPLATES / "qwen3.jinja").read_text()).systems == "anywhere"
 

@@ -80,7 +80,7 @@ async def test_an_answer_with_calls_says_the_same_whole_and_streamed(
                 [call["id"], call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]
             ]
         first, second = ({call["id"] for call in choice["message"]["tool_calls"]} for choice in answer["choices"])
-        assert not first & second
+        assert family == "kimi_k2" or not first & second, "its ids count the calls of a conversation"
 
 
 async def test_a_replay_reads_calls_and_reasoning_from_its_answer_as_the_recorded_request_did(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from chunks import UID, documents, ended, finished, put_together, split
@@ -155,6 +155,34 @@ def test_an_answer_with_calls_ends_by_them_unless_it_was_too_long(
     assert (told["reason"], len(told["calls"])) == expected
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_an_answer_that_is_cut_within_a_call_tells_the_same_streamed_and_whole(
+    choice: Literal["auto", "required"],
+) -> None:
+    text = f"Let me see.\n{CALL}"
+    for place in range(1, len(text)):
+        said, event = history(text[:place], Markup(tools="hermes"), reason="length"), chat(calls=Calls(choice=choice))
+        (answer,) = whole([event], said)["choices"]
+        told, message = put_together(streamed([event], said)), answer["message"]
+        calls = [
+            [call["id"], call["function"]["name"], call["function"]["arguments"]]
+            for call in message.get("tool_calls", ())
+        ]
+        assert (told["content"], told["calls"], told["reason"]) == (message["content"], calls, "length"), place
+        assert (message["content"] or "").strip() == "Let me see."[:place].strip() and answer[
+            "finish_reason"
+        ] == "length", place
+        assert all('{"n": 1}'.startswith(arguments) for _, _, arguments in calls), place
+
+
+def test_a_call_that_is_cut_before_its_arguments_has_none() -> None:
+    said = history(CALL[: CALL.index('{"n"')], Markup(tools="hermes"), reason="length")
+    (choice,) = whole([chat()], said)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "find", "arguments": ""}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+
+
 def test_an_answer_that_ends_within_thinking_is_all_reasoning() -> None:
     (choice,) = whole([chat()], history("Well, then", reason="length"))["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("", "Well, then")
@@ -210,6 +238,16 @@ def test_ids_of_calls_are_as_long_as_templates_take_them(family: ToolFormat, len
     assert len(call["id"]) == length and call["id"].removeprefix("call_").isalnum()
     (other,) = whole([chat()], history(text, Markup(tools=family)), uid=UID.replace("8", "9", 1))["choices"]
     assert other["message"]["tool_calls"][0]["id"] != call["id"]
+
+
+def test_an_id_of_kimi_has_the_name_and_the_number_of_the_call_in_the_conversation() -> None:
+    told = "".join(
+        f"<|tool_call_begin|>functions.find:{n}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for n in (7, 7)
+    )
+    old = {"role": "assistant", "content": "", "tool_calls": [{"id": "functions.find:0"}]}
+    event = chat().model_copy(update={"messages": (*HELLO, old)})
+    (choice,) = whole([event], history(told, Markup(tools="kimi_k2")))["choices"]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["functions.find:1", "functions.find:2"]
 
 
 def test_logprobs_and_token_ids_come_with_tokens_that_show_nothing_yet() -> None:

@@ -11,6 +11,8 @@ from web.wire.markup.source import SPACE, Sink, Source, Steps
 
 MEMBERS: Final = ("name", "arguments", "parameters", "type", "function", "id")
 """Members that a call has. Bare JSON with another one before its arguments is not a call."""
+LONGEST_ESCAPE: Final = 12
+"""Characters of an escape: `\\ud83d\\ude42`, two for one character."""
 _ENDS: Final = SPACE + ",]};<"
 """What ends a number, `true`, `false` or `null`."""
 
@@ -39,7 +41,8 @@ def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Step
             elif char == '"':
                 quoted = True
             elif stop and char == stop[0] and _is_here(stop, text, place):
-                ended = text.startswith(stop, place)
+                is_value = source.over and text[place:] == "["
+                ended = text.startswith(stop, place) or (source.over and not is_value)
                 waits = not ended and not source.over
                 if ended or waits:
                     break
@@ -86,8 +89,10 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
     name, held, has_arguments, begun = "", list[str](), False, False
     while True:
         key = yield from _key(source)
-        if key is None or (bare and not begun and key not in MEMBERS):
-            return begun or ((yield from source.skip("}")) and _begin_without(sink, name, bare=bare))
+        if key is None:
+            return (yield from _end(source, sink, name, begun=begun, bare=bare))
+        if bare and not begun and key not in MEMBERS:
+            return False
         if key == "name" and not name:
             name = (yield from string(source)) or ""
             if not name or not sink.allows(name, bare=bare):
@@ -97,7 +102,7 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
             if name:
                 begun = True
                 sink.begin(name)
-            yield from _arguments(source, sink.arguments if begun else held.append, stop)
+            yield from arguments(source, sink.arguments if begun else held.append, stop=stop)
         else:
             yield from skim(source, _nothing, stop=stop)
         if name and has_arguments and not begun:
@@ -106,16 +111,22 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
             sink.arguments("".join(held))
         yield from source.space()
         if not (yield from source.skip(",")):
-            return ((yield from source.skip("}")) and not begun and _begin_without(sink, name, bare=bare)) or begun
+            return (yield from _end(source, sink, name, begun=begun, bare=bare))
 
 
-def _begin_without(sink: Sink, name: str, *, bare: bool) -> bool:
-    """Begin a call without arguments, if there can be one; say whether there is."""
-    if not name or bare:
-        return False
-    sink.begin(name)
-    sink.arguments("{}")
-    return True
+def _end(source: Source, sink: Sink, name: str, *, begun: bool, bare: bool) -> Steps[bool]:
+    """Read the end of an object; say whether it was a call. One without arguments begins here."""
+    is_whole = yield from source.skip("}")
+    if begun or not name:
+        return begun
+    if is_whole and not bare:
+        sink.begin(name)
+        sink.arguments("{}")
+        return True
+    if not is_whole and source.cut and source.ran_out:
+        sink.begin(name)
+        return True
+    return False
 
 
 def _key(source: Source) -> Steps[str | None]:
@@ -129,16 +140,30 @@ def _key(source: Source) -> Steps[str | None]:
     return key
 
 
-def _arguments(source: Source, tell: Callable[[str], None], stop: str) -> Steps[None]:
-    """Read arguments; *tell* is called with pieces of them."""
+def arguments(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Steps[None]:
+    """Read arguments; *tell* is called with pieces of them. If the answer ends before them, there are none."""
     if (yield from source.peek()) in ("{", "["):
         yield from skim(source, tell, stop=stop)
         return
     pieces: list[str] = []
     yield from skim(source, pieces.append, stop=stop)
     written = "".join(pieces)
+    if not written and source.ran_out:
+        return
+    if source.ran_out and written[0] == '"':
+        tell(_cut_string(written))
+        return
     within = parsed(written)
     tell(within if isinstance(within, str) and within else "{}" if written in ("", "null", '""') else written)
+
+
+def _cut_string(written: str) -> str:
+    """Return what came of a string that has no end. An escape that is not whole is left out."""
+    for end in range(len(written), max(len(written) - LONGEST_ESCAPE, 0), -1):
+        found = parsed(f'{written[:end]}"')
+        if isinstance(found, str):
+            return found
+    return ""
 
 
 def _nothing(text: str) -> None: ...

@@ -54,11 +54,14 @@ class Mistral:
     @staticmethod
     def _named(source: Source, sink: Sink) -> Steps[bool]:
         name = yield from word(source)
-        if (yield from source.skip(ID)):  # the model's own id is not sent: ours come from the uid
+        if has_id := (yield from source.skip(ID)):  # the model's own id is not sent: ours come from the uid
             yield from word(source)
-        if (yield from source.skip(ARGUMENTS)):
+        if has_arguments := (yield from source.skip(ARGUMENTS)):
             yield from source.space()
-        if not name or not sink.allows(name) or (yield from source.peek()) != "{":
+        if not name or not sink.allows(name):
+            return False
+        is_cut = not (yield from source.need(1)) and source.cut and (has_id or has_arguments)
+        if not is_cut and (yield from source.peek()) != "{":
             return False
         sink.begin(name)
         yield from skim(source, sink.arguments, stop=BEGIN)

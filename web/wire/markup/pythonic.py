@@ -1,4 +1,4 @@
-"""Calls as Llama 4 and others write them: an answer that is a Python list of calls, `[f(a=1, b="x"), g()]`."""
+"""Calls as Llama 4, LFM2 and others write them: a Python list of calls, `[f(a=1, b="x"), g()]`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from web.wire.markup.json_text import parsed
 from web.wire.markup.mistral import word
 from web.wire.markup.source import Sink, Source, Steps
 
-START: Final = "<|python_start|>"
-END: Final = "<|python_end|>"
 _KEYWORD: Final = re.compile(r"\s*([^\W\d]\w*)\s*=(?!=)\s*")
 _TOKEN: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|[^'"A-Za-z_]""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
@@ -22,13 +20,15 @@ _WORDS: Final = {"True": "true", "False": "false", "None": "null", "(": "[", ")"
 
 
 class Pythonic:
-    """Only an answer that begins with a list of calls of known tools, or a marker before one, makes calls.
+    """Only calls of known tools are calls: behind a marker or, with `bare`, at the start of an answer.
 
     A value that is no Python literal becomes a string with the text that the model wrote.
     """
 
-    markers = (START,)
-    bare = "["
+    def __init__(self, begin: str, end: str, bare: str) -> None:
+        self.markers = (begin,)
+        self.bare = bare
+        self._end = end
 
     def read(self, source: Source, sink: Sink, marker: str) -> Steps[bool]:
         """As Family.read."""
@@ -42,7 +42,7 @@ class Pythonic:
             end = source.at
             if (yield from source.skip("]")):
                 yield from source.space()
-                yield from source.skip(END)
+                yield from source.skip(self._end)
                 return True
             if not (yield from source.skip(",")) or not (yield from self._call(source, sink)):
                 source.at = end

@@ -11,7 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from pipeline.events import Calls, Markup, Submitted
+from web.wire.markup.apertus import Apertus
+from web.wire.markup.deepseek import DeepSeek
+from web.wire.markup.glm import Glm
 from web.wire.markup.hermes import Hermes
+from web.wire.markup.kimi_k2 import KimiK2
 from web.wire.markup.llama3_json import Llama3Json
 from web.wire.markup.mistral import Mistral
 from web.wire.markup.pythonic import Pythonic
@@ -23,7 +27,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_coder": Qwen3Coder(),
     "llama3_json": Llama3Json(),
     "mistral": Mistral(),
-    "pythonic": Pythonic(),
+    "pythonic": Pythonic("<|python_start|>", "<|python_end|>", "["),
+    "lfm2": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", ""),
+    "glm": Glm(),
+    "kimi_k2": KimiK2(),
+    "deepseek": DeepSeek(),
+    "apertus": Apertus(),
 }
 """`Markup.tools` -> who reads its calls."""
 
@@ -102,9 +111,12 @@ class Reader:
             self.reasoning_tokens += num_tokens - 1  # the last one is the marker, or came with it
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """Return the last pieces: there is no more text."""
-        self._source.over = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """Return the last pieces: there is no more text. *cut*: the limit of its length ended it.
+
+        Markup that a cut answer did not finish is left out, also the beginning of a marker.
+        """
+        self._source.over, self._source.cut = True, cut
         next(self._steps, None)
         if self.thinking:
             self.reasoning_tokens += sum(num for _, num in self._unsure)
@@ -148,7 +160,8 @@ class Reader:
             markers = self._of_reasoning if self.thinking else self._of_content
             marker, place = markers.find(source.text)
             if not marker:
-                place = len(source.text) if source.over else len(source.text) - markers.held(source.text)
+                keeps_end = source.over and not source.cut
+                place = len(source.text) - (0 if keeps_end else markers.held(source.text))
             if marker and self.thinking:
                 self._marked_at = self._num_chars - len(source.text) + place
             source.at = place
@@ -156,6 +169,7 @@ class Reader:
             if marker:
                 yield from self._read_marked(marker)
             elif source.over:
+                self._drop_all()
                 self._add("content", self._content.rest())
                 return
             else:
@@ -174,6 +188,8 @@ class Reader:
         if not source.text or not self.thinks or (self.thinking and self._think[0] == self._think[-1]):
             return False
         if not (yield from source.skip(self._think[0])):
+            if source.cut and source.ran_out:
+                self._drop_all()
             return False
         source.drop()
         self.thinking = self._content.after_markup = True
@@ -186,7 +202,10 @@ class Reader:
             return False
         if not source.text.startswith(family.bare):
             return False
+        source.ran_out = False
         found = yield from family.read(source, self, family.bare)
+        if source.ran_out and (found or (source.cut and self._calls.choice == "required")):
+            self._drop_all()
         read = source.drop()
         if not found:
             self._say(read)
@@ -201,11 +220,18 @@ class Reader:
             self.thinking, self._content.after_markup = False, True
             return
         assert self._family is not None
-        was_thinking = self.thinking
+        was_thinking, source.ran_out = self.thinking, False
         found = yield from self._family.read(source, self, marker)
+        if source.ran_out and (found or source.cut):
+            self._drop_all()
         read, self.thinking = source.drop(), was_thinking
         if not found:
             self._say(read)
+
+    def _drop_all(self) -> None:
+        """Forget the rest of the answer: markup that it did not finish."""
+        self._source.at = len(self._source.text)
+        self._source.drop()
 
     def _say(self, text: str) -> None:
         """Add text that is content or reasoning."""

@@ -19,13 +19,17 @@ _SPACES: Final = frozenset(SPACE)
 class Source:
     """The text that is not settled yet. What is before `at` has been read."""
 
-    __slots__ = ("at", "over", "text")
+    __slots__ = ("at", "cut", "over", "ran_out", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.over = False
         """No more text will come."""
+        self.cut = False
+        """The limit of its length ended the answer."""
+        self.ran_out = False
+        """A parser needed more text than there was."""
 
     def drop(self) -> str:
         """Forget what has been read; return it."""
@@ -36,6 +40,7 @@ class Source:
         """Wait for *count* characters; say whether there are as many."""
         while len(self.text) - self.at < count:
             if self.over:
+                self.ran_out = True
                 return False
             yield
         return True
@@ -62,6 +67,7 @@ class Source:
         start = self.at
         while (place := self.text.find(end, start)) < 0:
             if self.over:
+                self.ran_out = True
                 return None
             start = max(self.at, len(self.text) - len(end) + 1)
             yield
@@ -112,6 +118,6 @@ class Family(Protocol):
     def read(self, source: Source, sink: Sink, marker: str) -> Steps[bool]:
         """Read calls behind *marker*, which is read already; say whether there was one. `bare` is to be read.
 
-        If there was none, what has been read is text.
+        If there was none, what has been read is text. If the answer ended within a call, `Source.ran_out` says so.
         """
         ...

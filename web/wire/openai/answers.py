@@ -119,7 +119,7 @@ class Choice:
     def finish(self, finished: Finished) -> Sequence[Piece]:
         """Say how it ended; return the last pieces of an answer with markup."""
         self.finished = finished
-        return () if self.reader is None else self._kept(self.reader.finish())
+        return () if self.reader is None else self._kept(self.reader.finish(cut=finished.reason == "length"))
 
     def _kept(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Add *pieces*; return those that the client sees."""
@@ -132,15 +132,22 @@ class Choice:
                 case "reasoning":
                     self.reasoning.append(piece.text)
                 case "call":
-                    self.calls.append(Call(self._call_id(piece.call), piece.text))
+                    self.calls.append(Call(self._call_id(piece), piece.text))
                 case "arguments":
                     self.calls[piece.call].arguments.append(piece.text)
         return pieces
 
-    def _call_id(self, call: int) -> str:
-        """Return the id of a call, the same for every reader. Mistral's templates take ids of nine characters alone."""
-        assert self.reader is not None
-        digest = hashlib.blake2b(f"{self.uid}/{call}".encode(), digest_size=12).hexdigest()
+    def _call_id(self, call: Piece) -> str:
+        """Return the id of a call, the same for every reader.
+
+        Mistral's templates take ids of nine characters alone. Kimi's write the id where the model wrote the name
+        and the number of a call in the conversation.
+        """
+        assert self.reader is not None and self.chat is not None
+        if self.reader.format == "kimi_k2":
+            before = sum(len(message.get("tool_calls") or ()) for message in self.chat.request.messages)
+            return f"functions.{call.text}:{before + call.call}"
+        digest = hashlib.blake2b(f"{self.uid}/{call.call}".encode(), digest_size=12).hexdigest()
         return digest[:9] if self.reader.format == "mistral" else f"call_{digest}"
 
     def usage(self) -> dict[str, Any]:

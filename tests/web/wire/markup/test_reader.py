@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -13,6 +13,7 @@ from selection import by_night
 
 from pipeline.events import Calls, Markup
 from pipeline.markup import ToolFormat
+from stages.tokenize.markup import MARKERS
 from web.wire.markup.reader import Piece, Reader, tools_of
 
 TOOLS = [
@@ -56,17 +57,20 @@ def read(answer: Written, portions: Iterable[str]) -> list[Piece]:
     return joined([*pieces, *reader.finish()])
 
 
-def told(text: str, markup: Markup, calls: Calls | None = None) -> list[tuple[str, str]]:
-    """Return the kinds and the texts of what a reader finds in *text*, whichever way that is divided."""
+def told(text: str, markup: Markup, calls: Calls | None = None, *, cut: bool = False) -> list[tuple[str, str]]:
+    """Return the kinds and the texts of what a reader finds in *text*, whichever way that is divided.
+
+    *cut*: the limit of its length ended the answer, which is then read whole and character by character alone.
+    """
 
     def of(portions: Sequence[str]) -> list[Piece]:
         reader = Reader(markup, calls or Calls(), tools_of(TOOLS))
         pieces = [piece for portion in portions for piece in reader.take(portion, 1)]
-        return joined([*pieces, *reader.finish()])
+        return joined([*pieces, *reader.finish(cut=cut)])
 
     whole = of([text])
     assert of(text) == whole, "character by character"
-    for place in range(1, len(text)):
+    for place in range(1, 0 if cut else len(text)):
         assert of([text[:place], text[place:]]) == whole, place
     return [piece[:2] for piece in whole]
 
@@ -138,8 +142,12 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
      [*call("find", '{"n": 1'), *content("!")]),
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": "1</tool_call>', call("find", '{"n": "1</tool_call>')),
     ("hermes", '<tool_call>{"name": "find", "arguments": {"n": [1', call("find", '{"n": [1')),
-    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1</tool_c', call("find", '{"n": 1</tool_c')),
-    ("hermes", '<tool_call>{"name": "find", "arguments": ', call("find", "{}")),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1</tool_c', call("find", '{"n": 1')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": ', call("find", "")),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"n\\": 1', call("find", '{"n": 1')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"n\\": \\"\\ud83d\\ude4', call("find", '{"n": "')),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "', call("find", "")),
+    ("hermes", f"{FIND.removesuffix('ool_call>')}", FOUND),
     ("hermes", "<tool_call>{'name': 'find'}</tool_call>", content("<tool_call>{'name': 'find'}</tool_call>")),
     # what only looks like a call
     ("hermes", '<tool_call>{"name": "fin', content('<tool_call>{"name": "fin')),
@@ -158,7 +166,7 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("qwen3_coder", "<tool_call><function=stop><parameter=x>1</parameter>", call("stop", '{"x": "1"')),
     ("qwen3_coder", "<tool_call><function=stop><parameter=x", call("stop", "")),
     ("qwen3_coder", "<tool_call><function=find><parameter=what>a\nb\n</param",
-     call("find", '{"what": "a\\nb\\n</param')),
+     call("find", '{"what": "a\\nb')),
     ("qwen3_coder", "<tool_call><function=find><parameter=n>12</param", call("find", "")),
     ("qwen3_coder", "<tool_call><function=find></tool_call>", call("find", "{}")),
     ("qwen3_coder", "<tool_call><function=find>then</function>", [*call("find", "{}"), *content("then</function>")]),
@@ -204,7 +212,8 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("mistral", '[TOOL_CALLS]find[ARGS]{"n": [[TOOL_CALLS]stop[ARGS]{}',
      [*call("find", '{"n": ['), *call("stop", "{}")]),
     ("pythonic", "[find(n=1)", FOUND),
-    ("pythonic", "[find(n=1), ", [*FOUND, *content(", ")]),
+    ("pythonic", "[find(n=1), ", FOUND),
+    ("pythonic", "[find(n=1), 5]", [*FOUND, *content(", 5]")]),
     ("pythonic", "[find(n=1, what='a", call("find", '{"n": 1')),
     ("pythonic", "[find(n=1,)]", FOUND),
     ("pythonic", "[find(,)]", call("find", "{}")),
@@ -218,6 +227,34 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("pythonic", "[seek(n=1)]", content("[seek(n=1)]")),
     ("pythonic", "<|python_start|>[seek(n=1)]<|python_end|>", content("<|python_start|>[seek(n=1)]<|python_end|>")),
     ("pythonic", "So [find(n=1)]", content("So [find(n=1)]")),
+    ("lfm2", "<|tool_call_start|>[find(what='a b')]<|tool_call_end|> So.",
+     [*call("find", '{"what": "a b"}'), *content("So.")]),
+    ("lfm2", "[find(n=1)]", content("[find(n=1)]")),
+    ("glm", "<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", FOUND),
+    ("glm", "<tool_call>find\n<arg_key>what</arg_key>\n<arg_value>\na\n</arg_value>\n</tool_call> ok",
+     [*call("find", '{"what": "\\na\\n"}'), *content("ok")]),
+    ("glm", "<tool_call>find\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>", call("find", '{"n": 1')),
+    ("glm", "<tool_call>find\n<arg_key>n</arg_key>\nno", [*call("find", ""), *content("no")]),
+    ("glm", "<tool_call>find\n<arg_key>n", call("find", "")),
+    ("glm", "<tool_call> is a tag.", content("<tool_call> is a tag.")),
+    ("glm", "<tool_call>find it</tool_call>", content("<tool_call>find it</tool_call>")),
+    ("kimi_k2", '<|tool_call_begin|>find<|tool_call_argument_begin|>{"n": 1}', FOUND),
+    ("kimi_k2", '<|tool_call_begin|>functions.find:12<|tool_call_argument_begin|>{"n": 1<|tool_call_end|>!',
+     [*call("find", '{"n": 1'), *content("!")]),
+    ("kimi_k2", "<|tool_call_begin|>functions.a.b:2<|tool_call_argument_begin|> <|tool_call_end|>", call("a.b", "{}")),
+    ("kimi_k2", "<|tool_calls_section_begin|> none", content("<|tool_calls_section_begin|> none")),
+    ("kimi_k2", "<|tool_call_begin|>find{}", content("<|tool_call_begin|>find{}")),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n{"n": 1}', FOUND),
+    ("deepseek", '<｜tool▁call▁begin｜>find<｜tool▁sep｜>{"n": 1<｜tool▁call▁end｜>!',
+     [*call("find", '{"n": 1'), *content("!")]),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": [\n```<｜tool▁call▁end｜>!',
+     [*call("find", '{"n": [\n'), *content("!")]),
+    ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"n": 1}', call("function", '{"n": 1}')),
+    ("deepseek", "<｜tool▁call▁begin｜>find<｜tool▁sep｜>1", content("<｜tool▁call▁begin｜>find<｜tool▁sep｜>1")),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}}', FOUND),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}<|tools_suffix|>!', [*FOUND, *content("!")]),
+    ("apertus", '<|tools_prefix|>[{"find": {"n": 1}}, 5]', [*FOUND, *content(", 5]")]),
+    ("apertus", "<|tools_prefix|>[]", content("<|tools_prefix|>[]")),
 )  # fmt: skip
 """What models write amiss, and what is made of it: a call as far as it is one, else content."""
 
@@ -227,6 +264,96 @@ def test_what_is_written_amiss_is_a_call_as_far_as_it_is_one_and_else_content(
     family: ToolFormat, text: str, expected: list[tuple[str, str]]
 ) -> None:
     assert told(text, Markup(tools=family)) == expected
+
+
+CALLS: Mapping[ToolFormat, str] = {
+    "hermes": f'So {FIND}\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>',
+    "qwen3_coder": "So <tool_call>\n<function=find>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"n": 1}}; {"name": "stop", "parameters": {}}',
+    "mistral": 'So [TOOL_CALLS]find[CALL_ID]abc12DEF9[ARGS]{"n": 1}[TOOL_CALLS] [{"name": "stop", "arguments": {}}]',
+    "pythonic": "<|python_start|>[find(n=1), stop()]<|python_end|>",
+    "lfm2": "So <|tool_call_start|>[find(n=1), stop()]<|tool_call_end|>",
+    "glm": "So <tool_call>find\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>stop\n</tool_call>",
+    "kimi_k2": "So <|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+    '{"n": 1}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "deepseek": 'So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": 1}\n```'
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "apertus": 'So <|tools_prefix|>[{"find": {"n": 1}}, {"stop": {}}]<|tools_suffix|>',
+}
+"""Two calls, of `find` with n=1 and of `stop` without arguments. Before them is `So`, or nothing."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_is_cut_anywhere_shows_no_part_of_a_marker_and_as_much_of_its_calls_as_came(
+    family: ToolFormat,
+) -> None:
+    text = CALLS[family]
+    begun = text.index("<" if "<" in text else "[")
+    for place in range(1, len(text) + 1):
+        said = told(text[:place], Markup(tools=family), cut=True)
+        shown = "".join(piece for kind, piece in said if kind == "content")
+        assert shown.strip() == text[: min(place, begun)].strip(), text[:place]
+        calls = _calls_of(said)
+        assert [name for name, _ in calls] == ["find", "stop"][: len(calls)], text[:place]
+        for (_, arguments), whole in zip(calls, ('{"n": 1}', "{}"), strict=False):
+            assert whole.startswith(arguments), text[:place]
+        assert all(arguments == '{"n": 1}' for _, arguments in calls[:-1])
+    assert calls == [("find", '{"n": 1}'), ("stop", "{}")]
+
+
+def _calls_of(said: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the names and the arguments of calls."""
+    calls: list[tuple[str, str]] = []
+    for kind, text in said:
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        ("hermes", "Let a <", content("Let a ")),
+        ("hermes", "Let a < b", content("Let a < b")),
+        ("hermes", "It is <b>", content("It is <b>")),
+        ("hermes", "<tool_call>\n", []),
+        ("hermes", '<tool_call>{"name": "fin', []),
+        ("hermes", '<tool_call>{"name": "find"', call("find", "")),
+        ("hermes", '<tool_call>{"name": "find"}', call("find", "{}")),
+        ("hermes", '<tool_call>{"name": "seek", "arguments": {"n": "<', call("seek", '{"n": "<')),
+        ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "fi', []),
+        ("hermes", "<tool_call>{'name': 'fi", content("<tool_call>{'name': 'fi")),
+        ("hermes", "<thi", []),
+        ("hermes", "<think>Well. </thi", [("reasoning", "Well.")]),
+        ("hermes", "<think>Well. <tool_call>{", [("reasoning", "Well.")]),
+        ("mistral", "[TOOL_CALLS]find", []),
+        ("mistral", "[TOOL_CALLS]find[ARGS]", call("find", "")),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": [', call("find", '{"n": [')),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"n": 1[TOOL', call("find", '{"n": 1')),
+        ("qwen3_coder", "<tool_call>\n<function=find>\n<", call("find", "")),
+        ("qwen3_coder", "<function=fin", []),
+        ("llama3_json", '{"name": "find"', call("find", "")),
+        ("llama3_json", '{"name": "find", "age": ', content('{"name": "find", "age": ')),
+        ("llama3_json", '{"name": "Fi', content('{"name": "Fi')),
+        ("pythonic", "[fi", content("[fi")),
+    ],
+)  # fmt: skip
+def test_what_begins_a_call_and_is_cut_is_left_out_until_its_name_is_there(
+    family: ToolFormat, text: str, expected: list[tuple[str, str]]
+) -> None:
+    assert told(text, Markup(tools=family, think=THINK), cut=True) == expected
+
+
+@pytest.mark.parametrize(("family", "text"), [("llama3_json", '{"name": "Fi'), ("pythonic", "[fi")])
+def test_a_required_call_without_a_marker_is_left_out_too_until_its_name_is_there(
+    family: ToolFormat, text: str
+) -> None:
+    assert told(text, Markup(tools=family), Calls(choice="required"), cut=True) == []
 
 
 def reasoning(text: str) -> list[tuple[str, str]]:
@@ -315,6 +442,7 @@ def test_no_text_is_too_odd_for_a_reader(family: ToolFormat) -> None:
         "<|python_tag|>",
         "<function=find>",
         "<parameter=n>",
+        *(marker for name in ("lfm2", "glm", "kimi_k2", "deepseek", "apertus") for marker in MARKERS[name]),
     ]
     scraps += [
         '{"name": "find", ',
@@ -360,6 +488,9 @@ def test_a_long_answer_that_looks_like_calls_all_along_is_read_to_its_end(family
         "[TOOL_CALLS] [",
         '{"name": "find", "x": ',
         "[find(n=[",
+        '<|tool_call_begin|>find:0<|tool_call_argument_begin|>{"a',
+        '<|tools_prefix|>[{"a": {"b": ',
+        "<tool_call>find<arg_key>a",
         "[[",
         " \n",
     )
