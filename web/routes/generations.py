@@ -18,7 +18,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.live.turns import Turns
 from web.routes.access import caller, place
-from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
+from web.routes.answers import error_response, json_pieces, name_ignored, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -46,6 +46,9 @@ class Asked(Protocol):
 
     @property
     def unknown(self) -> tuple[str, ...]: ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
 
 
 TOO_MANY_HELD: Final = Failed(
@@ -139,6 +142,7 @@ async def answer(
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
     name_unknown(response, asked.unknown)
+    name_ignored(response, asked.ignored)
     return response
 
 
