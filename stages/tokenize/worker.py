@@ -454,6 +454,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
         worker.slot_lease = slot_lease
         worker.forget()
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
+        checker.start()
         follow(
             log,
             inbox,
