@@ -249,8 +249,12 @@ def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
 
 @pytest.mark.parametrize("template", ["hermes", "qwen3_coder", "pythonic"])
 def test_many_tools_with_long_descriptions_can_be_required(family: GetFamily, template: str) -> None:
-    told = {"title": "A title", "description": "d" * 200, "default": None}
-    schemas = [{"type": "string"}, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"enum": ["a", "b"]}]
+    told: dict[str, Any] = {"title": "A title", "description": "d" * 200, "default": None}
+    schemas: list[dict[str, Any]] = [
+        {"type": "string"},
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        {"enum": ["a", "b"]},
+    ]
     properties = {f"parameter_{n}": schemas[n % 3] | told for n in range(4)}
     parameters = {"type": "object", "description": "e" * 200, "properties": properties, "required": ["parameter_0"]}
     tools = [tool(f"tool_{number}", parameters, strict=True) for number in range(80)]

@@ -56,7 +56,8 @@ def test_numbers_in_values_and_in_unknown_keywords_are_taken_too() -> None:
     asked = parse_generate(f'{{"text": "a", "sampling_params": {{"json_schema": {schema}}}}}'.encode())
     assert isinstance(asked, SGLangRequest)
     assert asked.ignored == tuple(f"sampling_params.json_schema.{name}" for name in ("default", "enum", "x-most"))
-    assert asked.sampling.json_schema.value == {"not": [1], "items": [{}]}
+    schema_of_answer = asked.sampling.json_schema
+    assert schema_of_answer is not None and schema_of_answer.value == {"not": [1], "items": [{}]}
 
 
 def test_a_schema_with_long_descriptions_is_taken() -> None:
