@@ -88,6 +88,7 @@ class _Reducer:
                 continue
             kept[name] = mapped(name, value, self.reduce, (*at, name))
         _drop_idle(kept)
+        _name_properties(kept)
         if at in self.unions.exclusive:
             kept = _with_any_of(kept)
         if tags := sorted(self.unions.tags.get(at, set())):
@@ -144,6 +145,22 @@ def _allows_each_text(schema: Any) -> bool:
     types = schema.get("type", "string")
     idle = all(name in ("type", "$schema") or (name == "minLength" and _is(one, 0)) for name, one in schema.items())
     return idle and (types == "string" or (isinstance(types, list) and "string" in types))
+
+
+def _name_properties(kept: dict[str, Any]) -> None:
+    """Say with `properties` or `patternProperties` what `propertyNames` says, if it lists names or has a pattern."""
+    names, others = kept.get("propertyNames"), kept.get("additionalProperties", True)
+    if not isinstance(names, dict) or others is False or {"properties", "patternProperties"} & set(kept):
+        return
+    match {name: value for name, value in names.items() if (name, value) != ("type", "string")}:
+        case {"enum": list(listed), **more} if not more:
+            named = {"properties": {name: others for name in listed if isinstance(name, str)}}
+        case {"pattern": str(pattern), **more} if not more:
+            named = {"patternProperties": {pattern: others}}
+        case _:
+            return
+    del kept["propertyNames"]
+    kept.update(named, additionalProperties=False)
 
 
 def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def test_keywords_that_bind_no_value_are_left_out(idle: dict[str, Any]) -> None:
 
 
 BINDING: list[tuple[dict[str, Any], str]] = [
-    ({"propertyNames": {"enum": ["a"]}}, "propertyNames"),
+    ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+    ({"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
     ({"unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"uniqueItems": True}, "uniqueItems"),
     ({"contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
@@ -78,6 +79,16 @@ def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(binding: dict
     schema = {"$defs": {"unused": {"not": {}}, "node": {"type": ["object", "array"], **binding}}}
     told = refused(schema | {"type": "array", "items": {"$ref": "#/$defs/node"}})
     assert f"`{name}`" in told and " in `$defs.node` " in told and "remove" in told
+
+
+def test_a_record_has_the_names_that_its_keys_allow() -> None:
+    keys = {"type": "string", "enum": ["a", "b"]}
+    record = {"type": "object", "propertyNames": keys, "additionalProperties": {"type": "integer"}, "required": ["a"]}
+    assert accepts(record, {"a": 1, "b": 2}) and accepts(record, {"a": 1})
+    assert not any(accepts(record, value) for value in ({"a": 1, "c": 2}, {"b": 2}, {"a": "1"}))
+    patterned = {"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}}
+    assert accepts(patterned, {"x1": None, "x2": []}) and accepts(patterned, {})
+    assert not accepts(patterned, {"x": None}) and not accepts(patterned, {"x12": None})
 
 
 def test_names_of_properties_and_values_are_no_keywords() -> None:
