@@ -17,7 +17,7 @@ from pipeline.json_schema import Path, mapped
 
 TYPES: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
 OBJECT: Final = frozenset({"object"})
-MOST_CASES: Final = 256
+MOST_CASES: Final = 64
 """Cases of one schema that are told apart."""
 DEEPEST: Final = 4
 """Properties of properties that are compared."""
@@ -120,9 +120,13 @@ class _Reader:
         members = [
             _product(outer, self._cases((*at, "oneOf", str(place)), one)) for place, one in enumerate(schema["oneOf"])
         ]
-        objects = [place for place, cases in enumerate(members) if all(case.types <= OBJECT for case in cases)]
+        objects = [
+            place for place, cases in enumerate(members) if cases and all(case.types <= OBJECT for case in cases)
+        ]
+        valued = [place for place, cases in enumerate(members) if all(case.values is not None for case in cases)]
         tag = self._tag([members[place] for place in objects])
-        why = self._overlap(members, frozenset(objects) if tag else frozenset())
+        told = {*(objects if tag else ()), *(valued if _have_own_values([members[place] for place in valued]) else ())}
+        why = self._overlap(members, told)
         if why:
             found.overlapping[at] = why
             return
@@ -132,9 +136,9 @@ class _Reader:
             if tag not in case.required:
                 found.tags.setdefault(place, set()).add(tag)
 
-    def _overlap(self, members: list[list[_Case]], tagged: frozenset[int]) -> str:
-        """Return why two members may overlap; empty: none do. The *tagged* ones exclude each other."""
-        for first, second in _pairs(len(members), tagged):
+    def _overlap(self, members: list[list[_Case]], told: set[int]) -> str:
+        """Return why two members may overlap; empty: none do. Those that are *told* apart exclude each other."""
+        for first, second in _pairs(len(members), told):
             for one in members[first]:
                 for other in members[second]:
                     if not self._excludes(one, other, 0):
@@ -238,13 +242,18 @@ def _product(some: list[_Case], others: list[_Case]) -> list[_Case]:
     return [_Case(one.parts + other.parts) for one in some for other in others]
 
 
-def _pairs(num: int, tagged: frozenset[int]) -> Iterator[tuple[int, int]]:
+def _pairs(num: int, told: set[int]) -> Iterator[tuple[int, int]]:
     """Yield the pairs of members to compare."""
-    free = [place for place in range(num) if place not in tagged]
-    for one in free:
+    for one in (place for place in range(num) if place not in told):
         for other in range(num):
-            if one < other or other in tagged:
+            if one < other or other in told:
                 yield min(one, other), max(one, other)
+
+
+def _have_own_values(members: list[list[_Case]]) -> bool:
+    """Return whether no two of these members have a value in common."""
+    values = [frozenset[Any]().union(*(case.values or () for case in cases)) for cases in members]
+    return sum(map(len, values)) == len(frozenset[Any]().union(*values))
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[tuple[str, Any]] | None:

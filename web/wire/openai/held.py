@@ -55,7 +55,8 @@ def _is_held(value: object) -> bool:
         elif isinstance(one, int):
             if not -INT64_MAX - 1 <= one <= INT64_MAX:
                 return False
-        elif isinstance(one, float) and math.isinf(one):
+        elif isinstance(one, float) and not math.isfinite(one):
+            if math.isnan(one):  # this is no JSON
+                kept_exactly(one)
             return False
-    kept_exactly(value)  # NaN is left: no JSON
     return True
