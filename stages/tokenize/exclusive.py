@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
-from pipeline.json_schema import Path, mapped
+from pipeline.json_schema import OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, mapped
 
 TYPES: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
 OBJECT: Final = frozenset({"object"})
+PLACES: Final = OF_A_SCHEMA | OF_SCHEMAS | OF_NAMED_SCHEMAS | {"components"}
+"""Keywords with schemas that are reduced. What is elsewhere stays as it is, so no tag can be required there."""
 MOST_CASES: Final = 64
 """Cases of one schema that are told apart."""
 DEEPEST: Final = 4
@@ -229,6 +231,8 @@ class _Reader:
 
     def _target(self, reference: str) -> list[_Case]:
         at = segments(reference)
+        if at and at[0] not in PLACES:
+            return [_Case(())]
         found: Any = self.root
         for step in at or ():
             found = found.get(step) if isinstance(found, dict) else None

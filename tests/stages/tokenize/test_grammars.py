@@ -271,9 +271,9 @@ def test_of_the_json_schema_test_suite_each_group_is_refused_by_name_or_enforced
                 if not is_right and not test["valid"]:
                     accepted.append((file.name, group["description"], test["description"]))
     assert accepted == []
-    assert judged["right"] >= 580, judged
+    assert judged["right"] >= 690, judged
     # Valid and rejected: other orders of members, 1.0 for 1, and texts against their format, which is only a remark.
-    assert judged["wrong"] <= 22 and judged["refused"] <= 196 and not judged["refused without a reason"], judged
+    assert judged["wrong"] <= 22 and judged["refused"] <= 173 and not judged["refused without a reason"], judged
 
 
 def chain(of: str, num: int) -> tuple[Literal["json", "grammar"], Any]:

@@ -232,6 +232,17 @@ def test_members_that_may_overlap_are_refused_with_the_place_and_the_reason(memb
     assert told.startswith("`properties.a.oneOf`: its ") and why in told and "use anyOf" in told
 
 
+@pytest.mark.parametrize(("place", "is_followed"), [("$defs", True), ("components/schemas", True), ("later", False)])
+def test_a_tag_is_required_wherever_its_union_is_followed(place: str, is_followed: bool) -> None:
+    members = {name: {"type": "object", "properties": {"t": {"const": name, "default": name}}} for name in ("a", "b")}
+    where: dict[str, Any] = {"components": {"schemas": members}} if "/" in place else {place: members}
+    schema = reduced(where | {"oneOf": [{"$ref": f"#/{place}/{name}"} for name in members]})
+    assert ("anyOf" in schema) is is_followed
+    for step in place.split("/"):
+        schema = schema[step]
+    assert (schema["a"].get("required") == schema["b"].get("required") == ["t"]) is is_followed
+
+
 def test_a_one_of_beside_an_any_of_is_followed_too() -> None:
     schema = {"anyOf": [{"maxLength": 1}, {"const": "long"}], "oneOf": [{"type": "string"}, {"type": "null"}]}
     assert accepts(schema, "a") is False and accepts(schema, '"a"') and accepts(schema, '"long"')
