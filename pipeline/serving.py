@@ -13,6 +13,8 @@ from typing import Literal
 
 import orjson
 
+from pipeline.vocabulary import token_files
+
 
 @dataclass(frozen=True, slots=True)
 class Serving:
@@ -90,7 +92,7 @@ class Served:
 def tokenizer_fingerprint(folder: Path) -> str:
     """Return 16 hex digits that identify the tokenizer of a model folder: all bytes of the files that define it."""
     digest = sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (*token_files(folder), "chat_template.jinja"):
         path = folder / name
         digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()[:16]

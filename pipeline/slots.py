@@ -86,6 +86,10 @@ class Status(Value):
     value of its own."""
     fingerprint: str = ""
     """Identifies an engine's weights, or a tokenizer."""
+    bos: str = ""
+    """The text of the token that a tokenizer puts before a prompt; empty: it puts none."""
+    has_chat_template: bool = True
+    """Whether a tokenizer has one."""
     numerics: str = ""
     """How an engine computes, as in `Admitted`."""
     batch_invariant: bool = False

@@ -90,7 +90,7 @@ class Field:
 
 FIELDS = (
     Field(
-        "max_completion_tokens", "whole number from 1", "rest of the context",
+        "max_completion_tokens", "whole number from 1, or -1", "rest of the context",
         GREEDY, 5, lambda a, b: b.token_ids == a.token_ids[:5] and b.reason == "length", 0,
     ),
     Field(
@@ -109,8 +109,8 @@ FIELDS = (
         lambda a, b: a.num_tokens == 1 and b.num_tokens == 7 and 50 not in b.token_ids[:6], -1,
     ),
     Field(
-        "stop", "a text of up to 1,024 characters, or up to 16", "none",
-        GREEDY, None, lambda a, b: a.text.startswith(b.text) and b.text != a.text and b.reason == "stop", "",
+        "stop", "a text of up to 1,024 characters, or up to 128", "none",
+        GREEDY, None, lambda a, b: a.text.startswith(b.text) and b.text != a.text and b.reason == "stop", [""],
         lambda said: {"stop": said.text[3:5]},
     ),
     Field(
@@ -129,8 +129,8 @@ FIELDS = (
         {**WILD, "temperature": 0}, 1.5, lambda a, b: a.token_ids != b.token_ids, 2.1,
     ),
     Field(
-        "top_p", "above 0, at most 1", "the model's, else 1",
-        WILD, 1e-9, lambda a, b: a.token_ids != b.token_ids, 0,
+        "top_p", "0 to 1", "the model's, else 1",
+        WILD, 0, lambda a, b: a.token_ids != b.token_ids, -0.1,
     ),
     Field(
         "top_k", "whole number from -1", "the model's, else 0",

@@ -41,6 +41,7 @@ from pipeline.slots import Phase, Status
 from stages.tokenize.worker import MOST_ANSWERED
 
 MODELS = ("org/demo", "demo")
+BOS = "<s>"
 CONTEXT = 128
 NUMERICS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2"
 RENEW_S = 3.0
@@ -66,6 +67,7 @@ class Stages:
 
     def __init__(self, url: str, sampling_defaults: Mapping[str, int | float] | None = None) -> None:
         """*sampling_defaults*: what the engine's model recommends."""
+        self.has_chat_template = True
         self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
         self._scene = Scene(self.log)
@@ -88,6 +90,8 @@ class Stages:
                 served = {"models": MODELS, "context": CONTEXT, "sampling_defaults": self.sampling_defaults}
                 how = {"numerics": NUMERICS, "batch_invariant": True}
                 status = status.model_copy(update=served | how)
+            if stage == TOKENIZE:
+                status = status.model_copy(update={"bos": BOS, "has_chat_template": self.has_chat_template})
             assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
     def take_in(self) -> list[tuple[str, Submitted]]:

@@ -20,6 +20,7 @@ from pipeline.names import STAGES
 
 LONG = by_night(800, 1200)
 """Tokens of an answer that is long enough to be disturbed."""
+IDS = {"x-minisgl-event-ids": "1"}
 PROMPTS = tuple(f"Tell me story number {number}." for number in range(4))
 
 
@@ -44,7 +45,7 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+            with httpx.stream("POST", self._url, json=self._body, headers=IDS, timeout=120) as response:
                 self.uid = response.headers["x-minisgl-uid"]
                 self.lines += [f"HTTP {response.status_code}"] if response.status_code != 200 else []
                 for line in response.iter_lines():

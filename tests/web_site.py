@@ -22,6 +22,8 @@ from web.origins import Origins
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
+IDS = {"x-minisgl-event-ids": "1"}
+"""The header of a client that wants ids in its stream."""
 
 
 def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -38,6 +40,7 @@ class Site:
         name: str = "web-0",
         *,
         disconnect_grace_s: float = 0.0,
+        strict_model_names: bool = False,
         max_log_bytes: int = 0,
         keys: Keys | None = None,
         origins: Origins | None = None,
@@ -51,6 +54,7 @@ class Site:
             self.log,
             self._say,
             disconnect_grace_s=disconnect_grace_s,
+            strict_model_names=strict_model_names,
             max_log_bytes=max_log_bytes,
             archive=archive,
         )
@@ -75,8 +79,8 @@ class Site:
     async def connection(
         self, body: dict[str, Any], headers: Mapping[str, str] | None = None, *, path: str = CHAT
     ) -> AsyncIterator[Any]:
-        """Send a request and leave at the end, whatever has been answered by then."""
-        given = {"content-type": "application/json", **(headers or {})}
+        """Send a request that wants ids, and leave at the end, whatever has been answered by then."""
+        given = {"content-type": "application/json", **IDS, **(headers or {})}
         async with self.client.request(path, method="POST", headers=given) as connection:
             await connection.send(json.dumps(body).encode())
             await connection.send_complete()
@@ -112,6 +116,7 @@ async def site(
     ready: bool = True,
     limits: RequestLimits = DEFAULT_LIMITS,
     disconnect_grace_s: float = 0.0,
+    strict_model_names: bool = False,
     max_log_bytes: int = 0,
     keys: Keys | None = None,
     origins: Origins | None = None,
@@ -127,6 +132,7 @@ async def site(
         limits,
         name,
         disconnect_grace_s=disconnect_grace_s,
+        strict_model_names=strict_model_names,
         max_log_bytes=max_log_bytes,
         keys=keys,
         origins=origins,

@@ -72,6 +72,15 @@ class ClientConfig:
             "delay other requests by 50 ms for each 4 MiB"
         ),
     )
+    strict_model_names: bool = flag(
+        "--strict-model-names",
+        default=False,
+        parse=yes_or_no,
+        help=(
+            "refuse a request whose `model` is not a served name with 404; no: the model that is there answers it, and "
+            "the header x-minisgl-model has its name"
+        ),
+    )
     trusted_proxies: tuple[str, ...] = flag(
         "--trusted-proxies",
         default=(),

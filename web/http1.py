@@ -21,6 +21,7 @@ LEAST_CHUNK: Final = 64
 MOST_AHEAD_BYTES: Final = 4 << 10
 """Of the next requests, no more is taken while one is being answered: a few small ones."""
 _URL: Final = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
+_SLASHES: Final = re.compile(rb"//+")
 _VERSIONS: Final = (b"1.0", b"1.1")
 _ENDS: Final = (b"\n\r\n", b"\n\n")
 """How h11 sees the end of a head."""
@@ -93,7 +94,8 @@ class Requests(h11.Connection):
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
         self._is_too_large = int(headers.get(b"content-length", 0)) > self._max_body_bytes
-        target = _URL.sub(b"", request.target, count=1) or b"/"
+        path, mark, query = (_URL.sub(b"", request.target, count=1) or b"/").partition(b"?")
+        target = _SLASHES.sub(b"/", path) + mark + query  # some clients join a base URL and a path so
         if not target.startswith(b"/") and target != b"*":
             raise h11.RemoteProtocolError("a path that does not begin with a slash")
         if target == request.target and b"upgrade" not in headers:

@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,8 @@ EXIT_HARD: Final = 1
 BEAT_S: Final = 0.5
 YOUNG: Final = 5_000
 """Objects between two collections of the young ones. A step of many streams makes hundreds, which no cycle keeps."""
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long threads that fold histories may keep the interpreter from the loop, which asks for it in each turn."""
 COLLECT_EVERY_S: Final = 1.0
 COLLECT_SHARE: Final = 0.001
 """Most of the time that full collections of garbage take."""
@@ -166,10 +169,12 @@ async def _serve(
         log,
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
+        strict_model_names=config.clients.strict_model_names,
         max_log_bytes=config.clients.max_log_bytes or 0,
         measures=seat.measures,
         archive=config.archived.archive,
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _freeze()
     stop = asyncio.Event()
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")

@@ -29,6 +29,8 @@ LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 KEY: Final = "idempotency-key"
 """What is sent several times under one key is one request for a MiniSGL server."""
 UID: Final = "x-minisgl-uid"
+EVENT_IDS: Final = "x-minisgl-event-ids"
+"""Asks a MiniSGL server for ids in the stream, after which a broken one resumes."""
 UNKNOWN_FIELDS: Final = "x-minisgl-unknown-fields"
 NOT_NOW: Final = (502, 503, 504)
 BROKE: Final = Piece(" [the connection broke; reconnecting ..] ", "note")
@@ -125,11 +127,12 @@ class Server:
         Raises:
             Unanswered: The server refused it, or the stream broke and could not be resumed.
         """
-        key, has_begun, has_broken, trouble = {KEY: uuid.uuid4().hex}, False, False, "it ended too early"
+        headers = {KEY: uuid.uuid4().hex, EVENT_IDS: "1"}
+        has_begun, has_broken, trouble = False, False, "it ended too early"
         async with self._session(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)) as session:
             for wait_s in (*ASK_AGAIN_S, 0.0):
                 try:
-                    async with session.post(f"{self._url}/v1/chat/completions", json=body, headers=key) as response:
+                    async with session.post(f"{self._url}/v1/chat/completions", json=body, headers=headers) as response:
                         has_begun = response.status == 200
                         if not has_begun and not (has_broken and wait_s and response.status in NOT_NOW):
                             raise Unanswered(refusal_of(response.status, await response.read()))

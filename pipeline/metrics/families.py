@@ -110,6 +110,11 @@ PROMPT_TOKENS: Final = _of_engine(
 GENERATION_TOKENS: Final = _of_engine(
     "generation_tokens_total", "counter", "Tokens that an engine made. Tokens after a stop string count, too."
 )
+GENERATION_SPEED: Final = _of_engine(
+    "gen_throughput",
+    "gauge",
+    "Tokens per second that an engine made when it last had requests, over a second or all of a shorter time.",
+)
 NUM_PREEMPTIONS: Final = _of_engine(
     "num_preemptions_total", "counter", "How often a request gave its pages back for another one."
 )

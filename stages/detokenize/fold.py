@@ -7,7 +7,7 @@ Remembers the text state of every running request. What it does not know, or wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class _Request:
     """Of its text, where there is any; told with the first token."""
     text: IncrementalText
     stops: StopStrings
+    stop_tokens: Mapping[int, str]
+    """Stop strings that are special tokens, which have no text."""
     n: int
     marks: int
     """The k of the last event at n."""
@@ -73,7 +75,10 @@ class _Request:
         self.marks = 0
         if ends and not self.submitted.sampling.include_stop_str_in_output:
             return "", False
-        return self.stops.push(self.text.push(token), armed=self.n >= self.submitted.sampling.min_tokens)
+        armed = self.n >= self.submitted.sampling.min_tokens
+        if armed and token in self.stop_tokens:
+            return self.stops.end(self.text.flush(), self.stop_tokens[token]), True
+        return self.stops.push(self.text.push(token), armed=armed)
 
     def tail(self) -> str:
         """Return the text held back, at the end of the request."""
@@ -86,6 +91,7 @@ class DetokenizeFold:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._special = {decoder.piece(token): token for token in decoder.special_ids}
         self._automaton_of = functools.lru_cache(AUTOMATONS_KEPT)(StopAutomaton)
         # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
         self._requests: dict[str, _Request | None] = {}
@@ -174,10 +180,12 @@ class DetokenizeFold:
 
     def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
         sampling = submitted.sampling
-        decode = self._decoder.special
+        decode, stop_tokens = self._decoder.special, {}
         if sampling.skip_special_tokens:
             kept = tokenized.markup.tokens
             decode = self._decoder.keeping(kept) if kept else self._decoder.plain
+            named = {text: self._special[text] for text in sampling.stop if text in self._special}
+            stop_tokens = {token: text for text, token in named.items() if token not in kept}
         tells_prompt = submitted.presentation.tells_prompt or sampling.prompt_logprobs is not None
         return _Request(
             submitted=submitted if tells_prompt else submitted.model_copy(update={"prompt": "", "prompt_ids": ()}),
@@ -186,6 +194,7 @@ class DetokenizeFold:
             markup=None if tokenized.markup == Markup() else tokenized.markup,
             text=IncrementalText(decode, tokenized.token_ids),
             stops=StopStrings(self._automaton_of(sampling.stop), include=sampling.include_stop_str_in_output),
+            stop_tokens=stop_tokens,
             n=0,
             marks=2,
             admitted_ms=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 import orjson
 import structlog
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, Tokenized, decode
@@ -26,6 +27,7 @@ from pipeline.process.failpoints import failpoint, is_armed
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
 from pipeline.unreadable import DAMAGED, STREAMS, UnreadableEntries
+from pipeline.vocabulary import read_vocabulary
 from pipeline.walk import NOT_COMPUTED, Moment, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
@@ -370,16 +372,16 @@ def load_decoder(folder: Path) -> Decoder:
     """Return the decoder of a model folder. It needs only the tokenizers library.
 
     Raises:
-        ConfigError: tokenizer.json is broken.
+        ConfigError: One of its files is broken.
     """
+    vocabulary = read_vocabulary(folder)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception for a broken file
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
-
+    tokenizer.add_tokens([AddedToken(**dataclasses.asdict(token)) for token in vocabulary.beside])
     plain, special = (functools.partial(tokenizer.decode, skip_special_tokens=skip) for skip in (True, False))
-    ids = frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return Decoder(plain, special, token_text_of(tokenizer), ids)
+    return Decoder(plain, special, token_text_of(tokenizer), vocabulary.added.special)
 
 
 def serve(

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import orjson
 import structlog
 
 from pipeline.events import Failed
 from pipeline.grammars import brief, is_limit, parser_limits, start_with_stack
-from pipeline.spelling import Spelling
+from pipeline.vocabulary import read_vocabulary
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Words
 
@@ -118,14 +117,12 @@ class _Job:
 class Grammars:
     """The grammars of one engine. Its methods are for the engine's loop."""
 
-    def __init__(
-        self, tokenizer: Path, eos_ids: Sequence[int], vocab_size: int, *, compile_s: float = COMPILE_S
-    ) -> None:
-        """*tokenizer*: its file, which is read when the threads start. *eos_ids*, *vocab_size*: the model's own.
+    def __init__(self, folder: Path, eos_ids: Sequence[int], vocab_size: int, *, compile_s: float = COMPILE_S) -> None:
+        """*folder*: the model's, whose tokenizer is read when the threads start. *eos_ids*, *vocab_size*: its own.
 
         *compile_s*: see COMPILE_S.
         """
-        self._file, self._eos_ids, self._vocab_size = tokenizer, list(eos_ids), vocab_size
+        self._folder, self._eos_ids, self._vocab_size = folder, list(eos_ids), vocab_size
         self._compile_s = compile_s
         self._in_hand: dict[str, _Job] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -276,8 +273,8 @@ class Grammars:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                # From the file itself it takes four times as long, and no other thread runs meanwhile.
-                spelled = _Spelled.of(self._file, self._eos_ids[0], self._vocab_size)
+                # From tokenizer.json itself it takes four times as long, and no other thread runs meanwhile.
+                spelled = _Spelled.of(self._folder, self._eos_ids[0], self._vocab_size)
                 self._tokenizer = LLTokenizer(spelled, None, self._eos_ids)  # type: ignore[arg-type]
             return self._tokenizer
 
@@ -293,22 +290,16 @@ class _Spelled:
     is_tokenizer_wrapper: bool = True
 
     @classmethod
-    def of(cls, file: Path, eos_id: int, vocab_size: int) -> _Spelled:
-        """Read a tokenizer.json. It may have fewer tokens than the model, or more."""
-        plain = orjson.loads(file.read_bytes())
-        spelling, vocab, added = (
-            Spelling.of(plain.get("decoder")),
-            plain["model"]["vocab"],
-            plain.get("added_tokens", []),
-        )
-        if isinstance(vocab, list):  # of pieces and scores: Unigram
-            vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        tokens = [b""] * max(vocab_size, 1 + max((*vocab.values(), *(one["id"] for one in added))))
-        for piece, token in vocab.items():
-            tokens[token] = spelling.bytes_of(piece)
-        for one in added:
-            tokens[one["id"]] = b"\xff" + one["content"].encode()  # no text: a grammar must name it
-        return cls(tokens, eos_id, [one["id"] for one in added if one["special"]])
+    def of(cls, folder: Path, eos_id: int, vocab_size: int) -> _Spelled:
+        """Read the tokenizer of a model folder. It may have fewer tokens than the model, or more."""
+        vocabulary = read_vocabulary(folder)
+        pieces, added = vocabulary.pieces, vocabulary.added
+        tokens = [b""] * max(vocab_size, 1 + max((*pieces.values(), *added.ids.values())))
+        for piece, token in pieces.items():
+            tokens[token] = vocabulary.spelling.bytes_of(piece)
+        for content, token in added.ids.items():
+            tokens[token] = b"\xff" + content.encode()  # no text: a grammar must name it
+        return cls(tokens, eos_id, sorted(added.special))
 
     def __call__(self, text: str) -> list[int]:
         raise AssertionError("the model chooses all tokens (no_forcing)")

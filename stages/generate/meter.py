@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from pipeline.events import Admitted, EventRow, Preempted, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     CACHE_CONFIG,
+    GENERATION_SPEED,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
     NUM_PREEMPTIONS,
@@ -24,15 +27,27 @@ from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Schedule
 
+PERIOD_S: Final = 1.0
+"""Over at least so long the speed of an engine is measured, unless it is idle again before."""
+
 
 class EngineMeter:
     """Counts the steps of one engine."""
 
-    def __init__(self, measures: Measures, schedule: Schedule) -> None:
+    def __init__(
+        self, measures: Measures, schedule: Schedule, *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._measures = measures
         self._schedule = schedule
-        for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE):  # they may show the slot that this process held before
-            measures.set(gauge, 0)
+        self._clock_s = clock_s
+        self._since_s: float | None = None
+        """When the period began whose speed is measured; None: the engine is idle."""
+        self._num_made = 0
+        """Tokens since then."""
+        self._was_measured = False
+        """A period since the engine was idle."""
+        for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE, GENERATION_SPEED):
+            measures.set(gauge, 0)  # it may show the slot that this process held before
 
     def planned(self, marks: Sequence[StepRow]) -> None:
         """Count the look-ups in the prefix cache.
@@ -65,9 +80,25 @@ class EngineMeter:
         if figures.forward_ms:
             self._measures.observe(STEP_SECONDS, figures.forward_ms / 1000)
             self._measures.observe(STEP_TOKENS, tokens + figures.prefill_tokens)
+        self._measure_speed(tokens, goes_on=bool(figures.running or figures.waiting))
         self._measures.set(NUM_RUNNING, figures.running)
         self._measures.set(NUM_WAITING, figures.waiting)
         self._measures.set(KV_CACHE_USAGE, 1 - figures.free_pages / self._schedule.num_pages)
+
+    def _measure_speed(self, num_tokens: int, *, goes_on: bool) -> None:
+        """Note that a step made tokens. Those of the first one after idle time took a time that is not known."""
+        now_s = self._clock_s()
+        if self._since_s is None:
+            self._since_s, self._num_made, self._was_measured = now_s, 0, False
+            lasted_s = 0.0
+        else:
+            self._num_made += num_tokens
+            lasted_s = now_s - self._since_s
+        if lasted_s >= PERIOD_S or (lasted_s and not goes_on and not self._was_measured):
+            self._measures.set(GENERATION_SPEED, self._num_made / lasted_s)
+            self._since_s, self._num_made, self._was_measured = now_s, 0, True
+        if not goes_on:
+            self._since_s = None
 
 
 def measure_cache(measures: Measures, settings: Settings) -> None:

@@ -36,6 +36,7 @@ from stages.generate.loading import load_engine
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
 from stages.generate.meter import EngineMeter, measure_cache
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
+from stages.generate.model.ends import end_tokens
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.pace import Pace
@@ -377,7 +378,7 @@ class Loaded:
 
     def grammars(self, folder: Path) -> Grammars:
         """Return the grammars of an engine with the tokenizer of *folder*."""
-        return Grammars(folder / "tokenizer.json", self.eos_ids, self.settings.limits.vocab_size).started()
+        return Grammars(folder, self.eos_ids, self.settings.limits.vocab_size).started()
 
     def schedule(self, owner: Owner, serving: Serving, *, noted: bool = False) -> Schedule:
         """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context.
@@ -490,7 +491,7 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     engine = load_engine(config, spec, folder, settings, report)
     if settings.device.type == "cuda":
         settings = settings.with_pages(engine.num_pages)
-    return Loaded(engine, settings.with_fused(engine.fused), tuple(spec.eos_ids))
+    return Loaded(engine, settings.with_fused(engine.fused), end_tokens(folder, spec))
 
 
 def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:

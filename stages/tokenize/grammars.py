@@ -20,7 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import brief, is_limit, parser_limits
-from stages.tokenize.markup import AddedTokens
+from pipeline.vocabulary import AddedTokens
 from stages.tokenize.schemas import place_of, reduced, why_overlapping
 
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10

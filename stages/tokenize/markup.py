@@ -7,34 +7,22 @@ of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
+from pipeline.vocabulary import AddedTokens
+from stages.tokenize.shape import ANSWER, ARGUMENTS, TOOL, Shape, called, user
 
 if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
     from transformers import PreTrainedTokenizerFast
 
-QUESTION: Final = "probe question"
 THOUGHT: Final = "probe thought"
-ANSWER: Final = "probe answer"
-TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}, "required": ["probe_key"]},
-    },
-}
-CALL: Final = {
-    "id": "probe0001",  # Mistral's templates want nine letters and digits
-    "type": "function",
-    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
-}
 FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
     (
         "hermes",
@@ -80,23 +68,9 @@ THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<reasoning>", "</reasoning>"),
 )
 """What models write around thinking. Others are found where the template writes an old thought."""
+Render = Callable[..., str]
+"""As `Shape.rendered`, for one tokenizer."""
 _AROUND: Final = re.compile(rf"([<\[◁][^\s<>\[\]◁▷]+[>\]▷])\s*{THOUGHT}\s*([<\[◁][^\s<>\[\]◁▷]+[>\]▷])")
-
-
-@dataclass(frozen=True, slots=True)
-class AddedTokens:
-    """Tokens beside the vocabulary, by their text. A grammar must name them, because their text alone never is them."""
-
-    ids: Mapping[str, int]
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, listed: Iterable[Mapping[str, Any]]) -> AddedTokens:
-        """Return those that a tokenizer.json lists."""
-        known = list(listed)
-        return cls(
-            {one["content"]: one["id"] for one in known}, frozenset(one["id"] for one in known if one["special"])
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +84,19 @@ class Dialect:
     added: AddedTokens
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast, added: AddedTokens, tool_parser: str) -> Dialect:
-        """Find the dialect of a tokenizer's template. *tool_parser* says the format of calls, unless it is `auto`."""
+    def of(cls, tokenizer: PreTrainedTokenizerFast, shape: Shape, added: AddedTokens, tool_parser: str) -> Dialect:
+        """Find the dialect of a tokenizer's template, which takes conversations in this *shape*.
+
+        *tool_parser* says the format of calls, unless it is `auto`.
+        """
+        render = partial(shape.rendered, tokenizer)
         text, found = "", ""
         if tokenizer.chat_template is not None:
-            text, found = _format_of(tokenizer)
+            text, found = _format_of(render)
         if tool_parser != "auto":
             found = "" if tool_parser == "none" else tool_parser
         is_new = NAMED_ARGUMENTS in text if text else NAMED_ARGUMENTS in added.ids
-        think = _thinking_of(tokenizer) if tokenizer.chat_template is not None else ()
+        think = _thinking_of(render) if tokenizer.chat_template is not None else ()
         return cls(found, found == "mistral" and is_new, think, added)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
@@ -161,66 +139,45 @@ class Dialect:
         return closing.endswith(begin), closing.endswith(end)
 
 
-def _format_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ToolFormat]:
+def _format_of(render: Render) -> tuple[str, ToolFormat]:
     """Return what a template makes of a call, and the format of that; both empty if no format is found."""
-    for text in _rendered_calls(tokenizer):
+    for probe in called(ARGUMENTS):
+        text = render(probe, tools=[TOOL])
         for name, pattern in FORMATS:
             if found := pattern.search(text):
                 return found[0], name
     return "", ""
 
 
-def _rendered_calls(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    """Yield conversations with a tool call. Templates differ in what they want around it."""
-    answered = {"role": "tool", "content": ANSWER, "tool_call_id": CALL["id"], "name": "probe_tool"}
-    for content in ("", None):
-        called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
-        for after in ([], [answered]):
-            yield _rendered(tokenizer, [_user(), called, *after], tools=[TOOL])
-
-
-def _thinking_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | tuple[()]:
+def _thinking_of(render: Render) -> tuple[str, str] | tuple[()]:
     """Return what the model writes around its thinking; empty if the template shows none.
 
     A template shows it in one of three ways. It writes the thought of an old answer, it opens or closes thinking at the
     end of a prompt, or it removes the thought from the text of an old answer.
     """
-    for text in _rendered_thoughts(tokenizer):
+    for text in _rendered_thoughts(render):
         for begin, end in _AROUND.findall(text):
             if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END")):
                 return begin, end
     prompts = [
-        _rendered(tokenizer, [_user()], add_generation_prompt=True, **variables).rstrip()
+        render([user()], add_generation_prompt=True, **variables).rstrip()
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False})
     ]
     for begin, end in THINKING:
         if any(prompt.endswith((begin, end)) for prompt in prompts):
             return begin, end
         old = {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}
-        text = _rendered(tokenizer, [_user(), old, _user()])
+        text = render([user(), old, user()])
         if ANSWER in text and THOUGHT not in text:
             return begin, end
     return ()
 
 
-def _rendered_thoughts(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+def _rendered_thoughts(render: Render) -> Iterator[str]:
     """Yield conversations with a thought, in the ways that templates take one."""
     whole = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
-    called = {"role": "assistant", "content": "", "tool_calls": [CALL], **whole}
+    call = next(called(ARGUMENTS))[-1]
     chunks = [{"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]}, {"type": "text", "text": ANSWER}]
-    yield _rendered(tokenizer, [_user(), {"role": "assistant", "content": ANSWER, **whole}])
-    yield _rendered(tokenizer, [_user(), called], tools=[TOOL])  # some write only the thought before a call
-    yield _rendered(tokenizer, [_user(), {"role": "assistant", "content": chunks}])
-
-
-def _user() -> dict[str, str]:
-    return {"role": "user", "content": QUESTION}
-
-
-def _rendered(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return a conversation as text; empty if the template refuses it."""
-    try:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
-    except Exception:  # a template is a program and may raise anything; then it does not take this conversation
-        return ""
-    return str(text)
+    yield render([user(), {"role": "assistant", "content": ANSWER, **whole}])
+    yield render([user(), {**call, **whole}], tools=[TOOL])  # some write only the thought before a call
+    yield render([user(), {"role": "assistant", "content": chunks}])

@@ -19,10 +19,11 @@ from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Submitted
 from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
-from pipeline.spelling import Spelling
+from pipeline.vocabulary import read_vocabulary
 from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.description import description
-from stages.tokenize.markup import AddedTokens, Dialect
+from stages.tokenize.markup import Dialect
+from stages.tokenize.shape import Shape
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
@@ -63,7 +64,12 @@ class PromptEncoder:
     """The tokenizer of one model folder."""
 
     def __init__(self, folder: Path, tool_parser: str = "auto") -> None:
-        """*tool_parser*: see `MarkupConfig`."""
+        """*tool_parser*: see `MarkupConfig`.
+
+        Raises:
+            ConfigError: The folder has no tokenizer, or its chat template shows no message of a user.
+        """
+        vocabulary = read_vocabulary(folder)
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:
@@ -75,12 +81,15 @@ class PromptEncoder:
         self._num_tokens = len(self._tokenizer)
         self._num_embeddings = _vocab_size(_json_of(folder / "config.json")) or self._num_tokens
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
-        decoder = self._tokenizer.backend_tokenizer.decoder
-        self._spelling = Spelling.of(orjson.loads(decoder.__getstate__()) if decoder is not None else None)
-        added = self._tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        self._spelling = vocabulary.spelling
+        alone = self._tokenizer("a", return_special_tokens_mask=True)
+        added = alone["special_tokens_mask"]
         self._num_before = len(list(itertools.takewhile(bool, added)))
-        listed = _json_of(folder / "tokenizer.json").get("added_tokens", ())
-        self.dialect = Dialect.of(self._tokenizer, AddedTokens.of(listed), tool_parser)
+        self.bos = str(self._tokenizer.convert_ids_to_tokens(alone["input_ids"][0])) if self._num_before else ""
+        """The text of the token that is put before a prompt; empty: none is."""
+        self.has_chat_template = self._tokenizer.chat_template is not None
+        self._shape = Shape.of(self._tokenizer)
+        self.dialect = Dialect.of(self._tokenizer, self._shape, vocabulary.added, tool_parser)
         self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
 
     def render(self, event: Submitted) -> Rendered:
@@ -105,7 +114,7 @@ class PromptEncoder:
         if not event.messages:
             special, asked = event.add_special_tokens is not False, asked_of(event, markup)
             return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup, asked)
-        text = conversation_text(self._tokenizer, event)
+        text = conversation_text(self._tokenizer, self._shape, event)
         if event.replay is None:
             markup = self.dialect.markup(event, text)
         special, asked = event.add_special_tokens is True, asked_of(event, markup)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import jinja2
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import RequestError
 from pipeline.events import Submitted
+from stages.tokenize.shape import LONGEST_ERROR, Shape
 
-LONGEST_ERROR: Final = 400
-"""Characters of a template's error that are kept: transformers may quote the whole conversation."""
 NO_VARIABLES: Final = {
     *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
     "conversations",
@@ -23,8 +20,8 @@ NO_VARIABLES: Final = {
 """Arguments that this module passes itself. A client's variable cannot have one of these names."""
 
 
-def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> str:
-    """Return a request's messages as text, by the chat template of *tokenizer*.
+def conversation_text(tokenizer: PreTrainedTokenizerFast, shape: Shape, event: Submitted) -> str:
+    """Return a request's messages as text, by the chat template of *tokenizer*, which takes them in this *shape*.
 
     A template leaves out what it does not use, such as tools.
 
@@ -48,10 +45,9 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             f"chat_template_kwargs: clients cannot set `{taken}`; fields of the request go beside chat_template_kwargs",
             param="chat_template_kwargs",
         )
-    messages = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
     try:
         text = tokenizer.apply_chat_template(
-            messages,
+            shape.shaped(event.messages),
             tools=list(templating.tools) or None,
             add_generation_prompt=templating.add_generation_prompt,
             continue_final_message=templating.continue_final_message,
@@ -66,27 +62,3 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
         ) from error
     assert isinstance(text, str)
     return text
-
-
-def _with_parsed_calls(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return *message* with the arguments of its tool calls as objects: clients send text, templates expect objects."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = []
-    for number, call in enumerate(message["tool_calls"]):
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            path = f"messages.{place}.tool_calls.{number}.function.arguments"
-            function["arguments"] = _object_of(function["arguments"] or "{}", path)
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
-
-
-def _object_of(text: str, path: str) -> dict[str, Any]:
-    try:
-        value = from_json(text, allow_inf_nan=False)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"{path}: should be a JSON object, written as a string", param=path)
-    return value

@@ -453,7 +453,9 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
         worker.forget()
-        slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
+        slot_lease.say(
+            phase="ready", fingerprint=encoder.fingerprint, bos=encoder.bos, has_chat_template=encoder.has_chat_template
+        )
         checker.start()
         follow(
             log,

@@ -72,7 +72,8 @@ async def _connect(session: aiohttp.ClientSession, url: str, answer: Answer) -> 
     else:
         answer.num_asked += 1
         body = {**answer.ask.body, "stream": True}
-        request = session.post(url + ENDPOINT, json=body, headers={"Idempotency-Key": answer.ask.key})
+        headers = {"Idempotency-Key": answer.ask.key, "x-minisgl-event-ids": "1"}
+        request = session.post(url + ENDPOINT, json=body, headers=headers)
     async with request as response:
         if response.status in TRY_AGAIN:
             await asyncio.sleep(RETRY_S)

@@ -67,6 +67,7 @@ lease and starts a new engine, so the lease counts as 0. With --peers 2 the engi
 and another engine takes over when the lease has expired, so the start counts as 0. Exits with 1 if a request did not
 get all its tokens, once.
 """
+IDS: Final = {"x-minisgl-event-ids": "1"}
 PACKAGES: Final = ("torch", "aiohttp", "redis")
 POLL_S: Final = 0.01
 STATUS_POLL_S: Final = 0.1
@@ -323,7 +324,7 @@ async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_
 
         messages = [{"role": "user", "content": stream.prompt.text}]
         body = Form(CHAT_PROMPT, "default").body(messages, stream.prompt.output_tokens, stream=True)
-        stream.error = await client.receive(PATHS[CHAT_PROMPT], body, came)
+        stream.error = await client.receive(PATHS[CHAT_PROMPT], body, came, headers=IDS)
 
     async with connected(server.server.url, timeout_s=SILENCE_TIMEOUT_S) as client:
         tasks = [asyncio.create_task(listen(client, stream)) for stream in streams]

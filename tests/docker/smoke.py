@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT = int(os.environ.get("SMOKE_PORT", "19190"))
 URL = f"http://127.0.0.1:{PORT}"
 PROJECT = "minisgl-smoke"
+IDS = {"x-minisgl-event-ids": "1"}
 LONG = {
     "messages": [{"role": "user", "content": "Count from 1 to 400."}],
     "max_tokens": 1500,
@@ -118,10 +119,10 @@ class Stream:
 def killed_and_up_again() -> None:
     """Kill the container in the middle of a stream; what it had accepted is finished by the next."""
     whole = Stream()
-    whole.read(request("/v1/chat/completions", LONG))
+    whole.read(request("/v1/chat/completions", LONG, **IDS))
     assert whole.is_done and whole.text, "the first stream did not end"
     cut = Stream()
-    reader = threading.Thread(target=cut.read, args=(request("/v1/chat/completions", LONG),))
+    reader = threading.Thread(target=cut.read, args=(request("/v1/chat/completions", LONG, **IDS),))
     reader.start()
     assert cut.began.wait(60)
     compose("kill", "--signal", "KILL", "minisgl")

@@ -86,6 +86,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a stage without Redis": ("stage web", "", ["stage web", "--redis-url"]),
     "a command that is none": ("start", "", ["start", "serve", "stage"]),
     "a model that is not there": ("serve --model {folder}/none", "", ["{folder}/none", "not a folder", "--model"]),
+    "a model of another program": (
+        "serve --model qwen3:0.6b",
+        "",
+        ["qwen3:0.6b: this is a name for Ollama", "owner/name"],
+    ),
     "a model that is cut off": ("serve --model {model}", "", ["{model}", "model.safetensors", "truncated"]),
     "a stage's model": ("stage generate --model {model} --redis-url {redis}", "", ["{model}", "truncated"]),
     "ranks that cannot divide the model": ("serve --tp 7", "", ["--tp 7", "query heads", "pass one of 1, 2"]),
@@ -188,6 +193,16 @@ def test_what_only_an_engine_can_tell_is_told_once(flags: list[str], words: list
     ended = run(["serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), *flags], tmp_path, NO_GPU)
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("minisgl: "))
     assert ended.code == 2 and [word for word in words if word not in line] == [], ended.stderr
+
+
+@pytest.mark.night
+def test_a_chat_template_that_shows_no_user_is_told_once(tmp_path: Path) -> None:
+    model = nonsense.ensure(tmp_path)
+    (model / "chat_template.jinja").write_text("{{ messages[0].role }}")
+    flags = ["--model", str(model), "--port", str(free_port()), "--data-dir", str(tmp_path / "data")]
+    ended = run(["serve", *flags], tmp_path, {})
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("minisgl: "))
+    assert ended.code == 2 and f"{model}: its chat template does not show a user's message" in line, ended.stderr
 
 
 def test_a_port_that_is_taken_is_refused_with_the_remedy(plain_server: Server, tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_the_tokens_of_a_text_are_transformers_own_and_become_the_text_again(
     assert text["text"] == (TEXT if special is False else BOS + TEXT)
 
 
+def test_a_prompt_that_begins_with_the_first_token_gets_another_one_and_a_warning(
+    server: Server, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    bos = tokenizer.convert_tokens_to_ids(BOS)
+    for special, begin, warning in ((None, [bos, bos], "double_bos=prompt"), (False, [bos], None)):
+        body = {"prompt": f"{BOS}Hello", "add_special_tokens": special}
+        response = httpx.post(f"{server.url}/tokenize", json=body, timeout=60)
+        tokens = response.json()["tokens"]
+        assert tokens[: tokens.count(bos)] == begin and response.headers.get("x-minisgl-warnings") == warning
+
+
 @pytest.mark.parametrize("opened", [None, False])
 def test_the_tokens_of_a_conversation_are_transformers_own_and_those_that_a_chat_computes(
     server: Server, tokenizer: PreTrainedTokenizerFast, opened: bool | None
@@ -80,7 +91,7 @@ def test_what_is_wrong_is_said_with_the_field(server: Server, tokenizer: PreTrai
     assert error["param"] == "tokens" and f"no token {unknown};" in error["message"]
     body = {"messages": CONVERSATION, "chat_template_kwargs": {"tokenize": True}}
     assert post(server, "/tokenize", body, 400)["error"]["param"] == "chat_template_kwargs"
-    error = post(server, "/tokenize", {"messages": CONVERSATION[:1] * 2}, 400)["error"]
+    error = post(server, "/tokenize", {"messages": CONVERSATION[1:] * 2}, 400)["error"]
     assert (error["code"], error["param"]) == ("template_error", "messages")
     error = post(server, "/tokenize", {"prompt": "a, b; c. " * 100_000}, 413)["error"]
     assert (error["code"], error["param"]) == ("request_too_large", "prompt")

@@ -79,7 +79,7 @@ class Family:
         self.encoder, self.decoder = PromptEncoder(folder), load_decoder(folder)
         self.eos = tokenizer.encode("<|im_end|>", add_special_tokens=False).ids[0]
         self.markers = {tokenizer.encode(text, add_special_tokens=False).ids[0] for text in MARKERS}
-        spelled = _Spelled.of(folder / "tokenizer.json", self.eos, tokenizer.get_vocab_size())
+        spelled = _Spelled.of(folder, self.eos, tokenizer.get_vocab_size())
         self.vocabulary = LLTokenizer(spelled, None, [self.eos])  # type: ignore[arg-type]
 
     def walk(self, grammar: str, draw: random.Random) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
+from urllib.parse import quote
 
 import pytest
 from quart import request
@@ -11,8 +13,12 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING
+from pipeline.names import TOKENIZE
 from pipeline.slots import Status
 from web.config import DEFAULT_BODY_BYTES
+from web.routes.info import internal_state
 
 
 async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
@@ -20,7 +26,6 @@ async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn
         client = here.client
         assert (await error_of(client.get("/nothing")))[0] == 404
         assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
-        assert (await error_of(here.post(chat(model="gpt-5"))))[1]["code"] == "model_not_found"
         assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
         wrong_method = await client.get(CHAT)
         assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
@@ -68,9 +73,30 @@ async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_u
         for answer in (here.client.post(path, data=b"{}"), here.client.get(path)):
             response = await answer
             error = (await response.get_json())["error"]
-            assert (response.status_code, error["code"], error["param"]) == (501, "not_implemented", None)
+            assert (response.status_code, error["code"], error["param"]) == (404, "not_implemented", None)
             assert path.startswith(error["message"].split()[5].rstrip(";")), error["message"]
-            assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("model", ["gpt-5", "tgi", "", None, *MODELS])
+async def test_any_model_name_is_answered_by_the_served_model_and_a_header_has_its_name(
+    redis_url: str, stand_in: StandIn, model: str | None
+) -> None:
+    served = model if model in MODELS else MODELS[0]
+    async with site(redis_url) as here:
+        whole = await here.post(chat(model=model))
+        assert whole.status_code == 200 and (await whole.get_json())["model"] == served
+        streamed = await here.post(chat(model=model, stream=True))
+        told = [answer.headers["x-minisgl-model"] for answer in (whole, streamed)]
+        assert told == [quote(served, safe="/")] * 2
+
+
+async def test_strict_model_names_refuse_a_name_that_is_not_served(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, strict_model_names=True) as here:
+        for path, body in ((CHAT, chat(model="gpt-5")), ("/tokenize", {"prompt": "a", "model": "tgi"})):
+            status, error = await error_of(here.client.post(path, json=body))
+            assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        for name in (*MODELS, "default", None):
+            assert (await here.post(chat(model=name))).status_code == 200
 
 
 async def test_the_version_is_that_of_the_package_and_ping_is_health(redis_url: str) -> None:
@@ -115,6 +141,16 @@ async def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn
         assert one == listed["data"][0] and expected.items() <= one.items()
         for name in (None, "", "default"):
             assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
+        stand_in.stages.has_chat_template = False
+        stand_in.stages.say_phase("ready", TOKENIZE)
+
+        async def lacks_template() -> bool:
+            told = await (await here.client.get("/v1/models/org/demo")).get_json()
+            return bool(told == one | {"has_chat_template": False})
+
+        async with asyncio.timeout(10):
+            while not await lacks_template():
+                await asyncio.sleep(0.05)
 
 
 async def test_a_base_url_without_v1_works(redis_url: str, stand_in: StandIn) -> None:
@@ -137,6 +173,33 @@ async def test_clients_of_other_servers_learn_the_model_and_its_context(redis_ur
         assert model["is_generation"] is True
         assert (server["context_length"], server["status"]) == (CONTEXT, "ready")
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+        (state,) = server["internal_states"]
+        assert state == {"slot": "generate-0", "model_path": MODELS[0], "context_length": CONTEXT}, "it has no metrics"
+        assert state.get("avg_spec_accept_length") is None, "as SGLang's benchmark asks for it"
+
+
+def test_each_engine_is_described_by_what_it_publishes() -> None:
+    measures = Measures()
+    measures.set(CACHE_CONFIG, 1, "16", "bfloat16", "True", "100")
+    measures.set(NUM_RUNNING, 3)
+    measures.set(KV_CACHE_USAGE, 0.25)
+    measures.set(GENERATION_SPEED, 41.5)
+    status = Status(
+        slot="generate-1", owner="1:a", pid=1, host="h", models=("m", "n"), context=64, metrics=measures.snapshot()
+    )
+    assert internal_state(status) == {
+        "slot": "generate-1",
+        "model_path": "m",
+        "context_length": 64,
+        "page_size": 16,
+        "memory_usage": {"token_capacity": 1600},
+        "num_running_reqs": 3,
+        "num_queue_reqs": 0,
+        "token_usage": 0.25,
+        "last_gen_throughput": 41.5,
+    }
+    older = status.model_copy(update={"metrics": "of another version", "models": ()})
+    assert internal_state(older) == {"slot": "generate-1", "model_path": "", "context_length": 64}
 
 
 async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_url: str) -> None:

@@ -288,6 +288,13 @@ def test_a_url_in_place_of_the_path_is_that_path(scene: Scene) -> None:
             assert (b"<html" in answer.body) is (url == "https://y")  # the page at /
 
 
+def test_several_slashes_in_a_path_are_one(scene: Scene) -> None:
+    with scene.client() as client:
+        for path in ("/v1//models", "//v1/models?x=//", "http://y///v1/models"):
+            client.send(request(path=path))
+            assert json.loads(client.answer().body)["object"] == "list"
+
+
 def test_http_1_0_gets_its_answer_and_then_the_end(scene: Scene) -> None:
     for stream in (False, True):
         with scene.client() as client:
@@ -495,7 +502,7 @@ def test_a_connection_goes_on_after_an_error(scene: Scene) -> None:
             (request(b"{"), 400),
             (request(chat("refuse")), 400),
             (request(chat("break")), 500),
-            (request(chat(model="gpt-5")), 404),
+            (request(path="/v1/embeddings"), 404),
             (request(path="/nothing"), 404),
             (request(path=CHAT), 405),
             (request(chat()), 200),
@@ -557,7 +564,7 @@ def test_a_stream_as_long_as_nobody_ends_it_survives(scene: Scene) -> None:
     said = scene.long_stream.chunks()
     assert b'"content":"Hel"' in next(said)
     while time.monotonic() - scene.began_s < LONG_S:
-        assert next(said) == b": waiting\n\n"
+        assert next(said) == b"\n"
     scene.stand_in.let_go.set()
     rest = b"".join(said)
     assert b'"content":"lo!"' in rest and rest.endswith(b"data: [DONE]\n\n")

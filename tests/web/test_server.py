@@ -44,7 +44,7 @@ def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: 
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello\u2028!"
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
         with pytest.raises(openai.NotFoundError) as caught:
-            client.chat.completions.create(model="gpt-5", messages=HELLO)
+            client.models.retrieve("gpt-5")
         assert caught.value.code == "model_not_found" and caught.value.request_id
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model=MODELS[0], messages=HELLO, n=0)

@@ -48,6 +48,7 @@ class Frontend:
         say: Say,
         *,
         disconnect_grace_s: float = 0.0,
+        strict_model_names: bool = False,
         max_log_bytes: int = 0,
         measures: Measures | None = None,
         archive: str = "",
@@ -55,6 +56,7 @@ class Frontend:
         self.name = name
         self.log = log
         self.disconnect_grace_s = disconnect_grace_s
+        self.strict_model_names = strict_model_names
         self.measures = measures or Measures()
         self.tail = Tail(log, name, retention_s=log.limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)

@@ -65,6 +65,9 @@ class Readiness:
         self.models: tuple[str, ...] = ()
         """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
         self.context = 0
+        self.bos = ""
+        """The text of the token that the tokenizers put before a prompt."""
+        self.has_chat_template = True
         self.sampling_defaults: Mapping[str, int | float] = {}
         """The sampling parameters of a request that leaves them out, as the first engine says: all have one model."""
         self._trial: asyncio.Task[str] | None = None
@@ -74,6 +77,10 @@ class Readiness:
     def missing(self) -> tuple[str, ...]:
         """The stages without a ready worker."""
         return tuple(stage for stage in STAGES if not any(s.phase == "ready" for s in self._statuses[stage]))
+
+    @property
+    def ready_engines(self) -> Sequence[Status]:
+        return [status for status in self._statuses[GENERATE] if status.phase == "ready"]
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
@@ -90,11 +97,12 @@ class Readiness:
     def engines(self) -> list[dict[str, object]]:
         """Return how each engine computes that is ready."""
         told = ("slot", "numerics", "batch_invariant", "why_torch")
-        ready = [status for status in self._statuses[GENERATE] if status.phase == "ready"]
-        return [{name: value for name in told if (value := getattr(status, name)) != ""} for status in ready]
+        return [{name: value for name in told if (value := getattr(each, name)) != ""} for each in self.ready_engines]
 
-    def resolve(self, model: str | None) -> str:
+    def resolve(self, model: str | None, *, strict: bool = True) -> str:
         """Return the served name that a client's *model* means; none and `default` mean the first.
+
+        Unless *strict*, so does any other name: all served names are those of one model.
 
         Raises:
             RequestError: It is not served here, or no engine has said yet which models it serves.
@@ -107,7 +115,7 @@ class Readiness:
             )
         if model in self.models:
             return model
-        if not model or model == "default":
+        if not strict or not model or model == "default":
             return self.models[0]
         names = ", ".join(self.models)
         raise RequestError(
@@ -169,6 +177,9 @@ class Readiness:
         # All at once: whoever asks in between sees the last poll, not half of this one.
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         self._ranks = ranks
+        for status in self._statuses[TOKENIZE]:
+            if status.phase == "ready":
+                self.bos, self.has_chat_template = status.bos, status.has_chat_template
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]

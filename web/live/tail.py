@@ -47,7 +47,7 @@ BLOCK_MS = 2000
 """How long a read waits for what comes next."""
 READ_AT_ONCE = 8
 """Histories in one round trip."""
-TAKEN_AT_ONCE = 32
+TAKEN_AT_ONCE = 8
 """Events of a history that are taken in before others have a turn of the loop."""
 BACKOFF_S = (0.1, 2.0)
 """First and longest pause after an error of the log."""

@@ -64,6 +64,25 @@ def stream_response(
     return event_stream(written)
 
 
+async def checked_response(client: Client, frames: Frames, turns: Turns) -> Response:
+    """As `stream_response`, of *frames* that may refuse the request while they pass what the client has. The status
+    waits for the first frame, or for 10 s.
+
+    Raises:
+        RequestError: They did, before anything was sent.
+    """
+    state = request.scope.get("state", {})
+    written = _written(client, frames, turns, None, "", state.get(SEND), state.get(WRITE))
+    first = await anext(written)
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in written:
+            yield piece
+
+    return event_stream(all_pieces())
+
+
 def event_stream(written: AsyncIterator[bytes]) -> Response:
     """Return server-sent events that no proxy buffers."""
     response = Response(written, content_type=sse.CONTENT_TYPE)
@@ -84,7 +103,7 @@ async def _written(
     """Yield what goes to the socket: the frames of all events that came together in one piece, and [DONE] after the
     end. What *send* or *write* takes is sent instead: past Quart, Hypercorn and h11, which take longer than all else
     here."""
-    position = parse_id(after) if after else None
+    position, has_begun = parse_id(after) if after else None, False
 
     def framed(events: Sequence[ClientEvent]) -> bytes:
         if position is None and len(events) == 1:
@@ -118,7 +137,8 @@ async def _written(
                 if client.has_failed_with(event):
                     break
             written = b"" if began_long else framed(events)
-            data = written + sse.DONE * done if events else frames.waiting
+            data = written + sse.DONE * done if events else sse.KEEP_ALIVE
+            has_begun = has_begun or bool(data)
             if data and not (send is not None and await send(data)):
                 yield data
             if done:
@@ -126,6 +146,11 @@ async def _written(
             if events:
                 failpoint("web.mid_stream")
             events = await client.next(pass_on)
+    except RequestError as error:
+        client.refuse(error)
+        if not has_begun:
+            raise
+        yield frames.error(error) + sse.DONE
     except Exception:  # the status was sent long ago: a frame that says what happened is better than a cut connection
         yield frames.error(client.break_off()) + sse.DONE
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
+from urllib.parse import quote
 
 import structlog
 from quart import Blueprint, Response, request
@@ -22,18 +23,21 @@ from web.routes.answers import error_response, json_pieces, name_ignored, name_u
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
+from web.wire.frames import EVENT_IDS, EVENT_IDS_SCHEMA, wants_ids
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
 from web.wire.submit import Defaults, chat_events, completion_events, generate_events
+from web.wire.warned import HEADER as WARNINGS
+from web.wire.warned import warnings_of
 
 logger = structlog.get_logger()
 
 BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
-    "headers": {HEADER: SCHEMA, copies.HEADER: copies.SCHEMA},
+    "headers": {HEADER: SCHEMA, copies.HEADER: copies.SCHEMA, EVENT_IDS: EVENT_IDS_SCHEMA},
 }
 """What /openapi.json says of routes that answer with one body, or with a stream."""
 
@@ -118,9 +122,12 @@ async def answer(
         async with frontend.turns.turn(len(body)):
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
             copied = copies.labels_of(request.headers.get(copies.HEADER))
+            ids = wants_ids(request.headers.get(EVENT_IDS))
             frontend.admit()
-            model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
+            model = frontend.readiness.resolve(asked.model, strict=frontend.strict_model_names)
+            defaults = frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+            warnings = warnings_of(events, frontend.readiness.bos)
         if copied:
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
         if who.owner:
@@ -137,17 +144,22 @@ async def answer(
         except RequestError as error:
             raise opened.refuse(error) from None
     try:
-        response = await (respond(opened) if respond else _generated(opened, frontend.turns))
+        response = await (respond(opened) if respond else _generated(opened, frontend.turns, ids=ids))
     except Exception:
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
+    response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
     name_unknown(response, asked.unknown)
     name_ignored(response, asked.ignored)
+    if warnings:
+        response.headers[WARNINGS] = ", ".join(warnings)
     return response
 
 
-async def _generated(opened: OpenRequest, turns: Turns) -> Response:
-    return await (_streamed if opened.event.presentation.stream else _whole)(opened, turns)
+async def _generated(opened: OpenRequest, turns: Turns, *, ids: bool) -> Response:
+    if opened.event.presentation.stream:
+        return await _streamed(opened, turns, ids=ids)
+    return await _whole(opened, turns)
 
 
 async def _whole(opened: OpenRequest, turns: Turns) -> Response:
@@ -173,13 +185,13 @@ async def _whole(opened: OpenRequest, turns: Turns) -> Response:
             return json_pieces(body_of(opened.uid, opened.events, choices), turns)
 
 
-async def _streamed(opened: OpenRequest, turns: Turns) -> Response:
+async def _streamed(opened: OpenRequest, turns: Turns, *, ids: bool) -> Response:
     first = await opened.next()
     if first:
         failpoint("web.before_first_byte")
     match [event.event for event in first if isinstance(event.event, Failed | Cancelled)]:
         case [ended, *_] if not isinstance(first[0].event, TokensProduced):
             return error_response(error_of(ended))
-    frames = frames_for(opened.uid, opened.events)
+    frames = frames_for(opened.uid, opened.events, ids=ids)
     assert frames is not None
     return stream_response(opened, frames, turns, first)

@@ -21,6 +21,7 @@ def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
             "root": frontend.readiness.models[0],
             "parent": None,
             "max_model_len": frontend.readiness.context,
+            "has_chat_template": frontend.readiness.has_chat_template,
         }
 
     @routes.get("/models")

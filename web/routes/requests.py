@@ -1,8 +1,9 @@
 """/v1/requests/<uid>: any request of the log or the archive, running or finished, whichever client sent it to whichever
 process. With keys, one of another owner does not exist.
 
-GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
-event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
+GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start, after an event,
+or after the characters that the client has. The uid that siblings share stands for all of them. POST /abort_request
+cancels, as in SGLang.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
 from web.live.open_request import read_archived, read_request
 from web.routes.access import check_admin, known_caller, place
-from web.routes.answers import json_response, name_unknown, stream_response
+from web.routes.answers import checked_response, json_response, name_unknown, stream_response
 from web.routes.named import absent, find_of, is_id, several, uid_in
 from web.routes.operations import EVENTS, operation
 from web.wire.endpoints import frames_for
 from web.wire.frames import EventFrames
+from web.wire.known import AFTER_CHARACTERS, CHARACTERS, Known, check_countable, num_known
 from web.wire.sglang.schemas import AbortRequest, parse_abort
 from web.wire.uids import uid_of
 
@@ -99,11 +101,12 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
     @routes.get(f"{PATH}/events")
     @operation(
-        "The stream of a request, from the start or after an event",
+        "The stream of a request, from the start, after an event or after some characters",
         answers=(EVENTS,),
         query={
             "format": {"description": "`events`: every event of the history", "enum": ["events"]},
             "starting_after": CURSOR,
+            AFTER_CHARACTERS: CHARACTERS,
         },
         headers={LAST_EVENT_ID: CURSOR},
     )
@@ -113,14 +116,17 @@ def request_routes(frontend: Frontend) -> Blueprint:
         frontend.admit()
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
+        has = _known(whole=whole, after=after)
         with reaching("request_not_read", uid=uid):
             found = await frontend.ask(find_of(frontend, uid, who))
+            if has is not None:
+                check_countable(found.submitted, len(found.uids))
             if found.uids != (uid,):
                 raise several(found.uids)
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
         submitted = found.submitted
-        frames = EventFrames() if whole else frames_for(uid, [submitted])
+        frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True, known=has)
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
@@ -130,7 +136,10 @@ def request_routes(frontend: Frontend) -> Blueprint:
             client = await read_request(frontend, uid, submitted, whole=whole)
         else:
             client = read_archived(frontend, found.archived, submitted, whole=whole)
-        response = stream_response(client, frames, frontend.turns, after=after)
+        if has is None:
+            response = stream_response(client, frames, frontend.turns, after=after)
+        else:
+            response = await checked_response(client, frames, frontend.turns)
         response.headers["x-minisgl-uid"] = uid
         return response
 
@@ -214,6 +223,22 @@ def _cursor() -> tuple[str, str]:
                 raise RequestError(f"{where}: should be the id of an event", param=where, code="invalid_value")
             return given, where
     return "", ""
+
+
+def _known(*, whole: bool, after: str) -> Known | None:
+    """Return the characters after which the client wants to resume; None if it does not say that.
+
+    Raises RequestError if it says several places, or wants raw events, which are not divided into characters.
+    """
+    given = request.args.get(AFTER_CHARACTERS)
+    if given is None:
+        return None
+    num = num_known(given)
+    if whole or request.args.get("starting_after"):
+        other = "format=events" if whole else "starting_after"
+        message = f"{AFTER_CHARACTERS}: cannot be combined with {other}; leave one of them out"
+        raise RequestError(message, param=AFTER_CHARACTERS, code="invalid_value")
+    return None if after else Known(num)  # a browser that reconnects says the id after which it wants the rest
 
 
 def _asked(name: str) -> tuple[str, str | None]:

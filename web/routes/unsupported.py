@@ -1,4 +1,7 @@
-"""Paths of OpenAI's API and its relatives that this server lacks: 501 with a sentence; a 404 would look like a typo."""
+"""Paths of OpenAI's API and its relatives that this server lacks: 404 with a sentence that says so.
+
+Not 501, after which most client libraries try again.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,14 @@ def unsupported_routes() -> Blueprint:
     routes = Blueprint("unsupported", __name__)
 
     async def unsupported(rest: str = "") -> Response:
-        response = error_response(
+        return error_response(
             RequestError(
                 f"This server does not have {request.url_rule.rule.partition('<')[0] if request.url_rule else ''}; "
                 "see /v1/chat/completions and /v1/models.",
                 code="not_implemented",
-                status=501,
+                status=404,
             )
         )
-        response.headers["x-should-retry"] = "false"  # else OpenAI's libraries try twice more
-        return response
 
     for path in PATHS:
         routes.add_url_rule(path, view_func=unsupported, methods=METHODS, provide_automatic_options=False)

@@ -10,6 +10,7 @@ from typing import Final
 
 from pipeline.events import Submitted
 from web.wire.frames import Frames
+from web.wire.known import Known
 from web.wire.openai.answers import Choice
 from web.wire.openai.responses import CHAT, COMPLETION, ChunkFrames, Style, body
 from web.wire.sglang.responses import TextFrames, WholeTextFrames, whole_body
@@ -20,17 +21,21 @@ GENERATE_ENDPOINT: Final = "/generate"
 STYLES: Final[Mapping[str, Style]] = {CHAT_ENDPOINT: CHAT, COMPLETIONS_ENDPOINT: COMPLETION}
 
 
-def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
+def frames_for(
+    uid: str, events: Sequence[Submitted], *, ids: bool = False, known: Known | None = None
+) -> Frames | None:
     """Return the fold that makes the frames of a stream; None for an endpoint that sends none.
 
-    *uid* is that of siblings, or of the one request. /generate in SGLang's form sends all text so far in each frame.
+    *uid* is that of siblings, or of the one request. The frames of one request have event ids with *ids*, and leave out
+    what is *known* to the client. /generate in SGLang's form sends all text so far in each frame.
     """
     endpoint = events[0].endpoint
     if endpoint in STYLES:
-        return ChunkFrames(STYLES[endpoint], uid, events)
+        return ChunkFrames(STYLES[endpoint], uid, events, ids=ids, known=known)
     if endpoint != GENERATE_ENDPOINT:
         return None
-    return WholeTextFrames(uid, events) if events[0].presentation.whole_text else TextFrames()
+    whole_text = events[0].presentation.whole_text
+    return WholeTextFrames(uid, events, ids=ids, known=known) if whole_text else TextFrames(ids=ids, known=known)
 
 
 def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:

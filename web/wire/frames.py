@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import orjson
 
@@ -11,6 +12,25 @@ from pipeline.errors import RequestError
 from pipeline.events import AnyEvent, Failed
 from web.wire import sse
 from web.wire.openai.errors import error_body, error_of
+
+EVENT_IDS: Final = "x-minisgl-event-ids"
+"""The header of a POST whose client wants ids in the stream. Without it there are none: several clients take every line
+for data."""
+EVENT_IDS_SCHEMA: Final[Mapping[str, Any]] = {
+    "description": "1: frames of the stream have ids, after which a client can resume.",
+    "enum": ["0", "1"],
+}
+
+
+def wants_ids(given: str | None) -> bool:
+    """Say whether a client wants ids in its stream, by the header that it has *given*.
+
+    Raises:
+        RequestError: The header is neither 0 nor 1.
+    """
+    if given not in (None, "0", "1"):
+        raise RequestError(f"{EVENT_IDS}: should be 1 or 0, or left out", param=EVENT_IDS, code="invalid_value")
+    return given == "1"
 
 
 @dataclass(slots=True)
@@ -31,8 +51,9 @@ class ClientEvent:
 class Frames:
     """A fold of histories into frames. The same events always give the same bytes."""
 
-    waiting: bytes = sse.WAITING
-    """A keep-alive, sent while there are no events."""
+    def __init__(self, *, ids: bool) -> None:
+        """With *ids*, the frames of each event have its id, so that clients can resume."""
+        self._says_ids = ids
 
     def of(self, event: ClientEvent) -> bytes:
         """Return the frames of the next event; the last one has its id, where the stream has ids."""
@@ -47,6 +68,10 @@ class Frames:
         """Yield the bytes of `of` one after the other, each in a short time."""
         yield self.of(event)
 
+    def id_of(self, event: ClientEvent) -> str:
+        """Return the id that the last frame of *event* has; empty if the stream has no ids."""
+        return event.entry_id if self._says_ids else ""
+
     def error(self, error: RequestError, entry_id: str = "") -> bytes:
         """Return the frame of an end that is no success."""
         return sse.frame(error_body(error), entry_id)
@@ -59,4 +84,4 @@ class EventFrames(Frames):
         """As Frames.of."""
         if not event.entry_id and isinstance(event.event, Failed):  # not in the log: this process alone says it
             return self.error(error_of(event.event))
-        return sse.frame(orjson.dumps(event.event.model_dump(mode="json", exclude_unset=True)), event.entry_id)
+        return sse.frame(orjson.dumps(event.event.model_dump(mode="json", exclude_unset=True)), self.id_of(event))

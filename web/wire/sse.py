@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
-WAITING: Final = b": waiting\n\n"
-"""A comment: keeps the connection open, and every client library skips it."""
 DONE: Final = b"data: [DONE]\n\n"
-
-BLANK: Final = b"\n"
-"""The same for clients that take every line for data unless it is blank."""
+KEEP_ALIVE: Final = b"\n"
+"""A blank line, which every client skips. Some take any other line for data, comments included."""
 
 _BREAK: Final = re.compile("\r\n|\r|\n")
 _LINE_BREAKS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
@@ -28,8 +25,13 @@ def text_frames(text: str, event_id: str = "") -> bytes:
     """
     if text == "[DONE]":
         return text_frames(text[:-1]) + text_frames(text[-1], event_id)
-    lines = b"\n".join(b"data: " + line.encode() for line in _BREAK.split(text))
+    lines = b"\n".join(b"data: " + line.encode() for line in with_newlines(text).split("\n"))
     return (b"id: %s\n" % event_id.encode() if event_id else b"") + lines + b"\n\n"
+
+
+def with_newlines(text: str) -> str:
+    """Return a plain text as its reader gets it."""
+    return _BREAK.sub("\n", text)
 
 
 def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:

@@ -182,9 +182,11 @@ def _sampling_params(
     bias = asked.logit_bias
     said = asked.model_dump(include=set(SamplingParams.model_fields)) | {
         "top_k": None if asked.top_k is None else max(asked.top_k, 0),
-        "seed": secrets.randbelow(2**63) if seed is None else seed,
+        "seed": secrets.randbelow(2**63) if seed in (None, -1) else seed,
         "logit_bias": None if bias is None else tuple((int(token), value) for token, value in bias.items()),
         **own,
     }
+    if asked.top_p == 0:
+        said |= {"top_p": None, "temperature": 0.0}
     given = {name: value for name, value in said.items() if value is not None}
     return SamplingParams.model_validate({**defaults, **given})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
+from stages.generate.model.foreign import refuse_other_weights, tokenizer_missing
 from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
@@ -48,6 +49,9 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
         ConfigError: One line that names the file, or the file and the tensor.
     """
     check_is_folder(folder)
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    if not has_weights and not (dummy and (folder / "config.json").is_file()):
+        refuse_other_weights(folder)
     spec = read_spec(folder)
     check_tokenizer(folder)
     if not dummy:
@@ -79,7 +83,8 @@ def check_tokenizer(folder: Path) -> None:
     """Raise ConfigError unless *folder* has a fast tokenizer, which is all that the text stages need."""
     check_is_folder(folder)
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder / 'tokenizer.json'}: not found; save the tokenizer as a fast one (tokenizer.json)")
+        refuse_other_weights(folder)
+        raise tokenizer_missing(folder)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

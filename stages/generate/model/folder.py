@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder, check_tokenizer
+from stages.generate.model.foreign import refuse_name
 from stages.generate.model.hub import fetch, hub_model
 
 
@@ -21,6 +22,7 @@ def model_folder(model: str, *, text_alone: bool = False, dummy: bool = False) -
     elif (on_hub := hub_model(model)) is not None:
         folder = fetch(on_hub, weights=not text_alone and not dummy)
     else:
+        refuse_name(model)
         folder = Path(model).expanduser().absolute()
     if text_alone:
         check_tokenizer(folder)

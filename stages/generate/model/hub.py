@@ -15,6 +15,11 @@ from typing import Final
 from pipeline.errors import ConfigError
 
 NAME: Final = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+PAGE: Final = re.compile(
+    r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<id>\w[\w.-]*/\w[\w.-]*)(/tree/(?P<revision>[\w./-]+?))?/?([?#].*)?",
+    re.ASCII | re.IGNORECASE,
+)
+"""The address of a model's page, as people copy it."""
 TEXT_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -23,6 +28,7 @@ TEXT_FILES: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "adapter_config.json",
 )
 WEIGHT_FILES: Final = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 """Not every safetensors file: some models carry their weights a second time, for another program."""
@@ -37,13 +43,13 @@ class HubModel:
 
     @property
     def given(self) -> str:
-        """What the user wrote."""
+        """Its name, as a user may write it."""
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
 def hub_model(model: str) -> HubModel | None:
-    """Return the model of the hub that `--model` names; None if it is a folder, or no such name."""
-    found = NAME.fullmatch(model)
+    """Return the model of the hub that `--model` names; None if it is a folder, or no such name or page."""
+    found = PAGE.fullmatch(model) or NAME.fullmatch(model)
     if found is None or Path(model).is_dir():
         return None
     return HubModel(found["id"], found["revision"] or "")
@@ -61,7 +67,7 @@ def fetch(model: HubModel, *, weights: bool) -> Path:
     if not sys.stderr.isatty():  # the library would draw one of its bars even into a log file
         disable_progress_bars()
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 model.id,
                 revision=model.revision or None,
@@ -70,6 +76,12 @@ def fetch(model: HubModel, *, weights: bool) -> Path:
         )
     except Exception as error:  # errors of the library, of its HTTP client (it has changed before), of the disk
         raise ConfigError(f"--model {model.given}: {_reason(model, error)}") from error
+    if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "adapter_config.json")):
+        raise ConfigError(
+            f"--model {model.given}: this repository has no config.json; one with GGUF files alone is not supported; "
+            "pass the model that the files were made from"
+        )
+    return folder
 
 
 def _reason(model: HubModel, error: Exception) -> str:

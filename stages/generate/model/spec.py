@@ -83,7 +83,7 @@ class ModelSpec:
     """Tokens that a token sees, itself included; 0: all before it."""
     max_positions: int
     eos_ids: tuple[int, ...]
-    """The end-of-sequence tokens of config.json and generation_config.json together, sorted."""
+    """The end-of-sequence tokens of config.json and generation_config.json, sorted; `end_tokens` has them all."""
     dtype: DTypeName
     """The dtype in the config; float32 if it has none."""
     experts: ExpertsSpec = NO_EXPERTS
@@ -166,7 +166,7 @@ def read_spec(folder: Path) -> ModelSpec:
     architecture, row = _architecture(config)
     config.refuse_unless("hidden_act", "silu")
     config.refuse_unless("use_sliding_window", False)
-    config.refuse_unless("quantization_config", None)
+    _refuse_quantized(config)
     layer_types = config.fields.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise ConfigError(f"{config.path}: layer_types is {layer_types!r}; expected a list")
@@ -308,6 +308,18 @@ def _architecture(config: _Config) -> tuple[str, Architecture]:
             return name, ARCHITECTURES[name]
     seen = json.dumps(names)
     raise ConfigError(f"{config.path}: architectures says {seen}; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_quantized(config: _Config) -> None:
+    """Raise ConfigError if the weights are quantized."""
+    given = config.fields.get("quantization_config")
+    if given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    raise ConfigError(
+        f"{config.path}: quantization_config has quant_method {json.dumps(method):.50}; supported are weights that are "
+        "not quantized yet; pass that model, with --quantization int8 to save memory on a CPU"
+    )
 
 
 def _rope(config: _Config) -> tuple[RopeSpec, int]:

@@ -25,6 +25,7 @@ from pipeline.process.parent import SUPERVISOR_VARIABLE, die_with_supervisor
 from stages.generate.config import GenerateConfig, RankConfig
 from stages.generate.loading import load_engine
 from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.ends import end_tokens
 from stages.generate.ranks.channel import TIMEOUT_S, Follower, Leader, least
 from stages.generate.ranks.steps import FollowingEngine, leading_engine
 from stages.generate.ranks.stores import memory_store, reached_store
@@ -62,7 +63,7 @@ def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[R
         least(ways.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
         leader = Leader(ways.frames, on_lost, bodies=ways.bodies)
         leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
-        yield Loaded(leading, settings.with_fused(engine.fused), tuple(spec.eos_ids))
+        yield Loaded(leading, settings.with_fused(engine.fused), end_tokens(folder, spec))
         with contextlib.suppress(RankLost):  # one that is gone needs not be told
             leader.leave()
 

@@ -22,6 +22,7 @@ from pipeline.worker import EndAtOnce, Stop
 from stages.generate.config import GenerateConfig
 from stages.generate.loading import load_engine
 from stages.generate.model.checkpoint import check_folder, fingerprint
+from stages.generate.model.ends import end_tokens
 from stages.generate.model.spec import ModelSpec
 from stages.generate.ranks.channel import LOOPBACK, TIMEOUT_S, Follower, Leader, least
 from stages.generate.ranks.group import (
@@ -118,7 +119,7 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
             until_the_end.push(partial(_leave, leader))
             until_the_end.callback(watch.leave)  # before the others leave
             leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
-            return Loaded(leading, settings.with_fused(engine.fused), tuple(spec.eos_ids))
+            return Loaded(leading, settings.with_fused(engine.fused), end_tokens(folder, spec))
 
         return run_engine(config, open_log, folder, load)
 

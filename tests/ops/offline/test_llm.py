@@ -120,6 +120,21 @@ def test_text_messages_and_token_ids_give_what_transformers_gives(tmp_path: Path
         assert (completion.finish_reason, completion.cached_tokens) == ("length", 0)
 
 
+def test_an_answer_ends_with_the_end_token_that_only_the_tokenizer_names(tmp_path: Path) -> None:
+    """As of a chat model with its base model's config: that knows another end token."""
+    folder, prompt = make_checkpoint(tmp_path, "llama3"), [5, 300, 17, 17, 60]
+    (folder / "generation_config.json").unlink()
+    tokenizer, file = PreTrainedTokenizerFast.from_pretrained(folder), folder / "tokenizer_config.json"
+    expected, _ = reference_tokens(folder, prompt, 8)
+    end = next(place for place, token in enumerate(expected) if place and token not in expected[:place])
+    named = {"eos_token": tokenizer.convert_ids_to_tokens(expected[end])}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    with LLM(folder, threads=1, num_pages=64) as llm:
+        (completion,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8))
+    assert completion.finish_reason == "stop" and list(completion.token_ids) == expected[: end + 1]
+    assert completion.text == tokenizer.decode(expected[:end])
+
+
 @pytest.mark.parametrize("prompt", ["Hello!", [{"role": "user", "content": "Hello!"}], [1, 2, 3]], ids=repr)
 def test_one_prompt_is_a_list_of_one(shared: WatchedLLM, prompt: Any) -> None:
     (one,), (other,) = shared.generate(prompt, GREEDY), shared.generate([prompt], GREEDY)

@@ -139,6 +139,7 @@ def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStand
     server.uid, server.rest, server.script = "u1", rest, lambda body: whole[:3]
     assert ask("-q", "Hi", url=server.url) == Ended(0, b"abcd\n", "")
     assert after == 4 * ["1-0"] and len(server.bodies) == 1
+    assert server.headers[0]["x-minisgl-event-ids"] == "1", "without it, a server sends no ids"
 
 
 def test_a_question_whose_connection_broke_before_an_answer_is_sent_again_under_its_key(server: OpenAIStandIn) -> None:

@@ -242,8 +242,8 @@ def test_a_script_gets_the_answer_alone(server: Server) -> None:
         assert (answer.removesuffix("\n"), errors) == (text(history).removesuffix("\n"), "")
     _, errors = ask("tempratur=1", "-q", "Hi")
     assert errors == "minisgl: the server ignored unknown fields: tempratur\n"
-    answer, errors = ask("--model", "absent", "-q", "Hi", code=1)
-    assert answer == "" and "no such model" in errors
+    answer, errors = ask("top_p=7", "-q", "Hi", code=1)
+    assert answer == "" and "top_p" in errors
 
 
 def starting(port: int, folder: Path, *flags: str) -> list[str]:

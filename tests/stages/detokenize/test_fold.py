@@ -260,6 +260,27 @@ def test_what_an_engine_cannot_run_fails_with_its_number() -> None:
     assert item.entry_id == SEAL and item.event == failed
 
 
+@pytest.mark.parametrize(
+    ("more", "shown", "met"),
+    [
+        ({}, "ab", "\xc8"),
+        ({"include_stop_str_in_output": True}, "ab\xc8", "\xc8"),
+        ({"skip_special_tokens": False}, "ab", "\xc8"),  # there it is text
+        ({"min_tokens": 4}, "abc", ""),
+        ({"stop": ["bX", "\xc8"]}, "ab", "\xc8"),  # "b" was held back
+        ({"stop": ["ab", "\xc8"]}, "", "ab"),
+        ({"stop": ["\xc8c"]}, "abc", ""),  # more than the token
+    ],
+)
+def test_a_stop_string_that_is_a_special_token_ends_the_answer_though_the_token_has_no_text(
+    more: dict[str, Any], shown: str, met: str
+) -> None:
+    produced = Fold(**({"stop": ["\xc8"]} | more)).says("ab\xc8c"[: 2 if met == "ab" else 3 if met else 4], None)
+    assert text(produced) == shown
+    assert (produced[-1].entry_id == SEAL) == bool(met)
+    assert not met or finished(produced).stop_string == met
+
+
 def test_siblings_share_what_is_prepared_of_their_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Sequence[str]] = []
 

@@ -14,6 +14,7 @@ from log_contract import put
 from measured import count_of
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import (
@@ -368,3 +369,22 @@ def test_a_decoder_keeps_the_special_tokens_that_it_is_told_to(tmp_path: Path) -
     assert decoder.keeping({calls, args})(ids) == "so [TOOL_CALLS]look[ARGS]{} <think>é</think>"
     assert decoder.keeping({calls})(ids) == "so [TOOL_CALLS]look{} <think>é</think>"
     assert decoder.keeping(())(ids) == decoder.plain(ids)
+
+
+def test_a_decoder_writes_the_tokens_that_only_the_tokenizer_config_adds(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, "mistral_names")
+    file, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tool, secret = tokenizer.get_vocab_size(), tokenizer.get_vocab_size() + 1
+    (think,) = tokenizer.encode("<think>").ids
+    added = {
+        tool: {"content": "<my_tool>"},
+        secret: {"content": "<s>", "special": True},
+        think: {"content": "<think>", "special": True},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": added}))
+    decoder, ids = load_decoder(tmp_path), [think, tool, secret]
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert decoder.special(ids) == theirs.decode(ids) == "<think><my_tool><s>"
+    assert decoder.plain(ids) == theirs.decode(ids, skip_special_tokens=True) == "<my_tool>"
+    assert decoder.keeping({secret})(ids) == "<my_tool><s>"
+    assert [decoder.piece(token) for token in ids] == ["<think>", "<my_tool>", "<s>"]

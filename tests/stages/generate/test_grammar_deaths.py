@@ -22,7 +22,7 @@ from stages.generate.grammars import GrammarMatcher, Grammars
 from stages.generate.news import Arrived
 from stages.generate.past import past_of
 
-DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo" / "tokenizer.json"
+DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 DEADLY, GOOD = "deadly", "good"
 
 

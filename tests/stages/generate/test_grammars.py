@@ -22,7 +22,7 @@ from stages.generate.grammars import GrammarMatcher, Grammars, _Spelled
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Matcher
 
-DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo" / "tokenizer.json"
+DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 VOCAB = 1056
 """A few more than the tokenizer has: the model's embeddings are padded."""
 EOS = (1045, 1043)
@@ -41,7 +41,7 @@ EVIL_AT_ONCE = lark("start: T\nT: /.{0,300}/ & /(.*a.{8}b.*)/ & ~/(.*c.{9}d.*)/ 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
-    return LLTokenizer(str(DEMO), VOCAB, list(EOS))
+    return LLTokenizer(str(DEMO / "tokenizer.json"), VOCAB, list(EOS))
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_compilation_that_is_stuck_ends_its_request_and_no_other_one(monkeypat
         return compiled(self, one)
 
     monkeypatch.setattr(Grammars, "_compiled", stuck)
-    (a,) = LLTokenizer(str(DEMO), VOCAB, list(EOS)).tokenize_str("a")
+    (a,) = LLTokenizer(str(DEMO / "tokenizer.json"), VOCAB, list(EOS)).tokenize_str("a")
     for one in (arrived("stuck", LETTERS), arrived("stuck begun", LETTERS, [a]), arrived("good", LETTERS)):
         grammars.begin(one)
     found = ready(grammars, 2)
@@ -246,13 +246,12 @@ def test_tokens_are_spelled_as_llguidance_spells_them(tokenizer: LLTokenizer, gr
 def test_pieces_of_sentencepiece_stand_for_their_text(tmp_path: Path) -> None:
     """A space is a piece's first character there, and bytes have names."""
     pieces = ["</s>", "<0x61>", "▁a", "a", "▁", "▁b"]
-    file = tmp_path / "tokenizer.json"
     model = {"type": "Unigram", "vocab": [[piece, 0.0] for piece in pieces]}
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
     added = [{"id": 0, "content": "</s>", "special": True}]
     decoder = {"type": "Sequence", "decoders": steps}
-    file.write_text(json.dumps({"model": model, "decoder": decoder, "added_tokens": added}))
-    grammars = Grammars(file, (0,), 8)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "decoder": decoder, "added_tokens": added}))
+    grammars = Grammars(tmp_path, (0,), 8)
     matcher = matcher_of(grammars, lark("start: /( a){2}/"))
     assert tokens(matcher, 8) == [2, 4]
     matcher.advance(4)
@@ -260,8 +259,19 @@ def test_pieces_of_sentencepiece_stand_for_their_text(tmp_path: Path) -> None:
     grammars.close()
 
 
+def test_a_token_that_only_the_tokenizer_config_adds_is_named_and_has_no_text(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "vocab": [[piece, 0.0] for piece in ("</s>", "a", "b")]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    added = {"3": {"content": "<tool>", "special": True}, "4": {"content": "ab"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    grammars = Grammars(tmp_path, (0,), 5)
+    assert tokens(matcher_of(grammars, lark("start: <[3]>")), 5) == [3]
+    assert tokens(matcher_of(grammars, lark("start: /[ab]{2}/")), 5) == [1, 2]
+    grammars.close()
+
+
 def test_a_tokenizer_that_cannot_be_read_fails_the_request_alone(tmp_path: Path) -> None:
-    grammars = Grammars(tmp_path / "none.json", EOS, VOCAB)
+    grammars = Grammars(tmp_path, EOS, VOCAB)
     for uid in "ab":
         grammars.begin(arrived(uid, LETTERS))
     assert {result.status for result in ready(grammars, 2).values() if isinstance(result, Failed)} == {500}

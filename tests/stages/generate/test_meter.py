@@ -8,11 +8,14 @@ import pytest
 from engine_rig import LIMITS, POISON, Running, Scene
 from measured import count_of, total_of
 from redis_servers import until
+from schedules import make_schedule
 
-from pipeline.events import Cancelled, EventRow, Preempted, StepCompleted, decode
+from pipeline.events import Cancelled, EventRow, Figures, Preempted, StepCompleted, TokenRow, decode
 from pipeline.log.protocol import Inbox
+from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     COMMIT_SECONDS,
+    GENERATION_SPEED,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
     NUM_PREEMPTIONS,
@@ -26,6 +29,7 @@ from pipeline.metrics.families import (
     Family,
 )
 from stages.generate.kvcache.radix import RadixCache
+from stages.generate.meter import EngineMeter
 
 
 def counted(engine: Running, *families: Family) -> list[float]:
@@ -66,6 +70,29 @@ def test_the_gauges_say_what_an_engine_holds_and_that_it_holds_nothing_any_more(
             scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
         until(lambda: scene.is_consumed)
         until(lambda: counted(engine, NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE) == [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "speeds"),
+    [
+        pytest.param([(0.0, 4, 4), (0.5, 4, 4), (1.0, 4, 4), (1.5, 4, 4)], [0, 0, 8, 8], id="a second, then the next"),
+        pytest.param([(0.0, 1, 1), (0.25, 1, 1), (0.5, 1, 0)], [0, 0, 4], id="all of a shorter time"),
+        pytest.param([(0.0, 2, 2), (1.0, 2, 2), (1.1, 1, 0)], [0, 2, 2], id="no rest of a longer time"),
+        pytest.param([(0.0, 2, 2), (1.0, 2, 0), (99.0, 5, 5), (100.0, 7, 7)], [0, 2, 2, 7], id="no idle time"),
+        pytest.param([(0.0, 1, 0), (1.0, 1, 0)], [0, 0], id="single steps, as of probes"),
+    ],
+)
+def test_the_speed_of_an_engine_is_that_of_its_last_second_with_requests(
+    steps: list[tuple[float, int, int]], speeds: list[float]
+) -> None:
+    measures, told = Measures(), []
+    times = iter([at_s for at_s, _, _ in steps])
+    meter = EngineMeter(measures, make_schedule(), clock_s=lambda: next(times))
+    for _, num_tokens, running in steps:
+        rows = tuple(TokenRow(uid=str(row), n=1, token=5) for row in range(num_tokens))
+        meter.committed(StepCompleted(rows=rows, figures=Figures(running=running)))
+        told.append(count_of(measures, GENERATION_SPEED))
+    assert told == speeds
 
 
 def test_what_the_prefix_cache_saves_is_counted_once_for_each_request(scene: Scene) -> None:

@@ -18,12 +18,13 @@ from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls, SamplingParams, Submitted, Templating
 from pipeline.grammars import parser_limits, with_stack
+from pipeline.vocabulary import AddedTokens
 from stages.generate.grammars import _Spelled
 from stages.tokenize import calls as call_writer
 from stages.tokenize.answers import answer_grammar
 from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, checked
 from stages.tokenize.literals import Rules
-from stages.tokenize.markup import AddedTokens, Dialect
+from stages.tokenize.markup import Dialect
 from stages.tokenize.prompts import PromptEncoder
 
 LOOK: Final = {
@@ -83,7 +84,7 @@ class Family:
         self.encoder = PromptEncoder(folder)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.eos = int(self.tokenizer.token_to_id("<|im_end|>") or 0)
-        spelled = _Spelled.of(folder / "tokenizer.json", self.eos, self.tokenizer.get_vocab_size())
+        spelled = _Spelled.of(folder, self.eos, self.tokenizer.get_vocab_size())
         self._vocabulary = LLTokenizer(spelled, None, [self.eos])  # type: ignore[arg-type]
 
     def grammar(self, **asked: Any) -> str:

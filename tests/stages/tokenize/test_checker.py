@@ -16,9 +16,10 @@ from servers import eventually
 from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.markup import Markup
+from pipeline.vocabulary import AddedTokens
 from stages.tokenize.asked import Asked
 from stages.tokenize.checker import MOST_TRIES, Checked, GrammarChecker
-from stages.tokenize.markup import AddedTokens, Dialect
+from stages.tokenize.markup import Dialect
 
 DIALECT = Dialect("hermes", False, ("<think>", "</think>"), AddedTokens({"<s>": 0, "<think>": 7}, frozenset({0})))
 BOMB = {"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}"} for number in range(40)]}

@@ -123,6 +123,11 @@ def test_a_prompt_begins_with_one_bos_token_and_not_two(folder: Path, encoder: P
     assert ids[0] == bos and ids.count(bos) == 1
 
 
+def test_a_tokenizer_tells_which_text_it_puts_before_a_prompt(encoder: PromptEncoder, tmp_path: Path) -> None:
+    train_tokenizer(300, with_bos=False).save_pretrained(tmp_path)
+    assert (encoder.bos, PromptEncoder(tmp_path).bos) == (BOS, "")
+
+
 def test_a_batch_of_all_kinds_is_encoded_as_each_would_be_alone(encoder: PromptEncoder) -> None:
     """Token ids stay as they are."""
     events = (plain("one"), chat("two"), asked(prompt_ids=(7, 5, 7)), plain("three is longer"))
@@ -160,9 +165,24 @@ def test_another_template_is_another_fingerprint(folder: Path, tmp_path: Path, e
     assert PromptEncoder(tmp_path).fingerprint != encoder.fingerprint
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_only_the_tokenizer_config_adds_is_one_of_the_dialect(
+    folder: Path, tmp_path: Path, special: bool
+) -> None:
+    copied(folder, tmp_path, added_tokens_decoder={"480": {"content": "<my_tool>", "special": special}})
+    encoder = PromptEncoder(tmp_path)
+    assert encoder.dialect.added.ids["<my_tool>"] == 480
+    assert (480 in encoder.dialect.added.special) is special
+    assert encoded(encoder, plain("a<my_tool>"))[-1] == 480
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+        PromptEncoder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: holds a JSON list"):
         PromptEncoder(tmp_path)
 
 
@@ -224,14 +244,6 @@ def test_a_call_without_arguments_has_none(tool_folder: Path) -> None:
     assert "c1 look<|im_end|>" in PromptEncoder(tool_folder).render(event).text
 
 
-@pytest.mark.parametrize("arguments", ["{", '["a"]', "3", '{"a": NaN}', '{"a":' * 100_000])
-def test_arguments_that_are_no_object_are_refused_by_their_path(tool_folder: Path, arguments: str) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    event = asked(messages=(*CONVERSATION[:2], {"role": "assistant", "content": "", "tool_calls": [call]}))
-    error = refused("JSON object", PromptEncoder(tool_folder).render, event)
-    assert error.param == "messages.2.tool_calls.0.function.arguments"
-
-
 def test_both_an_opened_answer_and_a_continued_one_are_refused(encoder: PromptEncoder) -> None:
     event = chat("a", templating=Templating(continue_final_message=True))
     assert refused("cannot be combined", encoder.render, event).param == "continue_final_message"
@@ -250,7 +262,7 @@ def test_every_argument_of_our_own_call_is_no_variable_of_a_clients(encoder: Pro
 def test_what_transformers_says_of_a_conversation_is_not_all_of_it(encoder: PromptEncoder, tmp_path: Path) -> None:
     templating = Templating(add_generation_prompt=False, continue_final_message=True)
     tokenizer = train_tokenizer(300, with_bos=False)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content[:3] }}{% endfor %}"
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content | replace('x', 'y') }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     event = chat("x" * 10_000, templating=templating)
     assert len(refused("does not appear in the chat", PromptEncoder(tmp_path).render, event).message) < 500

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
 from stand_in_stages import StandIn
 from web_process import serving
-from web_site import CHAT, chat
+from web_site import CHAT, IDS, chat
 
 
 class Stream:
@@ -40,13 +41,18 @@ def test_the_client_of_a_killed_web_process_goes_on_with_another_one(redis_url: 
         def stream(method: str, url: str, **options: Any) -> Stream:
             return Stream(stack.enter_context(client.stream(method, url, **options)))
 
-        original = stream("POST", f"http://127.0.0.1:{first.port}{CHAT}", json=chat("endless", stream=True))
+        body = chat("endless", stream=True)
+        original = stream("POST", f"http://127.0.0.1:{first.port}{CHAT}", json=body, headers=IDS)
         path = f"http://127.0.0.1:{second.port}/v1/requests/{original.uid}"
         sent = original.frames_until(b"id: 10-0\n")
         first.process.kill()
         first.process.wait()
         resumed = stream("GET", f"{path}/events", headers={"Last-Event-ID": "10-0"})
         sent += resumed.frames_until(b"id: 200-0\n")
+        by_text = stream("GET", f"{path}/events?after_characters={len('1 2')}")
+        frames = [frame.partition(b"data: ")[2] for frame in by_text.frames_until(b"id: 200-0\n")]
+        texts = [json.loads(frame)["choices"][0]["delta"]["content"] for frame in frames]
+        assert texts == [" ", *(f"{n} " for n in range(3, 201))], "without an id, after the text that came"
         assert client.delete(path).json()["cancelled"] is True
         sent += resumed.frames_until(b"[DONE]")
         ids = [frame.partition(b"\n")[0] for frame in sent if frame.startswith(b"id: ")]

@@ -440,6 +440,24 @@ def test_the_arrow_keys_tell_the_probability_of_each_token(browser: Browser, ser
     browser.gone(".tip")
 
 
+NO_TEMPLATE = """
+const real = window.fetch, models = {data: [{id: "org/base", max_model_len: 64, has_chat_template: false}]};
+window.fetch = (path, options) => path === "/v1/models" ? Promise.resolve(Response.json(models)) : real(path, options);
+"""
+
+
+def test_an_empty_conversation_has_prompts_to_click_unless_the_model_has_no_template(
+    browser: Browser, server: Server
+) -> None:
+    browser.open(f"{url(server)}/")
+    browser.until(lambda: len(browser.all(".welcome .examples .button")) == 4, "four prompts")
+    browser.has(".welcome", "A context of")
+    browser.before_each_page(NO_TEMPLATE)
+    browser.open(f"{url(server)}/")
+    browser.has(".welcome", "This model has no chat template")
+    browser.gone(".welcome .examples")
+
+
 SILENT = """
 const real = window.fetch;
 let refused = 0;

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis_servers import command
 from stand_in_stages import StandIn
-from web_site import CHAT, DONE, Site, chat, code_of, site
+from web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
 from pipeline.archive.volume import volumes
 from pipeline.archive.writer import Writer
@@ -42,7 +42,7 @@ async def test_an_archived_request_is_told_and_streamed_as_before(
 ) -> None:
     async with site(redis_url, archive=str(tmp_path)) as here:
         for body in (chat(model="demo"), chat("break", stream_options={"include_usage": True})):
-            response = await here.post(body | {"stream": True})
+            response = await here.post(body | {"stream": True}, headers=IDS)
             uid = response.headers["x-minisgl-uid"]
             full = await response.get_data(as_text=False)
             paths = [f"/v1/requests/{uid}", f"/v1/requests/{uid}/events?format=events"]

@@ -10,7 +10,7 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import StandIn
 from structlog.testing import capture_logs
-from web_site import DONE, Site, error_of, one_request, request_lines, site, until
+from web_site import DONE, IDS, Site, error_of, one_request, request_lines, site, until
 
 import web.live.listener
 import web.live.open_request
@@ -28,7 +28,7 @@ async def generate(here: Site, body: dict[str, Any], **options: Any) -> Response
 
 async def streamed(here: Site, body: dict[str, Any], **options: Any) -> tuple[str, bytes]:
     """Return uid and bytes of a stream."""
-    response = await generate(here, body, **options)
+    response = await generate(here, body, headers=IDS, **options)
     assert (response.status_code, response.content_type) == (200, "text/event-stream; charset=utf-8")
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
@@ -85,7 +85,9 @@ async def test_each_of_several_streams_is_read_again_by_its_own_uid(redis_url: s
         told = documents(stream)
         for index, uid in enumerate(sibling_uids(common, 3)):
             own = [frame for frame, document in zip(frames, told, strict=True) if document["index"] == index]
-            assert own and await read(there, uid) == b"".join(own) + DONE
+            *again, done = frames_in(await read(there, uid))
+            assert own and [frame.data.encode() for frame in again] == [each[6:-2] for each in own]
+            assert (done.data, [frame.id for frame in again][-1]) == ("[DONE]", SEAL)
             assert {document["meta_info"]["id"] for document in told if document["index"] == index} == {uid}
 
 
@@ -152,7 +154,7 @@ async def test_what_is_wrong_is_a_400_or_404_in_the_body_of_every_error_and_reac
 ) -> None:
     told = []
     with capture_logs() as lines:
-        async with site(redis_url) as here:
+        async with site(redis_url, strict_model_names=True) as here:
             for body in ({}, {"text": "a", "sampling_params": {"regex": 5}}, {"prompt": "a", "model": "gpt-5"}):
                 status, error = await error_of(generate(here, body))
                 told.append((status, error["param"], error["code"]))

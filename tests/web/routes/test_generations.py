@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from stand_in_stages import Script, StandIn, finished, tokens
+from quart import Response
+from stand_in_stages import BOS, Script, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import chat, error_of, one_request, request_lines, seal_of, site, until
+from web_site import CHAT, IDS, chat, error_of, one_request, request_lines, seal_of, site, until
 
 import web.live.listener
 import web.live.open_request
 import web.routes.generations
+from ops.sse_reader import frames_in
 from pipeline.events import Failed, Submitted, ToldCandidate, ToldPrompt, ToldScore, ToldScores, ToldToken, new_uid
 from web.wire.pieces import PIECE_BYTES
+
+
+async def bytes_of(response: Awaitable[Response]) -> bytes:
+    answer = await response
+    assert answer.status_code == 200
+    found: bytes = await answer.get_data(as_text=False)
+    return found
 
 
 async def test_keywords_of_schemas_that_no_grammar_counts_are_named_in_a_header(
@@ -48,6 +58,37 @@ async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
         assert response.headers["x-minisgl-uid"] == uid
         assert response.headers["x-minisgl-unknown-fields"] == "al%2Cpha%0A, zeta"
         assert (submitted.sampling.seed, submitted.labels, submitted.model) == (3, {"user": "ann"}, "demo")
+
+
+async def test_a_header_names_what_is_strange_about_a_request(redis_url: str, stand_in: StandIn) -> None:
+    function = {"name": "look", "arguments": '{"city": "Pa'}
+    called = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    strange = "invalid_arguments=messages.1.tool_calls.0.function.arguments"
+    begun = f"{BOS}[INST] Hi [/INST]"
+    async with site(redis_url) as here:
+        for path, body, warning in (
+            ("/v1/chat/completions", {"messages": [*chat()["messages"], called]}, strange),
+            ("/v1/completions", {"prompt": begun}, "double_bos=prompt"),
+            ("/v1/completions", {"prompt": ["Hi", begun], "stream": True}, "double_bos=prompt"),
+            ("/generate", {"text": begun}, "double_bos=prompt"),
+            ("/tokenize", {"prompt": begun}, "double_bos=prompt"),
+            ("/v1/completions", {"prompt": "Hi"}, None),
+        ):
+            response = await here.client.post(path, json=body)
+            assert (response.status_code, response.headers.get("x-minisgl-warnings")) == (200, warning)
+            await response.get_data()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", chat()), ("/generate", {"text": "a"})], ids=["chat", "generate"]
+)
+async def test_a_byte_order_mark_before_a_body_is_left_out(
+    redis_url: str, stand_in: StandIn, path: str, body: dict[str, Any]
+) -> None:
+    async with site(redis_url) as here:
+        sent = b"\xef\xbb\xbf" + json.dumps(body).encode()
+        response = await here.client.post(path, data=sent, headers={"content-type": "application/json"})
+        assert response.status_code == 200, await response.get_data()
 
 
 def scored(num_tokens: int, num_top: int) -> ToldPrompt:
@@ -114,6 +155,42 @@ async def test_a_copy_of_a_request_is_labelled_with_its_uid(redis_url: str, stan
         assert (status, error["param"], error["code"]) == (400, "x-minisgl-copy-of", "invalid_value")
 
 
+STREAMED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, chat(stream=True)),
+    ("/v1/completions", {"prompt": "hello", "stream": True}),
+    ("/generate", {"text": "hello", "stream": True}),
+    ("/generate", {"prompt": "hello"}),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=["chat", "completion", "sglang", "mini-sglang"])
+async def test_a_stream_has_lines_of_data_and_blank_lines_alone_unless_its_client_asks_for_ids(
+    redis_url: str, stand_in: StandIn, path: str, body: dict[str, Any]
+) -> None:
+    async with site(redis_url) as here:
+        plain = await bytes_of(here.client.post(path, json=body))
+        assert {line.partition(b" ")[0] for line in plain.split(b"\n")} == {b"data:", b""}
+        for headers in ({"x-minisgl-event-ids": "0"}, IDS):
+            response = await here.client.post(path, json=body, headers=headers)
+            uid, frames = response.headers["x-minisgl-uid"], frames_in(await response.get_data(as_text=False))
+            ids = {frame.id for frame in frames if frame.id}
+            assert ids >= {"1-0", "3-0"} if headers == IDS else not ids
+            again = frames_in(await bytes_of(here.get(f"/v1/requests/{uid}/events")))
+            assert len(again) > 2 and [frame.data for frame in again] == [frame.data for frame in frames]
+            assert {frame.id for frame in again} >= {"1-0", "3-0"}, "those who come back need not ask"
+
+
+@pytest.mark.parametrize("given", ["", "yes", "1, 1"])
+async def test_a_wrong_wish_for_ids_is_refused_and_reaches_no_stage(
+    redis_url: str, stand_in: StandIn, given: str
+) -> None:
+    async with site(redis_url) as here:
+        headers = {"x-minisgl-event-ids": given}
+        status, error = await error_of(here.post(chat(stream=True), headers=headers))
+        assert (status, error["param"], error["code"]) == (400, "x-minisgl-event-ids", "invalid_value")
+    assert not stand_in.requests()
+
+
 async def test_a_streamed_completion(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
         role, *texts, last, usage = await here.chunks(chat(stream_options={"include_usage": True}))
@@ -142,12 +219,11 @@ async def test_a_stream_is_kept_alive_while_it_waits(
 ) -> None:
     monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
     async with site(redis_url) as here, here.connection(chat("silent", stream=True)) as connection:
-        assert await connection.receive() == b": waiting\n\n"
-        assert await connection.receive() == b": waiting\n\n"
+        assert await connection.receive() == await connection.receive() == b"\n"
         uid = await one_request(stand_in)
         failed = Failed(status=503, code="engine_gone", message="It is gone.")
         await here.log.end(uid, failed, frontend="web-0")
-        while (piece := await connection.receive()).startswith(b":"):
+        while not (piece := await connection.receive()).strip():
             pass
         assert b'"code":"engine_gone"' in piece and piece.endswith(b"data: [DONE]\n\n")
 

@@ -11,7 +11,7 @@ from chunks import documents, put_together, split
 from marked_texts import FAMILIES, written
 from selection import by_night
 from stand_in_stages import StandIn
-from web_site import Site, chat, site
+from web_site import IDS, Site, chat, site
 
 from pipeline.markup import ToolFormat
 from web.wire.idempotency import HEADER
@@ -51,7 +51,7 @@ async def test_a_stream_with_calls_goes_on_after_any_event_byte_by_byte(
 ) -> None:
     async with site(redis_url) as here, site(redis_url, "web-1") as elsewhere:
         for number in range(NUM_RESUMED):
-            body, key = say(stand_in, family, number), {HEADER: f"{family}-{number}"}
+            body, key = say(stand_in, family, number), {HEADER: f"{family}-{number}", **IDS}
             response = await here.post(body, headers=key)
             uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
             assert b'"tool_calls":[{"index":0,"id"' in full

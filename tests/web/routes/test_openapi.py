@@ -52,7 +52,7 @@ async def test_a_body_is_told_by_the_model_that_reads_it(redis_url: str) -> None
     body = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = told["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert schema["required"] == ["prompt"]
-    assert schema["properties"]["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
+    assert schema["properties"]["top_p"]["anyOf"][0] == {"minimum": 0, "maximum": 1, "type": "number"}
     (stop,) = [one for one in schema["properties"]["stop"]["anyOf"] if one.get("type") != "null"]
     assert {"type": "string"} in stop["anyOf"], "also what is read in another form than it is kept in"
     assert "-1 and 0 mean all" in schema["properties"]["top_k"]["description"]

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from web_site import (
     CHAT,
     DONE,
+    IDS,
     Site,
     chat,
     code_of,
@@ -32,7 +33,7 @@ from web_site import (
 import web.live.listener
 import web.live.open_request
 import web.live.readers
-from pipeline.events import SamplingParams, Submitted, new_uid
+from pipeline.events import Markup, SamplingParams, Submitted, new_uid
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
@@ -90,7 +91,7 @@ async def read(here: Site, path: str, **headers: str) -> bytes:
 
 async def streamed(here: Site, body: dict[str, Any]) -> tuple[str, bytes]:
     """Return uid and bytes of a stream as its client got it."""
-    response = await here.post(body | {"stream": True})
+    response = await here.post(body | {"stream": True}, headers=IDS)
     assert response.status_code == 200
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
@@ -225,6 +226,64 @@ async def test_a_running_request_is_read_elsewhere_as_it_comes_by_several_at_onc
                     others[index] += await received(reader, DONE)
             assert others[0] == resumed_after(split(sent), 1)
             assert others[1] == others[2] == sent
+
+
+# after the characters that a client has
+
+
+def text_in(stream: bytes) -> str:
+    choices = [choice for document in documents(stream) for choice in document["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def test_a_client_without_ids_goes_on_after_the_characters_that_it_has(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here, site(redis_url, "web-1") as there:
+        response = await here.post(chat("say: A stream 🙂 that breaks at any character.", stream=True))
+        uid = response.headers["x-minisgl-uid"]
+        text = text_in(await response.get_data(as_text=False))
+        assert text == "A stream 🙂 that breaks at any character."
+        for known in (0, 9, 10, 24, len(text)):
+            assert text_in(await read(there, events(uid, f"?after_characters={known}"))) == text[known:]
+        by_id = {"Last-Event-ID": SEAL}
+        assert await read(there, events(uid, "?after_characters=3"), **by_id) == DONE, "as a browser that reconnects"
+        for query in (f"={len(text) + 1}", "=-1", "=x", "=3&starting_after=1-0", "=3&format=events"):
+            status, error = await error_of(there.get(events(uid, f"?after_characters{query}")))
+            assert (status, error["param"], error["code"]) == (400, "after_characters", "invalid_value"), query
+        assert await code_of(there.get(events(new_uid(), "?after_characters=1"))) == (404, "request_not_found")
+
+
+async def test_what_characters_cannot_tell_is_not_resumable(redis_url: str, stand_in: StandIn) -> None:
+    stand_in.marked = (Markup(think=("<think>", "</think>")), ("<think>", "Hm.", "</think>", "Yes."))
+    async with site(redis_url) as here:
+        for body in (chat("marked"), chat(n=2), chat(logprobs=True)):
+            uid = (await here.post(body)).headers["x-minisgl-uid"]
+            assert await code_of(here.get(events(uid, "?after_characters=1"))) == (400, "not_resumable")
+        several = (await here.post(chat(n=2))).headers["x-minisgl-uid"]
+        assert text_in(await read(here, events(f"{several}.1", "?after_characters=3"))) == "lo\u2028!"
+
+
+async def test_a_running_request_is_awaited_until_it_has_more_characters_than_its_client(
+    redis_url: str, stages: Stages, no_polling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = await begun(stages, "ab", "cd")
+    async with site(redis_url, ready=False) as here:
+        async with here.reading(events(uid, "?after_characters=5")) as reader:
+            await until(lambda: here.frontend.tail.listeners)
+            await say(stages, uid, 3, tokens(3, "efg"))
+            first = await received(reader, b"id: 3-0\n")
+            await say(stages, uid, 4, tokens(4, "h"), finished(4))
+            assert text_in(first + await received(reader, DONE)) == "fgh"
+        short = await begun(stages, "ab")
+        asking = asyncio.create_task(code_of(here.get(events(short, "?after_characters=3"))))
+        await until(lambda: here.frontend.tail.listeners)
+        await say(stages, short, 1, finished(1))
+        assert await asking == (400, "invalid_value")
+        monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
+        late = await begun(stages, "ab")
+        async with here.reading(events(late, "?after_characters=3")) as reader:
+            assert await reader.receive() == b"\n", "the status is sent"
+            await say(stages, late, 1, finished(1))
+            assert b'"code":"invalid_value"' in await received(reader, DONE)
 
 
 # the raw events

@@ -87,7 +87,7 @@ PART = '{"type":"text","text":"a"}'
         ('"prompt":"a","tools":[' + ",".join([TOOL] * (MOST_TOOLS + 1)) + "]", "tools"),
         ('"prompt":"a","logit_bias":{' + ",".join(f'"a{i}":1' for i in range(1025)) + "}", "logit_bias"),
         ('"prompt":"a","metadata":{' + ",".join(f'"a{i}":[]' for i in range(1025)) + "}", "metadata"),
-        ('"prompt":"a","stop":[' + ",".join(['"a"'] * 17) + "]", "stop"),
+        ('"prompt":"a","stop":[' + ",".join(['"a"'] * 129) + "]", "stop"),
         ('"messages":[{"role":"user","content":"a","name":"' + "x" * 1025 + '"}]', "messages.0.name"),
         (
             '"messages":[' + ASSISTANT % (CALL % ("[" + "1," * MOST_IN_ARGUMENTS + "1]")) + "]",

@@ -59,7 +59,7 @@ def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop
 
 
 def stream_of(events: Sequence[Submitted], uid: str = UID) -> Frames:
-    found = frames_for(uid, events)
+    found = frames_for(uid, events, ids=True)
     assert found is not None
     return found
 

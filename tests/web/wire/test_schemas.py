@@ -56,7 +56,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"max_tokens": 1e300}, "max_tokens"),
+    ({"n": True}, "n"),
     ({"max_tokens": "3"}, "max_tokens"),
     ({"max_tokens": 3.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -70,7 +73,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": float("inf")}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_p": float("nan")}, "top_p"),
     ({"top_k": -2}, "top_k"),
@@ -79,9 +82,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": "7"}, "seed"),
-    ({"stop": ""}, "stop.0"),
     ({"stop": ["a", ""]}, "stop.1"),
-    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ["a"] * 129}, "stop"),
+    ({"stop": ["a" * 1024] * 65}, "stop"),
     ({"stop": "a" * 1025}, "stop.0"),
     ({"stop": ["a", "é" * 1025]}, "stop.1"),
     ({"stop": 3}, "stop"),
@@ -235,6 +238,37 @@ def test_a_whole_number_is_fine_where_a_float_is_expected() -> None:
     assert parse_chat(body(temperature=1, top_p=1)).temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ({"max_tokens": 5.0, "n": 2.0, "seed": 7.0}, {"max_tokens": 5, "n": 2, "seed": 7}),
+        ({"top_logprobs": 2.0, "logprobs": True}, {"top_logprobs": 2, "logprobs": True}),
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1}, {}),
+        ({"stop": ""}, {}),
+        ({"seed": 3, "top_p": 0}, {"seed": 3, "temperature": 0}),
+        ({"seed": 3, "top_p": 0.0, "temperature": 1.5}, {"seed": 3, "temperature": 0}),
+    ],
+)
+def test_what_can_mean_only_one_thing_means_that(said: dict[str, Any], means: dict[str, Any]) -> None:
+    seed = {} if "seed" in said else {"seed": 1}
+    first, *others = (chat_events(parse_chat(body(**fields, **seed)), **MADE) for fields in (said, means))
+    assert [event.sampling for event in first] == [event.sampling for event in others[0]]
+
+
+def test_most_stop_strings_have_the_most_characters() -> None:
+    stops = [f"{number:0512}" for number in range(128)]
+    assert chat_events(parse_chat(body(stop=stops)), **MADE)[0].sampling.stop == tuple(stops)
+
+
+def test_to_a_completion_minus_one_is_the_rest_of_the_context_and_nothing_is_sixteen() -> None:
+    longest = [
+        parse_completion(json.dumps({"prompt": "a", **fields}).encode()).longest
+        for fields in ({"max_tokens": -1}, {"n_predict": -1}, {})
+    ]
+    assert longest == [None, None, 16]
+
+
 def test_a_field_without_a_name_is_as_unknown_as_any_other() -> None:
     asked = parse_chat(body(**{"": {}}))
     assert (asked.longest, asked.unknown) == (None, ("",))
@@ -286,7 +320,7 @@ def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
     (event,) = chat_events(parse_chat(body(messages=messages)), **MADE)
     assert event.messages == (
         {"role": "system", "content": "d"},
-        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": ""},
         {"role": "user", "content": ""},
     )
@@ -368,8 +402,9 @@ def test_the_client_wins_over_the_model_and_the_model_over_openai() -> None:
     assert defaults == {"temperature": 0.6, "top_k": 20}
 
 
-def test_an_absent_seed_is_drawn_anew_for_each_request() -> None:
-    asked = parse_chat(body())
+@pytest.mark.parametrize("fields", [{}, {"seed": None}, {"seed": -1}, {"seed": -1.0}])
+def test_without_a_seed_or_with_minus_one_it_is_drawn_anew_for_each_request(fields: dict[str, Any]) -> None:
+    asked = parse_chat(body(**fields))
     first, second = (chat_events(asked, **MADE)[0].sampling.seed for _ in range(2))
     assert first != second and min(first, second) >= 0
 
@@ -416,7 +451,7 @@ def test_a_completions_prompt_has_four_shapes(prompt: object, prompts: list[obje
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a"] * 257, "n": 4}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_tokens": -2, "echo": True}, "max_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3, "n": 2}, "best_of"),

@@ -34,6 +34,7 @@ from web.wire.endpoints import body_of, frames_for
 from web.wire.frames import ClientEvent
 from web.wire.openai.answers import choices_for
 from web.wire.sglang.schemas import SGLangRequest, SGLangSampling, TextRequest, parse_generate
+from web.wire.sse import KEEP_ALIVE
 from web.wire.submit import generate_events
 
 UID = f"{5000:012x}" + "7000" + "8" * 16
@@ -104,7 +105,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         (sampling(max_new_tokens=2, min_new_tokens=3), "sampling_params.min_new_tokens"),
         (sampling(min_new_tokens=129), "sampling_params.min_new_tokens"),
         (sampling(temperature=-0.1), "sampling_params.temperature"),
-        (sampling(stop=""), "sampling_params.stop.0"),
+        (sampling(stop=[""]), "sampling_params.stop.0"),
         (sampling(no_stop_trim="x"), "sampling_params.no_stop_trim"),
         (sampling(logit_bias={"a": SECRET}), "sampling_params.logit_bias"),
         (sampling(n=129), "sampling_params.n"),
@@ -344,8 +345,14 @@ def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
     return json.loads(b"".join(body_of(UID, events, choices)))
 
 
-def streamed(body: dict[str, Any], *given: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
-    frames = frames_for(uid, submitted(body) if events is None else events)
+def streamed(
+    body: dict[str, Any],
+    *given: ClientEvent,
+    uid: str = UID,
+    events: list[Submitted] | None = None,
+    ids: bool = False,
+) -> bytes:
+    frames = frames_for(uid, submitted(body) if events is None else events, ids=ids)
     assert frames is not None
     return b"".join(frames.of(each) for each in given)
 
@@ -453,7 +460,7 @@ def test_frames_have_no_ids_and_no_comments_for_sglangs_clients_take_every_line_
     events = submitted({"text": "a", "stream": True})
     frames = frames_for(UID, events)
     assert frames is not None
-    stream = frames.of(ANSWER[0]) + frames.waiting + frames.of(ended(finished(n=1)))
+    stream = frames.of(ANSWER[0]) + KEEP_ALIVE + frames.of(ended(finished(n=1)))
     assert [document["text"] for document in documents(stream)] == ["Hel", "Hel"]
     assert [json.loads(frame.data)["text"] for frame in frames_in(stream)] == ["Hel", "Hel"], "a browser reads the same"
 
@@ -503,7 +510,7 @@ def texts(stream: bytes) -> str:
     "text", ["a\nb", "\n", "\n\n\na", " a ", "a:b\ndata: c\nid: 7\nevent: error", "é漢🙂", "\u2028", ""]
 )
 def test_a_text_arrives_as_it_is_whatever_lines_it_has(text: str) -> None:
-    stream = streamed({"prompt": "a"}, tokens(1, text), tokens(2, "."), ended(finished()))
+    stream = streamed({"prompt": "a"}, tokens(1, text), tokens(2, "."), ended(finished()), ids=True)
     assert texts(stream) == text + "."
     assert [frame.id for frame in frames_in(stream)] == (["1-0"] if text else []) + ["2-0"]
 
@@ -523,5 +530,5 @@ def test_a_text_without_tokens_to_show_makes_no_event() -> None:
 
 def test_an_error_is_an_event_of_its_own_that_no_text_can_be() -> None:
     failed = Failed(status=500, code="engine_error", message="It broke.")
-    *_, error = frames_in(streamed({"prompt": "a"}, tokens(1, "x"), ended(failed)))
+    *_, error = frames_in(streamed({"prompt": "a"}, tokens(1, "x"), ended(failed), ids=True))
     assert (error.kind, error.id, json.loads(error.data)["error"]["code"]) == ("error", SEAL, "engine_error")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from pipeline.events import Templating
@@ -30,32 +31,79 @@ MOST_IN_ARGUMENTS: Final = 2 * MOST_LARGE
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
-def _joined_parts(content: object) -> object:
-    """Return the text of a list of text parts; anything else is left to the field's own type."""
-    if not isinstance(content, list):
-        return content
-    if len(content) > MOST_PARTS:
-        message = "Input should have at most {most} parts, not {num}"
-        raise PydanticCustomError("too_long", message, {"most": MOST_PARTS, "num": len(content)})
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            message = f"Part {index} is not of type text with a string in `text`; other parts are not supported"
-            raise PydanticCustomError("text_part", "{message}", {"message": message})
-        texts.append(part["text"])
-    if not texts:
-        raise PydanticCustomError("no_parts", "Input should have at least one part")
-    return "".join(texts)
+class Content(NamedTuple):
+    """What a message says."""
+
+    text: str
+    thought: str = ""
+    """What its parts of type `thinking` say."""
 
 
 class TextPart(TypedDict):
-    """A text part of a message's content; other parts are not supported."""
+    """A text."""
 
-    type: Annotated[Literal["text"], Field(description="Always `text`.")]
+    type: Annotated[Literal["text", "input_text"], Field(description="`text`, or `input_text` with the same meaning.")]
     text: Annotated[str, Field(description="The text.")]
 
 
-TEXT: Final = BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
+class RefusalPart(TypedDict):
+    """A refusal of the assistant. The chat template gets it as text."""
+
+    type: Annotated[Literal["refusal"], Field(description="Always `refusal`.")]
+    refusal: Annotated[str, Field(description="What the assistant said.")]
+
+
+class ThinkingPart(TypedDict):
+    """What the assistant thought. The chat template gets it as `reasoning_content`."""
+
+    type: Annotated[Literal["thinking"], Field(description="Always `thinking`.")]
+    thinking: Annotated[str | list[TextPart], Field(description="The thought, or a list of text parts.")]
+
+
+PARTS: Final = {"text": "text", "input_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Types of parts, and the member that has the text of each."""
+
+
+def _content_of(content: object) -> Content | None:
+    """Return what the content of a message says: a text, or a list of parts with a line break between their texts."""
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return Content(content)
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "Input should be a string or a list of parts")
+    if not content:
+        raise PydanticCustomError("no_parts", "Input should have at least one part")
+    if len(content) > MOST_PARTS:
+        message = "Input should have at most {most} parts, not {num}"
+        raise PydanticCustomError("too_long", message, {"most": MOST_PARTS, "num": len(content)})
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for index, part in enumerate(content):
+        text = _text_of(part)
+        if text is None:
+            accepted = ", ".join(f"`{kind}` with a string in `{member}`" for kind, member in PARTS.items())
+            message = f"Part {index} is not supported; accepted are {accepted}"
+            raise PydanticCustomError("part", "{message}", {"message": message})
+        (thoughts if part["type"] == "thinking" else texts).append(text)
+    return Content("\n".join(texts), "\n".join(thoughts))
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part; None if it is none that is supported. A thought may be a list of text parts."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in PARTS:
+        return None
+    text = part.get(PARTS[kind])
+    if kind == "thinking" and isinstance(text, list):
+        within = [each["text"] for each in text if isinstance(each, dict) and isinstance(each.get("text"), str)]
+        return "\n".join(within) if len(within) == len(text) else None
+    return text if isinstance(text, str) else None
+
+
+def _arguments_text(arguments: object) -> str:
+    """Return arguments as the text that OpenAI's clients send; some others send the object itself."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class FunctionCall(Strict):
@@ -63,8 +111,9 @@ class FunctionCall(Strict):
 
     name: Annotated[Name, Field(min_length=1)]
     """Name of the function."""
-    arguments: str
-    """Its arguments, as the text of a JSON object. Empty: none."""
+    arguments: Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any] | None)] = ""
+    """Its arguments, as the text of a JSON object. Empty: none. If they are anything else, such as the beginning of an
+    object, the chat template gets `{}`, or the text where it prints texts; the header `x-minisgl-warnings` says so."""
 
 
 class ToolCall(Strict):
@@ -84,9 +133,10 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who says it. `developer` means `system`."""
     content: Annotated[
-        str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
+        Content | None,
+        PlainValidator(_content_of, json_schema_input_type=str | list[TextPart | RefusalPart | ThinkingPart] | None),
     ] = None
-    """The text, or a list of text parts."""
+    """The text, or a list of parts: texts, and of the assistant also refusals and thoughts."""
     name: Name | None = None
     """Name of who says it, for chat templates that show one."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
@@ -101,7 +151,7 @@ class Message(Strict):
     @property
     def thought(self) -> str:
         """What the assistant thought; "" if the message does not say."""
-        return self.reasoning_content or self.reasoning or ""
+        return self.reasoning_content or self.reasoning or (self.content.thought if self.content is not None else "")
 
     @property
     def unknown(self) -> set[str]:
@@ -154,7 +204,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check that each message has the fields that its role needs, and no others, and that arguments are objects.
+    """Check that each message has the fields that its role needs, and no others.
 
     Raises:
         RequestError: For the first message that is wrong.
@@ -163,9 +213,12 @@ def check_messages(messages: Sequence[Message]) -> None:
     for index, message in enumerate(messages):
         path = f"messages.{index}."
         for number, call in enumerate(message.tool_calls or ()):
-            left = _check_arguments(call.function.arguments, f"{path}tool_calls.{number}.function.arguments", left)
-        if message.content is None and message.role != "assistant":
-            raise wrong(f"{path}content", "should be a string or a list of text parts")
+            left -= sum(bulk_of(call.function.arguments.encode()))
+            if left < 0:
+                most = f"the arguments of all calls have more than {MOST_LARGE} values together"
+                raise wrong(f"{path}tool_calls.{number}.function.arguments", most)
+        if message.content is None and message.role not in ("assistant", "tool"):
+            raise wrong(f"{path}content", "should be a string or a list of parts")
         if message.tool_calls and message.role != "assistant":
             raise wrong(f"{path}tool_calls", "only a message of the assistant has calls")
         if message.role == "tool" and not message.tool_call_id:
@@ -173,29 +226,11 @@ def check_messages(messages: Sequence[Message]) -> None:
         if message.role != "tool" and message.tool_call_id is not None:
             raise wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
         if message.thought and message.role != "assistant":
-            name = "reasoning_content" if message.reasoning_content else "reasoning"
+            name = next((name for name in ("reasoning_content", "reasoning") if getattr(message, name)), "content")
             raise wrong(f"{path}{name}", "only a message of the assistant has reasoning")
         if message.reasoning_content and message.reasoning not in (None, "", message.reasoning_content):
             raise wrong(f"{path}reasoning", "means the same as `reasoning_content`, which has another text")
         refuse_unsupported(message.extra, _REFUSED, path)
-
-
-def _check_arguments(arguments: str, path: str, left: int) -> int:
-    """Check that *arguments* are a JSON object of at most *left* values; return how many more there may be.
-
-    Raises:
-        RequestError: They are not.
-    """
-    left -= sum(bulk_of(arguments.encode()))
-    if left < 0:
-        raise wrong(path, f"the arguments of all calls have more than {MOST_LARGE} values together")
-    try:
-        is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise wrong(path, "Input should be a JSON object, written as a string")
-    return left
 
 
 def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
@@ -206,7 +241,7 @@ def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
 
 def _plain(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": message.content or ""}
+    plain: dict[str, Any] = {"role": role, "content": message.content.text if message.content is not None else ""}
     if message.name is not None:
         plain["name"] = message.name
     if message.thought:

@@ -14,6 +14,7 @@ import orjson
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
+from web.wire.known import Known
 from web.wire.markup.reader import Piece
 from web.wire.openai.answers import AnswerPart, Call, Choice, InOrder, choices_for, usage_of
 from web.wire.openai.errors import error_of
@@ -158,14 +159,16 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
 class ChunkFrames(Frames):
     """The frames of a stream. Events of one history come in order, those of siblings as they happen.
 
-    Only the stream of one history has event ids: siblings have no common order.
+    Only the stream of one history can have event ids: siblings have no common order.
     """
 
-    def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is that of the history; with several *events*, the one that siblings share."""
-        self._says_ids = len(events) == 1
+    def __init__(self, style: Style, uid: str, events: Sequence[Submitted], *, ids: bool, known: Known | None) -> None:
+        """*uid* is that of the history; with several *events*, the one that siblings share. The frames of one history
+        leave out what is *known*.
+        """
+        super().__init__(ids=ids and len(events) == 1)
         choices = choices_for(uid, events)
-        if self._says_ids:
+        if len(events) == 1:
             choices[0].index = index_of(uid)
         self._choices = choices
         self._in_order = InOrder(choices)
@@ -173,7 +176,8 @@ class ChunkFrames(Frames):
         self._include_usage = events[0].presentation.include_usage
         self._start = orjson.dumps(_head(style, style.chunk, family_of(uid), events[0].model))[:-1]
         self._chunks = [
-            _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage) for choice in choices
+            _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage, known=known)
+            for choice in choices
         ]
 
     def of(self, event: ClientEvent) -> bytes:
@@ -191,14 +195,13 @@ class ChunkFrames(Frames):
         for each in self._in_order.ready(event):
             match each.event:
                 case TokensProduced() as tokens if not self._chunks[each.index].begun:
-                    entry_id = each.entry_id if self._says_ids else ""
-                    yield from _pieces_of(self._chunks[each.index].tokens(tokens), entry_id)
+                    yield from _pieces_of(self._chunks[each.index].tokens(tokens), self.id_of(each))
                 case _:
                     yield self._of(each)
 
     def _of(self, event: ClientEvent) -> bytes:
         chunks = self._chunks[event.index]
-        entry_id = event.entry_id if self._says_ids else ""
+        entry_id = self.id_of(event)
         match event.event:
             case TokensProduced() as tokens:
                 told = chunks.tokens(tokens)
@@ -210,6 +213,8 @@ class ChunkFrames(Frames):
                     told.append(self._start + b',"choices":[],"usage":' + counts + b"}")
                 return _framed(told, entry_id)
             case Failed() | Cancelled() as ended:
+                if event.entry_id:
+                    chunks.end()
                 return self.error(error_of(ended), entry_id)
             case _:
                 return b""
@@ -223,6 +228,8 @@ class _ChoiceChunks:
     choice: Choice
     start: bytes
     include_usage: bool
+    known: Known | None = None
+    """What the client has already, which is left out."""
     begun: bool = False
     offset: int = 0
     """Characters of the answer so far."""
@@ -244,6 +251,11 @@ class _ChoiceChunks:
         choice.prompt = choice.prompt or event.prompt
         chunks: list[Chunk] = [] if self.begun else self._begin()  # its counts are those before any token
         part = choice.apply(event)
+        if self.known is not None:
+            part = self._lacking(part, self.known)
+            if not self.known.are_over:  # it may be refused yet, so the opening waits for its text
+                self.begun = not chunks
+                return []
         if choice.reader is not None:
             chunks += self._pieces(part)
         elif self.is_plain and not part.scores:
@@ -259,9 +271,23 @@ class _ChoiceChunks:
     def finish(self, finished: Finished) -> list[Chunk]:
         """Return the chunk that says why the choice ended."""
         last = AnswerPart("", pieces=self.choice.finish(finished))
+        if self.known is not None:
+            last = self._lacking(last, self.known)
+        self.end()
         chunks = [*self._begin(), *(self._pieces(last) if last.pieces else ())]
         stopped_by = _stopped_by(self.choice)
         return [*chunks, self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by)]
+
+    def end(self) -> None:
+        """Say that the choice has ended, however. Raises RequestError if the client says that it has more than that."""
+        if self.known is not None:
+            self.known.end()
+
+    def _lacking(self, part: AnswerPart, known: Known) -> AnswerPart:
+        """Return *part* without what is *known*."""
+        if self.choice.reader is None:
+            return part._replace(text=known.rest(part.text))
+        return part._replace(text="", pieces=known.rest_of(part.pieces))
 
     def _pieces(self, part: AnswerPart) -> list[bytes]:
         """Return the chunks of a *part* with markup. The first one has what is told of its tokens."""
@@ -289,6 +315,8 @@ class _ChoiceChunks:
         if self.begun:
             return []
         self.begun = True
+        if self.known is not None and self.known.num:
+            return self._rest_of_prompt(self.known)
         beside, within = self.style.of_prompt(self.choice)
         opening = self.style.opening()
         if opening is None and self.choice.shown.echo:
@@ -299,6 +327,12 @@ class _ChoiceChunks:
         if opening is None and not within:
             return []
         return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
+
+    def _rest_of_prompt(self, known: Known) -> list[Chunk]:
+        """Return the chunk with what the client lacks of an echoed prompt; it has the role."""
+        prompt = self.choice.prompt if self.style.opening() is None and self.choice.shown.echo else None
+        lacking = known.rest(prompt.text) if prompt is not None else ""
+        return [self._chunk(self.style.text(lacking))] if lacking else []
 
     def _chunk(
         self,

@@ -24,6 +24,7 @@ from web.wire.openai.messages import Messages, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
+    WHOLE,
     Strict,
     at_most,
     kept_exactly,
@@ -39,6 +40,9 @@ MOST_COPIED_BYTES: Final = 8 << 20
 """Most bytes that all answers of a body have for themselves: how they are sampled, and the prompts that they repeat."""
 LONGEST_STOP: Final = 1024
 """Most characters of a stop string."""
+MOST_STOPS: Final = 128
+MOST_STOP_CHARACTERS: Final = 64 << 10
+"""Of all stop strings together."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -60,8 +64,15 @@ ListsOfIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
 
 
 def as_list(stop: object) -> object:
-    """Return a single text as a list; the field's type checks the rest."""
-    return [stop] if isinstance(stop, str) else stop
+    """Return a single text as a list, an empty one as none; the field's type checks the rest."""
+    return [stop] * (stop != "") if isinstance(stop, str) else stop
+
+
+def _few_characters(stops: list[str]) -> list[str]:
+    if (num := sum(map(len, stops))) > MOST_STOP_CHARACTERS:
+        message = "Input should have at most {most} characters together, not {num}"
+        raise PydanticCustomError("too_long", message, {"most": MOST_STOP_CHARACTERS, "num": num})
+    return stops
 
 
 def _named_token(key: str) -> str:
@@ -117,13 +128,13 @@ _REFUSED_OPTIONS: Final = fields.refused("stream_options", StreamOptions.model_f
 class SamplingFields(ConstraintFields):
     """Sampling, stop conditions and constraints, for which OpenAI, vLLM and SGLang have the same names."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     """Number of answers. The first equals the answer with `n: 1`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Randomness. 0 always takes the most probable token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Samples from the smallest set of tokens whose probabilities add up to it."""
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Samples from the smallest set of tokens whose probabilities add up to it. 0: always the most probable one."""
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Samples from this many of the most probable tokens. -1 and 0 mean all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Drops tokens below this share of the highest probability."""
@@ -134,7 +145,8 @@ class SamplingFields(ConstraintFields):
             list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP), at_most(LONGEST_STOP)]],
             Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
-            Field(max_length=16),
+            Field(max_length=MOST_STOPS),
+            AfterValidator(_few_characters),
         ]
         | None
     ) = None
@@ -170,22 +182,22 @@ class GenerationRequest(SamplingFields):
     """The fields that both endpoints have."""
 
     model: str | None = None
-    """Name of the model. Without it: the served model."""
+    """Name of the model. The served model answers any name, unless the server has --strict-model-names."""
     stream: bool | None = None
     """Sends the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
     """Token counts in the last chunk, or in every chunk."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
-    """Older name of `max_completion_tokens`."""
-    n_predict: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX), WHOLE] | None = None
+    """Older name of `max_completion_tokens`. -1: the rest of the context."""
+    n_predict: Annotated[int, Field(ge=-1, le=INT64_MAX), WHOLE] | None = None
     """llama.cpp's name of `max_tokens`. -1: the rest of the context."""
     repeat_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     """llama.cpp's and Ollama's name of `repetition_penalty`. Counts all tokens of the prompt and the answer."""
-    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX), WHOLE] | None = None
     """Minimum number of output tokens before any stop condition applies."""
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    """The same seed gives the same answer."""
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] | None = None
+    """The same seed gives the same answer. -1 draws one, as without a seed."""
     include_stop_str_in_output: bool | None = None
     """Keeps the stop text at the end of the answer."""
 
@@ -201,7 +213,7 @@ class GenerationRequest(SamplingFields):
     ) = None
     """These texts are not generated, with or without a leading space."""
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     """Log-probabilities of the prompt's tokens, in vLLM's format."""
     logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_LOGPROBS)] | None = None
     """Shows these tokens instead of the most probable ones. Needs `logprobs`."""
@@ -212,11 +224,11 @@ class GenerationRequest(SamplingFields):
 
     add_special_tokens: bool | None = None
     """Adds the tokenizer's special tokens, such as the one that starts a text."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Keeps only this many tokens from the end of the prompt. -1 keeps as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """With `truncate_prompt_tokens`: `right` drops the end of the prompt and keeps its beginning."""
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX), WHOLE] | None = None
     """Within an engine, lower numbers run first."""
 
     user: str | None = None
@@ -295,12 +307,12 @@ class ChatRequest(GenerationRequest, ToolFields):
     """The conversation, from the oldest message to the newest."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Mini-SGLang's field: a text that goes to the model without the chat template."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX), WHOLE] | None = None
     """Maximum number of output tokens. Reaching it ends the answer with `length`. The request is refused if prompt
-    and answer would not fit into the context."""
+    and answer would not fit into the context. -1: the rest of the context."""
     logprobs: bool | None = None
     """Log-probability of each token, from the model's own logits."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     """Number of alternatives shown for each token. Needs `logprobs`."""
     add_generation_prompt: bool | None = None
     """`false` leaves out the start of the assistant's message."""
@@ -336,13 +348,14 @@ class CompletionRequest(GenerationRequest):
         Discriminator(_prompt_kind),
     ]
     """What the model continues: a text, several texts, token ids, or several lists of them."""
-    max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """Maximum number of output tokens. Reaching it ends the answer with `length`. 0 is allowed with `echo`."""
+    max_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX), WHOLE] | None = None
+    """Maximum number of output tokens. Reaching it ends the answer with `length`. 0 is allowed with `echo`. -1: the
+    rest of the context."""
     echo: bool | None = None
     """Puts the prompt before the answer, with its log-probabilities where `logprobs` is set. `max_tokens` may be 0."""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     """Log-probabilities, with this many alternatives for each token."""
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     """Must equal `n`: more candidates than answers are not supported."""
 
     @property
@@ -415,7 +428,7 @@ def _parse(model: type[R], body: bytes) -> R:
             raise wrong("stream_options", "only allowed with `stream: true`")
         refuse_unsupported(request.stream_options.extra, _REFUSED_OPTIONS, "stream_options.")
     if request.longest == 0 and not getattr(request, "echo", False):
-        raise wrong(request.limit, "0 is only allowed with `echo: true`")
+        raise wrong(request.limit, "0 is only allowed with `echo: true`, in /v1/completions")
     _refuse_two_values(request, request.limit, "n_predict")
     _refuse_two_values(request, "repetition_penalty", "repeat_penalty")
     if request.logprob_token_ids and request.num_logprobs is None:

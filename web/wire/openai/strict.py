@@ -5,6 +5,7 @@ field but never repeat its value.
 from __future__ import annotations
 
 import math
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -22,6 +23,14 @@ NAMED_BY_CLIENTS: Final = ("metadata", "logit_bias", "chat_template_kwargs", "pa
 """Objects whose keys the client chose: an error's message quotes the key, and `param`, which is logged, does not."""
 LONGEST_QUOTED: Final = 64
 """Most characters of such a key that a message quotes."""
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""Takes 5.0 for 5, as JSON Schema does."""
 
 
 class Strict(BaseModel):
@@ -51,6 +60,7 @@ def parsed(model: type[Body], body: bytes) -> Body:
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
+    body = body.removeprefix(BOM_UTF8)
     refuse_bulk(body)
     try:
         return model.model_validate_json(body)

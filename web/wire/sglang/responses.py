@@ -16,6 +16,7 @@ from pipeline.names import sibling_uids
 from pipeline.scores import Pair, Row
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
+from web.wire.known import Known
 from web.wire.openai.answers import Choice, InOrder, choices_for
 from web.wire.openai.errors import error_body, error_of
 from web.wire.openai.logprobs import prompt_rows, prompt_tokens, utf8
@@ -26,7 +27,9 @@ from web.wire.uids import index_of
 class TextFrames(Frames):
     """Mini-SGLang's frames: their data is plain text. An error is an event named `error`, which no text can be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ids: bool, known: Known | None) -> None:
+        super().__init__(ids=ids)
+        self._known = known
         self._ended_in_return = False  # then a newline that begins the next text belongs to the same line break
 
     def of(self, event: ClientEvent) -> bytes:
@@ -35,9 +38,13 @@ class TextFrames(Frames):
             case TokensProduced(text=text) if text:
                 rest = text.removeprefix("\n") if self._ended_in_return else text
                 self._ended_in_return = text.endswith("\r")
-                return sse.text_frames(rest, event.entry_id) if rest else b""
-            case Failed() | Cancelled() as ended:
-                return self.error(error_of(ended), event.entry_id)
+                if self._known is not None:
+                    rest = self._known.rest(sse.with_newlines(rest))
+                return sse.text_frames(rest, self.id_of(event)) if rest else b""
+            case Failed() | Cancelled() | Finished() as ended:
+                if self._known is not None and event.entry_id:
+                    self._known.end()
+                return b"" if isinstance(ended, Finished) else self.error(error_of(ended), self.id_of(event))
             case _:
                 return b""
 
@@ -47,19 +54,22 @@ class TextFrames(Frames):
 
 
 class WholeTextFrames(Frames):
-    """SGLang's frames: each has the whole answer so far. They have no event ids, since clients take every line for a
-    document. A frame with `completion_tokens` n follows from the event `n-0`.
+    """SGLang's frames: each has the whole answer so far.
+
+    A frame with `completion_tokens` n follows from the event `n-0`.
     """
 
-    waiting = sse.BLANK
-
-    def __init__(self, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is that of the history; with several *events*, the one that siblings share."""
+    def __init__(self, uid: str, events: Sequence[Submitted], *, ids: bool, known: Known | None) -> None:
+        """*uid* is that of the history; with several *events*, the one that siblings share. Then there are no ids. The
+        client of one history has the frames whose text is *known*.
+        """
+        super().__init__(ids=ids and len(events) == 1)
         choices = choices_for(uid, events)
         if len(events) == 1:
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
         self._in_order = InOrder(choices)
+        self._known = known
         self._has_scores = events[0].sampling.logprobs is not None
 
     def of(self, event: ClientEvent) -> bytes:
@@ -77,19 +87,32 @@ class WholeTextFrames(Frames):
             answer = self._answers[each.index]
             match each.event:
                 case TokensProduced() as tokens:
-                    answer.choice.apply(tokens)
-                    if not answer.choice.shown.prompt_only:
-                        yield from self._frame(answer)
+                    text = answer.choice.apply(tokens).text
+                    if not answer.choice.shown.prompt_only and self._is_news(text):
+                        yield from self._frame(answer, self.id_of(each))
                 case Finished() as finished:
                     answer.choice.finish(finished)
-                    yield from self._frame(answer)
+                    self._end()
+                    yield from self._frame(answer, self.id_of(each))
                 case Failed() | Cancelled() as ended:
-                    yield self.error(error_of(ended))
+                    if each.entry_id:
+                        self._end()
+                    yield self.error(error_of(ended), self.id_of(each))
+
+    def _is_news(self, text: str) -> bool:
+        """Say whether the client lacks the frame in which *text* is new."""
+        if self._known is not None:
+            self._known.rest(text)
+        return self._known is None or self._known.are_over
+
+    def _end(self) -> None:
+        if self._known is not None:
+            self._known.end()
 
     @staticmethod
-    def _frame(answer: _Answer) -> Iterator[bytes]:
+    def _frame(answer: _Answer, entry_id: str) -> Iterator[bytes]:
         place = {"index": answer.choice.index} if answer.choice.shown.in_list else {}
-        return sse.frame_pieces(encoded(answer.told(again=True) | place))
+        return sse.frame_pieces(encoded(answer.told(again=True) | place), entry_id)
 
 
 def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:

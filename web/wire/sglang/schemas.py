@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -29,6 +30,7 @@ from web.wire.openai.schemas import (
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
+    WHOLE,
     Strict,
     first_of,
     parsed,
@@ -51,7 +53,7 @@ class TextRequest(Strict):
 
     prompt: Text
     """The text that the model continues."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX), WHOLE] | None = None
     """Maximum number of output tokens. Without it: 16."""
     ignore_eos: bool | None = None
     """Continues after an end-of-sequence token."""
@@ -71,12 +73,12 @@ class TextRequest(Strict):
 class SGLangSampling(SamplingFields):
     """SGLang's `sampling_params`."""
 
-    max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX), WHOLE] | None = None
     """Maximum number of output tokens. Without it: 128. 0 returns only the fields about the prompt."""
-    min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX), WHOLE] | None = None
     """Minimum number of output tokens before any stop condition applies."""
-    sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    """The same seed gives the same answer."""
+    sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] | None = None
+    """The same seed gives the same answer. -1 draws one, as without a seed."""
     no_stop_trim: bool | None = None
     """Keeps the stop text, or the text of the stop token, at the end of the answer."""
 
@@ -110,9 +112,9 @@ class SGLangRequest(Strict):
     """Sends the answer as server-sent events while it is generated."""
     return_logprob: bool | None = None
     """Log-probability of each token, from the model's own logits."""
-    logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Log-probabilities from this token of the prompt on. -1: only of the answer."""
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     """Number of alternatives shown for each token. Needs `return_logprob`."""
     return_text_in_logprobs: bool | None = None
     """Log-probabilities also have the text of each token."""
@@ -202,6 +204,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
+    body = body.removeprefix(BOM_UTF8)
     refuse_bulk(body)
     try:
         request = _FORMS.validate_json(body)

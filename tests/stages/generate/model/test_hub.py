@@ -59,6 +59,35 @@ def test_a_name_of_the_hub_is_told_from_a_path(text: str, expected: HubModel | N
     assert expected is None or expected.given == text
 
 
+@pytest.mark.parametrize("host", ["https://huggingface.co", "HTTP://www.huggingface.co", "hf.co", "https://hf.co"])
+@pytest.mark.parametrize(
+    ("rest", "given"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B?library=transformers#usage", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B@main"),
+        ("a/b/tree/refs/pr/1/", "a/b@refs/pr/1"),
+    ],
+)
+def test_the_address_of_a_model_is_its_name(host: str, rest: str, given: str) -> None:
+    model = hub_model(f"{host}/{rest}")
+    assert model is not None and model.given == given
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://huggingface.co/Qwen",
+        "https://huggingface.co/a/b/blob/main/config.json",
+        "https://example.com/a/b",
+        "hf.co/a/b:Q4",
+    ],
+)
+def test_another_address_is_no_name(text: str) -> None:
+    assert hub_model(text) is None
+
+
 def test_a_folder_that_is_there_wins_over_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_model("models/qwen3") is not None
@@ -164,6 +193,10 @@ class _HubAnswers(http.server.BaseHTTPRequestHandler):
             self._answer(500, b"out of order")
         elif "/consent/first" in path:
             self._answer(403, b"{}", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+        elif path.startswith("/api/models/someone/files-alone/tree/"):
+            self._answer(200, b"[]")
+        elif path.startswith("/api/models/someone/files-alone"):
+            self._answer(200, json.dumps({"id": "someone/files-alone", "sha": COMMIT, "siblings": []}).encode())
         elif f"/{ID}" not in path:
             self._answer(401, b"{}", **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found."})
         elif "/revision/v9" in path:
@@ -234,6 +267,7 @@ def test_who_reads_text_alone_downloads_no_weights(hub: Hub, tmp_path: Path) -> 
         ("consent/first", ["its owner asks for consent", "/consent/first", "hf auth login"]),
         (f"{ID}@v9", ["has no revision v9", "leave out @v9"]),
         ("a--b/c", ["could not be downloaded", "HFValidationError"]),
+        ("someone/files-alone", ["has no config.json", "GGUF", "pass the model that the files were made from"]),
     ],
 )
 def test_what_the_hub_refuses_is_said_in_one_line(hub: Hub, tmp_path: Path, model: str, words: list[str]) -> None:

@@ -116,7 +116,11 @@ def test_eos_ids_are_those_of_both_files(
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: \"silu\""),
         ({"use_sliding_window": True}, "use_sliding_window is True; supported: false"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head"]}},
+            'quantization_config has quant_method "awq"; supported are weights that are not quantized yet; pass',
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config has quant_method null; supported are "),
         (
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
             "rope_scaling has rope_type 'longrope'; supported: default, linear, dynamic, llama3, yarn",

@@ -63,7 +63,7 @@ export function ask(body, answers, page) {
 /** Send *body* until the server takes it: at its start, or while it has no room, it says 503. Under one key, all that is
  *  sent is one request, also if the connection breaks before the answer begins. */
 async function taken(body, signal, onNote) {
-  const headers = { "idempotency-key": newId() };
+  const headers = { "idempotency-key": newId(), "x-minisgl-event-ids": "1" };
   for (let left = MOST_TRIES, breaks = 0; ; left--) {
     try {
       return await request("/v1/chat/completions", { method: "POST", body, headers, signal });

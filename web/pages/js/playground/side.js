@@ -12,7 +12,18 @@ import { messageView } from "./turns.js";
 
 const NEAR_END_PX = 80;
 const MOST_SAID = 600; // characters of an answer that screen readers are told
-const EXAMPLES = ["Hello! Who are you?", "What can you do?", "Explain what a queue is, in two sentences."];
+const EXAMPLES = [
+  "Hello! Who are you?",
+  "What can you do?",
+  "Explain what a queue is, in two sentences.",
+  "Write four lines about rain.",
+];
+const DEMO = "minisgl-demo";
+const DEMO_EXAMPLES = ["What can you do?", "What is 17 + 25?", "Sort these numbers: 31, 4, 15, 9.", "Spell the word lantern."];
+const OF_DEMO =
+  "A small model to try the server with. It adds, compares, sorts, counts, spells, remembers what you tell it, writes JSON and calls tools; it knows little else.";
+const NO_TEMPLATE =
+  "This model has no chat template, so it cannot hold a conversation. Use /v1/completions, which continues a text.";
 
 export function sideView(side, page) {
   const label = page.name ? `Column ${page.name}` : "Conversation";
@@ -109,10 +120,13 @@ export function sideView(side, page) {
           ? `A context of ${count(served.max_model_len)} tokens. Conversations stay in this browser.`
           : "Conversations stay in this browser.",
       ),
+      served?.id === DEMO && el("p", OF_DEMO),
+      served?.has_chat_template === false && el("p", NO_TEMPLATE),
       !page.name &&
+        served?.has_chat_template !== false &&
         el(
           "div.row.examples",
-          EXAMPLES.map(text => button(text, { class: "tiny", click: () => page.onExample(text) })),
+          (served?.id === DEMO ? DEMO_EXAMPLES : EXAMPLES).map(text => button(text, { class: "tiny", click: () => page.onExample(text) })),
         ),
     );
   }

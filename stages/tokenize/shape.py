@@ -1,0 +1,218 @@
+"""Brings conversations into the shape that a chat template takes, which is found by rendering small ones at the start.
+
+Templates differ in how they read content, in where a system message may be, and in how they print arguments of calls. A
+template leaves out what it cannot read without a word. Text of a template is never searched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import orjson
+from pydantic_core import from_json
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+QUESTION: Final = "probe question"
+ANSWER: Final = "probe answer"
+RULE: Final = "probe rule"
+LATER_RULE: Final = "probe instruction"
+TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}, "required": ["probe_key"]},
+    },
+}
+ARGUMENTS: Final = {"probe_key": "probe_value"}
+CUT_ARGUMENTS: Final = '{"probe_key": "probe_val'
+ROLES: Final = ("user", "assistant", "system", "tool")
+SYSTEM_NOTE: Final = "System message:\n"
+"""Begins a system message that a template takes only as text of the user."""
+LONGEST_ERROR: Final = 400
+"""Characters of a template's error that are kept: transformers may quote the whole conversation."""
+_PRINTED_PART: Final = re.compile(r"""["']type["']: ?["']text["']""")
+"""A template that prints a list as it is does not read its parts."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a chat template takes."""
+
+    parts: frozenset[str] = frozenset()
+    """Roles whose content it reads as a list of parts."""
+    arguments: Literal["object", "text", "both"] = "object"
+    """How it prints the arguments of calls: `both` prints an object as JSON, and a text as it is."""
+    systems: Literal["anywhere", "first", "nowhere"] = "anywhere"
+    """Where it takes a system message."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Shape:
+        """Find the shape that the template of *tokenizer* takes.
+
+        Raises:
+            ConfigError: It shows no message of a user.
+        """
+        try:
+            tokenizer.get_chat_template()
+        except ValueError:  # there is none for conversations without tools
+            return cls()
+        shape = _with_users(tokenizer)
+        for role in ("assistant", "system"):
+            shape = _with_contents(tokenizer, shape, role)
+        shape = replace(shape, arguments=_arguments(tokenizer, shape))
+        return replace(_with_contents(tokenizer, shape, "tool"), systems=_systems(tokenizer, shape))
+
+    def rendered(self, tokenizer: PreTrainedTokenizerFast, messages: Messages, **options: Any) -> str:
+        """Return a small conversation as text; empty if the template refuses it."""
+        try:
+            return str(tokenizer.apply_chat_template(self.shaped(messages), tokenize=False, **options))
+        except Exception:  # a template is a program and may raise anything; then it does not take this conversation
+            return ""
+
+    def shaped(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return *messages* as the template takes them; they have content as text, and arguments as JSON."""
+        return [self._message(message) for message in self._with_systems(_merged(messages))]
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        shaped, content = dict(message), message.get("content")
+        if message["role"] in self.parts and isinstance(content, str):
+            shaped["content"] = [{"type": "text", "text": content}]
+        if message.get("tool_calls"):
+            shaped["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return shaped
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        function["arguments"] = self._printed(function.get("arguments") or "{}")
+        return {**call, "function": function}
+
+    def _printed(self, arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        """Return *arguments* as the template prints them: if they are no object, `{}` or the text as it is."""
+        if self.arguments == "text":
+            return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        found = object_of(arguments) if isinstance(arguments, str) else arguments
+        if found is None:
+            return arguments if self.arguments == "both" else {}
+        return found
+
+    def _with_systems(self, messages: Messages) -> Messages:
+        """Return *messages* with system messages that the template does not take as text of the user."""
+        if self.systems == "anywhere":
+            return messages
+        kept = messages[:1] if self.systems == "first" else ()
+        found, after_note = list(kept), False
+        for message in messages[len(kept) :]:
+            is_note = message["role"] == "system"
+            if is_note:
+                message = {"role": "user", "content": SYSTEM_NOTE + message["content"]}
+            is_next = bool(found) and found[-1]["role"] == message["role"] == "user"
+            if is_next and (is_note or after_note):  # many templates refuse two turns of the user in a row
+                found[-1] = _joined(found[-1], message)
+            else:
+                found.append(message)
+            after_note = is_note
+        return found
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in *text*; None if there is something else."""
+    try:
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def user() -> dict[str, str]:
+    """Return the message of a user."""
+    return {"role": "user", "content": QUESTION}
+
+
+def called(arguments: str | Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield conversations with a tool call. Templates differ in what they want around it."""
+    function = {"name": "probe_tool", "arguments": arguments}
+    call = {"id": "probe0001", "type": "function", "function": function}  # Mistral's want nine letters and digits
+    answered = {"role": "tool", "content": ANSWER, "tool_call_id": call["id"], "name": "probe_tool"}
+    for content in ("", None):
+        for after in ([], [answered]):
+            yield [user(), {"role": "assistant", "content": content, "tool_calls": [call]}, *after]
+
+
+def _merged(messages: Messages) -> Messages:
+    """Return *messages* with the system messages at their beginning as one."""
+    num = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if num < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:num])
+    return [{**messages[0], "content": text}, *messages[num:]]
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    return {**first, **second, "content": f"{first['content']}\n\n{second['content']}"}
+
+
+def _shows(tokenizer: PreTrainedTokenizerFast, shape: Shape, messages: Messages, **options: Any) -> bool:
+    """Say whether the text of a small conversation has that of all its messages."""
+    text = shape.rendered(tokenizer, messages, **options)
+    texts = [message["content"] for message in messages if message["content"]]
+    return all(each in text for each in texts) and not (shape.parts and _PRINTED_PART.search(text))
+
+
+def _with_users(tokenizer: PreTrainedTokenizerFast) -> Shape:
+    """Return how the template reads a message of a user: others are read the same way, unless they show that not."""
+    alone, ruled = [user()], [{"role": "system", "content": RULE}, user()]
+    for shape in (Shape(), Shape(parts=frozenset(ROLES))):
+        if _shows(tokenizer, shape, alone) or _shows(tokenizer, shape, ruled):
+            return shape
+    try:
+        tokenizer.apply_chat_template(alone, tokenize=False)
+        why = ""
+    except Exception as error:  # as in `rendered`
+        why = f" ({str(error)[:LONGEST_ERROR]})"
+    raise ConfigError(
+        f"{tokenizer.name_or_path}: its chat template does not show a user's message, neither as a text nor as a list "
+        f"of parts{why}; correct the template, or remove it and send `prompt` instead of `messages`"
+    )
+
+
+def _with_contents(tokenizer: PreTrainedTokenizerFast, shape: Shape, role: str) -> Shape:
+    """Return *shape* with the content of *role* the other way, if the template shows it only that way."""
+    said = {"role": role, "content": ANSWER}
+    probes = {"assistant": [[user(), said, user()]], "system": [[said, user()]]}
+    other = replace(shape, parts=shape.parts ^ {role})
+    for probe in probes.get(role) or (each for each in called(ARGUMENTS) if each[-1]["role"] == role):
+        if _shows(tokenizer, shape, probe, tools=[TOOL] if role == "tool" else None):
+            return shape
+        if _shows(tokenizer, other, probe, tools=[TOOL] if role == "tool" else None):
+            return other
+    return shape
+
+
+def _arguments(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Literal["object", "text", "both"]:
+    """Return how the template prints the arguments of a call. One that shows no calls gets objects."""
+    as_text = replace(shape, arguments="text")
+    objects = [shape.rendered(tokenizer, probe, tools=[TOOL]) for probe in called(ARGUMENTS)]
+    texts = [as_text.rendered(tokenizer, probe, tools=[TOOL]) for probe in called(CUT_ARGUMENTS)]
+    if not any(CUT_ARGUMENTS in text for text in texts):
+        return "object"
+    printed = str(ARGUMENTS)  # what Python writes is no JSON
+    return "both" if any(ARGUMENTS["probe_key"] in text and printed not in text for text in objects) else "text"
+
+
+def _systems(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Literal["anywhere", "first", "nowhere"]:
+    """Return where the template takes a system message."""
+    first, later = ({"role": "system", "content": text} for text in (RULE, LATER_RULE))
+    answer = {"role": "assistant", "content": ANSWER}
+    if _shows(tokenizer, shape, [first, user(), answer, later, user()]):
+        return "anywhere"
+    return "first" if _shows(tokenizer, shape, [first, user()]) else "nowhere"
