@@ -75,12 +75,14 @@ class NamedSchema(Strict):
 class ResponseFormat(Strict):
     """OpenAI's field for structured output."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    """`text`: any answer. `json_object`: a JSON object. `json_schema`: JSON of a schema."""
+    type: Literal["text", "json_object", "json_schema", "json"]
+    """`text`: any answer. `json_object`: a JSON object. `json_schema`: JSON of a schema, and so is TGI's `json`."""
     json_schema: NamedSchema | None = None
     """The schema of `json_schema`."""
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's member: the schema of a `json_object`."""
+    value: Schema | None = None
+    """TGI's member: the schema of a `json`."""
 
 
 class StructuredOutputs(Strict):
@@ -172,6 +174,7 @@ class ConstraintFields(Strict):
         schemas = {"guided_json": self.guided_json, "json_schema": self.json_schema}
         if (asked := self.response_format) is not None:
             schemas["response_format.schema"] = asked.schema_
+            schemas["response_format.value"] = asked.value
             schemas["response_format.json_schema.schema"] = asked.json_schema.schema_ if asked.json_schema else None
         if self.structured_outputs is not None:
             schemas["structured_outputs.json"] = self.structured_outputs.json_
@@ -203,12 +206,16 @@ def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
         raise wrong(f"{path}.json_schema", "only allowed with `type: json_schema`")
     if asked.type != "json_object" and asked.schema_ is not None:
         raise wrong(f"{path}.schema", "only allowed with `type: json_object`")
+    if (asked.type == "json") != (asked.value is not None):
+        raise wrong(f"{path}.value", "a schema, which goes together with `type: json`, and only with that")
     if asked.type == "json_schema":
         if asked.json_schema is None:
             raise wrong(f"{path}.json_schema", "missing; send an object with `name` and `schema`")
         yield _json(asked.json_schema.schema_, f"{path}.json_schema.schema")
     elif asked.schema_ is not None:
         yield _json(asked.schema_, f"{path}.schema")
+    elif asked.value is not None:
+        yield _json(asked.value, f"{path}.value")
     elif asked.type == "json_object":
         yield Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.type")
 
@@ -250,6 +257,8 @@ def constraint_fields(constraint: Constraint | None, path: str = "") -> dict[str
     match name.split("."):
         case ["response_format", "type"]:
             body = {"response_format": {"type": "json_object"}}
+        case ["response_format", "value"]:
+            body = {"response_format": {"type": "json", "value": value}}
         case ["response_format", "schema"]:
             body = {"response_format": {"type": "json_object", "schema": value}}
         case ["response_format", *_]:

@@ -68,6 +68,7 @@ CONSTRAINTS: Strategies = {
             {"type": "text"},
             {"type": "json_object"},
             {"type": "json_object", "schema": {"type": "object"}},
+            {"type": "json", "value": {"enum": [1.5]}},
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}, "strict": True}},
         ]
     ),

@@ -133,6 +133,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json"}}, "response_format.value"),
+    ({"response_format": {"type": "json_object", "value": {}}}, "response_format.value"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"tools": [{"type": "function", "function": {"name": f"{SECRET} {SECRET}"}}]}, "tools.0.function.name"),
     ({"tool_choice": SECRET}, "tool_choice"),
@@ -254,6 +256,17 @@ def test_what_can_mean_only_one_thing_means_that(said: dict[str, Any], means: di
     seed = {} if "seed" in said else {"seed": 1}
     first, *others = (chat_events(parse_chat(body(**fields, **seed)), **MADE) for fields in (said, means))
     assert [event.sampling for event in first] == [event.sampling for event in others[0]]
+
+
+def test_a_schema_as_in_tgi_is_one_as_in_openai() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    first, second = (
+        chat_events(parse_chat(body(response_format=asked)), **MADE)[0].constraint
+        for asked in ({"type": "json", "value": schema}, named)
+    )
+    assert first is not None and second is not None
+    assert (first.kind, first.text, first.param) == (second.kind, second.text, "response_format.value")
 
 
 def test_most_stop_strings_have_the_most_characters() -> None:
