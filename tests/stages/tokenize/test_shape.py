@@ -142,7 +142,7 @@ def test_templates_that_need_tools_are_not_looked_at_without_them(tokenizer: Any
     assert Shape.of(tokenizer) == Shape()
 
 
-ARGUMENTS = {"kimi_k2": "both", "deepseek_v3": "text", "deepseek_v31": "text", "apertus": "text"}
+PRINTED = {"kimi_k2": "both", "deepseek_v3": "text", "deepseek_v31": "text", "apertus": "text"}
 """How the templates print arguments that do not take objects alone."""
 
 
@@ -150,7 +150,7 @@ def test_templates_of_known_families_take_what_they_took(shape: Callable[[str], 
     for path in TEMPLATES.glob("*.jinja"):
         found = shape(path.read_text())
         assert found.parts == frozenset(), path.name
-        assert found.arguments == ARGUMENTS.get(path.stem, "object"), path.name
+        assert found.arguments == PRINTED.get(path.stem, "object"), path.name
     assert shape((TEMPLATES / "mistral_list.jinja").read_text()).systems == "nowhere"
     assert shape((TEMPLATES / "qwen3.jinja").read_text()).systems == "anywhere"
 
