@@ -75,6 +75,7 @@ CLIENTS = {
         without_requirements=("sglang",),
         has_demo=True,
     ),
+    "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), has_demo=True),
 }
 
 
