@@ -76,6 +76,7 @@ CLIENTS = {
         has_demo=True,
     ),
     "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), has_demo=True),
+    "llm": Client("with_llm.py", ("llm",), has_demo=True),
 }
 
 
