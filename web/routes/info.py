@@ -1,7 +1,7 @@
 """The model and the server as SGLang and llama.cpp describe them, for clients that were made for those.
 
-`/server_info` is SGLang's newer name. Its newer `/model_info` is missing on purpose: its benchmark would load a tokenizer
-by that answer, and the name of a served model may be neither a folder nor a name of the hub.
+`/server_info` is SGLang's newer name. Its newer `/model_info` is missing on purpose: its benchmark would load a
+tokenizer by that answer, and the name of a served model may be neither a folder nor a name of the hub.
 """
 
 from __future__ import annotations
