@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,11 @@ from ops.config import ConnectConfig, PrintConfig
 from ops.connection import counted, one_line, running_log
 from ops.replay.files import Dump, open_dump
 from ops.replay.origin import incoming
-from ops.trace import as_json
+from ops.trace import as_json, when
 from pipeline.errors import ConfigError, UndecodableEvent
 from pipeline.events import MOST_MS
 from pipeline.flags import flag, parse_flags, seconds, split_names, yes_or_no
-from pipeline.log.past import NotWhole
+from pipeline.log.past import Forgotten, NotWhole
 from pipeline.log.protocol import RequestLimits, StreamLog
 from pipeline.recording import SHOWN, Recording
 from web.wire.uids import drawn_ms, uid_of
@@ -43,6 +44,9 @@ class ImportConfig:
         parse=yes_or_no,
         help="they belong to the same API keys as where they were recorded; without it, only the admin key sees them",
     )
+    again: bool = flag(
+        "--again", default=False, parse=yes_or_no, help="also those that `minisgl replay forget` has removed"
+    )
 
 
 FLAGS: Final = (ConnectConfig, ImportConfig, PrintConfig)
@@ -55,6 +59,10 @@ class Tally:
     imported: int = 0
     there: int = 0
     """The log had them already."""
+    forgotten: int = 0
+    """They were removed with `replay forget`."""
+    forgotten_until_ms: int = 0
+    """When the log has let the last of them go."""
     refused: list[str] = field(default_factory=list)
     """Why, for each of the others; at most MOST_TOLD of them."""
     num_untold: int = 0
@@ -77,21 +85,24 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     dump = open_dump(path)
     with running_log(connect, RequestLimits(retention_s=how.retention_s)) as log:
         try:
-            take_in(log, dump, path.name, tally, keep_owner=how.keep_owner)
+            take_in(log, dump, path.name, tally, keep_owner=how.keep_owner, again=how.again)
         finally:
             _say(names[0], tally, as_plain=prints.as_json)
     return 1 if tally.refused else 0
 
 
-def take_in(log: StreamLog, dump: Dump, name: str, tally: Tally, *, keep_owner: bool) -> None:
+def take_in(log: StreamLog, dump: Dump, name: str, tally: Tally, *, keep_owner: bool, again: bool = False) -> None:
     """Import the requests of the file *name*, and count them in *tally*. Raises as `main` does."""
     origin = origin_of(name, dump)
     for recording in dump.recordings:
         try:
-            if _import(log, recording, origin, keep_owner=keep_owner):
+            if _import(log, recording, origin, keep_owner=keep_owner, again=again):
                 tally.imported += 1
             else:
                 tally.there += 1
+        except Forgotten as gone:
+            tally.forgotten += 1
+            tally.forgotten_until_ms = max(tally.forgotten_until_ms, int(time.time() * 1000) + gone.left_ms)
         except (UndecodableEvent, NotWhole) as error:
             if len(tally.refused) == MOST_TOLD:
                 tally.num_untold += 1
@@ -106,25 +117,32 @@ def origin_of(name: str, dump: Dump) -> dict[str, Any]:
     return {"file": name} | said
 
 
-def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool) -> bool:
+def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool, again: bool) -> bool:
     if uid_of(recording.uid) != recording.uid:
         raise UndecodableEvent("not a uid; expected 32 hex digits of a UUID version 7")
     if drawn_ms(recording.uid) > MOST_MS:
         raise UndecodableEvent("uid: it names a moment after the year 9999")
     if not recording.is_sealed:
         raise NotWhole("it has not ended; only whole requests can be imported")
-    return log.import_history(recording.uid, incoming(recording, origin, keep_owner=keep_owner))
+    return log.import_history(recording.uid, incoming(recording, origin, keep_owner=keep_owner), again=again)
 
 
 def _say(file: str, tally: Tally, *, as_plain: bool) -> None:
     if as_plain:
         told = {"file": file, "imported": tally.imported, "there": tally.there, "refused": tally.refused}
+        told |= {"forgotten": tally.forgotten} if tally.forgotten else {}
         told |= {"untold": tally.num_untold} if tally.num_untold else {}
         sys.stdout.write(as_json(told))
         return
     sys.stdout.write(f"{file}: {counted(tally.imported, 'request')} imported\n")
     if tally.there:
         sys.stdout.write(f"there already, and left as it is: {counted(tally.there, 'request')}\n")
+    if tally.forgotten:
+        until = when(tally.forgotten_until_ms)
+        sys.stdout.write(
+            f"removed with `minisgl replay forget`, which counts until {until}: {counted(tally.forgotten, 'request')}; "
+            "--again brings them back\n"
+        )
     for line in tally.refused:
         sys.stderr.write(f"minisgl: not imported: {line}\n")
     if tally.num_untold:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from pipeline.log.entries import is_tombstone
 from pipeline.log.memory_streams import Stream, Streams
-from pipeline.log.past import check_whole, is_between
+from pipeline.log.past import Forgotten, check_whole, is_between
 from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.names import Names
 
@@ -35,12 +36,16 @@ class MemoryPast:
             ids = stream.between(first, last)
             return stream.read(ids[-max_entries:] if newest else ids[: max_entries or None])
 
-    def import_history(self, uid: str, entries: Sequence[Entry]) -> bool:
+    def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
         check_whole(uid, entries)
         key = self.names.request(uid)
         with self._changed:
-            if self._streams.get(key) is not None:
-                return False
+            if (there := self._streams.get(key)) is not None:
+                if not is_tombstone(there.read(there.between("-", "+")[:2])):
+                    return False
+                if not again:
+                    raise Forgotten(int(there.expires_ms - self._now_ms()))
+                self._streams.drop(key)
             self._streams.sweep()
             for entry in entries:
                 self._streams.append(key, entry.id, entry.fields, make=True)

@@ -26,6 +26,14 @@ class NotWhole(LogError):
     """Entries are no whole history, so they were not imported."""
 
 
+class Forgotten(LogError):
+    """A request was erased. Its tombstone keeps it away."""
+
+    def __init__(self, left_ms: int) -> None:
+        super().__init__(f"it was erased; its tombstone stays for {left_ms} ms")
+        self.left_ms = left_ms
+
+
 class PastRequests(Protocol):
     """The part of StreamLog that is about requests of the past."""
 
@@ -35,11 +43,15 @@ class PastRequests(Protocol):
         The moments are those in the uids: the clock of the process that drew them. It looks at all keys of the server.
         """
 
-    def import_history(self, uid: str, entries: Sequence[Entry]) -> bool:
+    def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
         """Write the whole history of a request that has ended, as it is, and keep it for the retention of this log.
 
-        False: there is a history of *uid*, which stays as it is. Raises NotWhole if the new one has no seal, and
-        LogFull when Redis is at its maxmemory.
+        False: there is a history of *uid*, which stays as it is.
+
+        Raises:
+            NotWhole: The new one has no seal.
+            Forgotten: The request was erased, and is not to come back *again*.
+            LogFull: Redis is at its maxmemory.
         """
 
 

@@ -25,7 +25,7 @@ from pipeline.vocabulary import read_vocabulary
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Words
 
-if TYPE_CHECKING:  # it is imported when the first grammar comes: most engines never see one
+if TYPE_CHECKING:  # it is imported in the thread that compiles, while the engine's loop begins
     from llguidance import LLMatcher, LLTokenizer
 
 logger = structlog.get_logger()
@@ -118,7 +118,7 @@ class Grammars:
     """The grammars of one engine. Its methods are for the engine's loop."""
 
     def __init__(self, folder: Path, eos_ids: Sequence[int], vocab_size: int, *, compile_s: float = COMPILE_S) -> None:
-        """*folder*: the model's, whose tokenizer is read for the first grammar. *eos_ids*, *vocab_size*: its own.
+        """*folder*: the model's, whose tokenizer is read when the threads start. *eos_ids*, *vocab_size*: its own.
 
         *compile_s*: see COMPILE_S.
         """
@@ -144,14 +144,19 @@ class Grammars:
         """Return whether the request *uid* waits for its grammar."""
         return uid in self._in_hand
 
+    def started(self) -> Grammars:
+        """Start the threads, so that the first grammar does not wait for the tokenizer's file."""
+        if self._compiler is None:
+            start_with_stack(threading.Thread(target=self._follow_all, name="masks", daemon=True))
+            self._start_compiler()
+        return self
+
     def begin(self, arrived: Arrived) -> None:
         """Compile the grammar of a request, and take in its output."""
         job = _Job(arrived)
         self._in_hand[arrived.request.uid] = job
         self._jobs.put(job)
-        if self._compiler is None:
-            start_with_stack(threading.Thread(target=self._follow_all, name="masks", daemon=True))
-            self._start_compiler()
+        self.started()
 
     def drop(self, uid: str) -> bool:
         """Forget a request that ended elsewhere; return whether it waited here."""
@@ -202,6 +207,11 @@ class Grammars:
         start_with_stack(self._compiler)
 
     def _compile_all(self) -> None:
+        try:
+            if self._eos_ids:
+                self._vocabulary()
+        except Exception as error:  # each request with a grammar tries again, and fails with it
+            logger.warning("tokenizer_not_read", error=repr(error))
         while threading.current_thread() is self._compiler:
             job = self._jobs.get()
             if job is None:

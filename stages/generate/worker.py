@@ -378,7 +378,7 @@ class Loaded:
 
     def grammars(self, folder: Path) -> Grammars:
         """Return the grammars of an engine with the tokenizer of *folder*."""
-        return Grammars(folder, self.eos_ids, self.settings.limits.vocab_size)
+        return Grammars(folder, self.eos_ids, self.settings.limits.vocab_size).started()
 
     def schedule(self, owner: Owner, serving: Serving, *, noted: bool = False) -> Schedule:
         """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context.

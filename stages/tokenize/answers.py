@@ -54,8 +54,9 @@ def answer_grammar(asked: Asked, dialect: Dialect) -> str:
     if asked.constraint is not None:
         grammar_of(asked.constraint)  # what is wrong with it alone is said of it alone
     answer = _Answer(asked, dialect, wanted)
-    tokens = tokens_of(dialect.added)
-    return made(lambda: answered(checked(answer.grammar()), tokens), "unsupported_schema", asked.param)
+    return made(
+        lambda: answered(checked(answer.grammar()), tokens_of(dialect.added)), "unsupported_schema", asked.param
+    )
 
 
 def _no_format() -> RequestError:

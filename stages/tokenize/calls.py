@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,14 @@ from stages.tokenize.literals import (
     types_of,
 )
 from stages.tokenize.markup import NAMED_ARGUMENTS, Dialect
+from stages.tokenize.schemas import reduced
 
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without `parameters`."""
 TAG_END: Final = "\n</parameter>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tool:
     """A function that may be called."""
 
@@ -53,9 +55,9 @@ class Tool:
         """The field of the request that holds its schema."""
         return f"tools.{self.place}.function.parameters"
 
-    @property
+    @functools.cached_property
     def schema(self) -> dict[str, Any]:
-        """Its arguments: an object.
+        """Its arguments: an object. It has no keyword that binds none.
 
         Raises:
             ValueError: The schema says something else.
@@ -66,7 +68,7 @@ class Tool:
             return dict(NO_ARGUMENTS)
         if types_of(self.parameters) and "object" not in types_of(self.parameters):
             raise ValueError(f"its type is {self.parameters['type']!r}; arguments are an object")
-        return {**self.parameters, "type": "object"}
+        return reduced({**self.parameters, "type": "object"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
     try:
         alone = Rules()
         body = _WRITERS[form](_Writer(write.dialect, alone), tool)
-        checked("\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form == "pythonic" else [])]))
+        rules = "\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form == "pythonic" else [])])
+        checked(rules, tool.parameters if tool.is_bound else None)
     except RequestError:
         raise
     except (ValueError, TypeError, AttributeError) as error:  # a schema may have anything in any place

@@ -53,7 +53,7 @@ class GrammarChecker:
     """Checks one grammar after the other. Its methods are for the thread of the tokenizer."""
 
     def __init__(self, dialect: bytes, *, limit_cpu_s: float = CHECK_CPU_S, limit_bytes: int = CHECK_BYTES) -> None:
-        """*dialect*: `Dialect.written`. No process starts before the first check."""
+        """*dialect*: `Dialect.written`. No process starts before `start` or the first check."""
         self._dialect, self._limit_cpu_s, self._limit_bytes = dialect, limit_cpu_s, limit_bytes
         self._known: OrderedDict[bytes, Checked] = OrderedDict()
         self._questions: queue.SimpleQueue[tuple[int, Asked, bytes] | None] = queue.SimpleQueue()
@@ -75,6 +75,10 @@ class GrammarChecker:
         """Have a grammar made and checked."""
         self._number += 1
         self._questions.put((self._number, asked, asked.model_dump_json().encode()))
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, so that the first check does not wait for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._check_all, name="grammar checks", daemon=True)
             self._thread.start()
@@ -105,6 +109,7 @@ class GrammarChecker:
 
     def _check_all(self) -> None:
         try:
+            self._process = self._start()
             while (question := self._questions.get()) is not None and not self._is_closed:
                 number, asked, message = question
                 self._results.put((number, _key(message), self._check(asked, message)))

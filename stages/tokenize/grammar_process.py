@@ -21,7 +21,7 @@ from pipeline.process.parent import die_with_supervisor
 from stages.tokenize.answers import answer_grammar
 from stages.tokenize.asked import Asked
 from stages.tokenize.frames import read_frame, write_frame
-from stages.tokenize.grammars import byte_tokens
+from stages.tokenize.grammars import byte_tokens, tokens_of
 from stages.tokenize.markup import Dialect
 
 READ_BYTES: Final = 32
@@ -44,6 +44,7 @@ def main() -> int:
         return 0
     dialect = Dialect.read(said)
     byte_tokens()
+    tokens_of(dialect.added)
 
     def answer_all() -> None:
         at_rest = _memory()

@@ -1,7 +1,7 @@
 """Turns what an answer must be into one grammar text, and checks it. Knows no vocabulary: the engine has the last word.
 
 llguidance (https://github.com/guidance-ai/llguidance) refuses what it does not know of a JSON schema, by name. Nothing
-is dropped here either, but formats: by JSON Schema's rules an unknown one is a remark.
+that binds a value is dropped here either, but numbers that no grammar can count (`stages.tokenize.schemas`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import brief, is_limit, parser_limits
 from pipeline.vocabulary import AddedTokens
+from stages.tokenize.schemas import place_of, reduced, why_overlapping
 
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10
 TOO_LARGE: Final = f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes"
@@ -38,10 +39,6 @@ OPERATORS: Final = re.compile(
 """Comments, texts, patterns, and the `~` of a repetition, in all of which the two signs mean something else."""
 TEMPERATURE: Final = re.compile(r"^[ \t]*[!?]?\w+[ \t]*\[[^\]\n]*\btemperature\b", re.MULTILINE)
 """An attribute of a rule in Lark, which is for programs that ask a matcher for it."""
-FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-"""What llguidance checks of a text."""
 CHOSEN: Final = "CHOSEN"
 """Name of the terminal that is one of some texts."""
 OPTIONS: Final = "x-guidance"
@@ -51,17 +48,10 @@ UNFORCED: Final = '%llguidance {"no_forcing": true}'
 encoder, and minutes for `((a{100}){100}){100}`. The last line of a grammar that says it counts."""
 SOURCE: Final = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*|\n +\^(?=\n|$)")
 """Where in the grammar llguidance found an error, and the lines around it: clients do not know that text."""
+COERCED: Final = "coerce_one_of"
+"""llguidance's option for a `oneOf` whose members may overlap. Its error names it."""
 UNKNOWN_KEYWORDS: Final = re.compile(r'Unimplemented keys: (\[(?:"[\w$]+"(?:, )?)+\])')
 """llguidance's list of keywords that it does not enforce."""
-OF_A_SCHEMA: Final = frozenset(
-    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not", "then"}
-    | {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
-)
-"""Keywords that have a schema (in older drafts `items` may have a list) .."""
-OF_SCHEMAS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-""".. a list of schemas .."""
-OF_NAMED_SCHEMAS: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-""".. or an object of them."""
 
 
 class TooComplex(ValueError):
@@ -78,7 +68,9 @@ def grammar_of(constraint: Constraint) -> str:
         pattern = Constraint(kind="regex", text=constraint.whitespace, param=constraint.whitespace_param)
         made(lambda: checked(rules_of(pattern)), "invalid_grammar", pattern.param or constraint.param)
     code = "unsupported_schema" if constraint.kind == "json" else "invalid_grammar"
-    return made(lambda: answered(checked(rules_of(constraint)), byte_tokens()), code, constraint.param)
+    return made(
+        lambda: answered(checked(rules_of(constraint), schema_of(constraint)), byte_tokens()), code, constraint.param
+    )
 
 
 def made(make: Callable[[], str], code: str, param: str) -> str:
@@ -103,13 +95,20 @@ def made(make: Callable[[], str], code: str, param: str) -> str:
 
 def rules_of(constraint: Constraint) -> str:
     """Return what *constraint* says in Lark; raise any error that says why it cannot be said."""
-    if len(constraint.text.encode()) > LARGEST_GRAMMAR_BYTES:
+    if constraint.kind != "json" and len(constraint.text.encode()) > LARGEST_GRAMMAR_BYTES:
         raise ValueError(TOO_LARGE)
     return _MAKERS[constraint.kind](constraint)
 
 
-def checked(rules: str) -> str:
+def schema_of(constraint: Constraint) -> dict[str, Any] | None:
+    """Return the JSON schema of a constraint; None: it has none."""
+    return orjson.loads(constraint.text) if constraint.kind == "json" else None
+
+
+def checked(rules: str, schema: Mapping[str, Any] | None = None) -> str:
     """Return the grammar of some rules in Lark, or of several grammars in llguidance's JSON.
+
+    *schema*: what the rules are made of. Errors say where in it something is wrong.
 
     Raises:
         ValueError: It is too large, or llguidance refuses it.
@@ -117,7 +116,7 @@ def checked(rules: str) -> str:
     grammar = rules if rules.startswith("{") else f"{rules}\n{UNFORCED}\n"
     if len(grammar.encode()) > LARGEST_GRAMMAR_BYTES:
         raise ValueError(TOO_LARGE)
-    if wrong := _what_is_wrong(grammar):
+    if wrong := _what_is_wrong(grammar, schema or {}):
         raise ValueError(wrong)
     return grammar
 
@@ -151,12 +150,17 @@ def byte_tokens() -> LLTokenizer:
 
 def tokens_of(added: AddedTokens) -> LLTokenizer:
     """Return a vocabulary of the *added* tokens of a model, by their ids, and of the bytes after them."""
-    first = 1 + max(added.ids.values(), default=-1)
+    return _tokens_of(tuple(added.ids.items()), added.special)
+
+
+@functools.lru_cache(maxsize=1)  # a process has one model
+def _tokens_of(added: tuple[tuple[str, int], ...], special: frozenset[int]) -> LLTokenizer:
+    first = 1 + max((token for _, token in added), default=-1)
     tokens = [b""] * first + [bytes([byte]) for byte in range(256)] + [b"\xff<end>"]
-    for text, token in added.ids.items():
+    for text, token in added:
         tokens[token] = b"\xff" + text.encode()  # no text: a grammar must name it
     end = len(tokens) - 1
-    return LLTokenizer(_Tokens(tokens, end, [*added.special, end]), None, [end])  # type: ignore[arg-type]
+    return LLTokenizer(_Tokens(tokens, end, [*special, end]), None, [end])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,23 +190,25 @@ def too_complex(param: str, reason: str) -> RequestError:
     return RequestError(message, code="grammar_too_complex", param=param)
 
 
-def _what_is_wrong(grammar: str) -> str:
+def _what_is_wrong(grammar: str, schema: Mapping[str, Any]) -> str:
     """Return why llguidance refuses a grammar; empty if it does not. Its warnings are about what needs a vocabulary."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if not is_wrong:
         return ""
     if unknown := UNKNOWN_KEYWORDS.search(messages[0]):
-        names = [f"`{name}`" for name in sorted(json.loads(unknown[1]))]
-        several = len(names) > 1
-        told = f"the keyword{'s' * several} {', '.join(names)} {'are' if several else 'is'} not supported"
-        return f"{told}; remove {'them' if several else 'it'}"
-    told, coerced, _ = SOURCE.sub("", messages[0]).partition(" Enable 'coerce_one_of'")  # clients set no options
-    return told.removeprefix("failed to compile JSON schema: ") + (" Use anyOf." if coerced else "")
+        names = sorted(json.loads(unknown[1]))
+        place, several = place_of(reduced(schema), names), len(names) > 1
+        told = f"the keyword{'s' * several} {', '.join(f'`{name}`' for name in names)}{place and f' in `{place}`'}"
+        return f"{told} {'are' if several else 'is'} not supported; remove {'them' if several else 'it'}"
+    if COERCED in messages[0] and (why := why_overlapping(schema)):  # clients do not set options
+        return f"{why}; use anyOf, or let its members exclude each other"
+    told = SOURCE.sub("", messages[0]).partition(f" Enable '{COERCED}'")[0]
+    return told.removeprefix("failed to compile JSON schema: ")
 
 
 def _of_schema(constraint: Constraint) -> str:
     space = WHITESPACE if constraint.whitespace is None else constraint.whitespace
-    return f"start: {json_of(orjson.loads(constraint.text), space)}"
+    return f"start: {json_of(reduced(orjson.loads(constraint.text)), space)}"
 
 
 def _of_pattern(constraint: Constraint) -> str:
@@ -243,32 +249,11 @@ _MAKERS: Final[Mapping[str, Callable[[Constraint], str]]] = {
 
 
 def json_of(schema: Mapping[str, Any], whitespace: str | None = None) -> str:
-    """Return the item of a rule that is JSON by *schema*, with this pattern of *whitespace* between tokens.
+    """Return the item of a rule that is JSON by *schema*, a reduced one, with this *whitespace* between tokens.
 
     None: a space after commas and colons alone, as chat templates write the calls that models learn from. A model that
     may write anything else there often does, where it has something else in mind than the schema.
     """
     spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    options = {"lenient": False, **({"whitespace_pattern": whitespace} if whitespace is not None else spaced)}
-    return f"%json {orjson.dumps(known_formats(dict(schema)) | {OPTIONS: options}).decode()}"
-
-
-def known_formats(schema: Any, left_out: Collection[str] = ()) -> Any:
-    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it.
-
-    The keywords *left_out* are not in it either.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in left_out or (name == "format" and isinstance(value, str) and value not in FORMATS):
-            continue
-        if name in OF_A_SCHEMA and isinstance(value, dict):
-            value = known_formats(value, left_out)
-        elif (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
-            value = [known_formats(one, left_out) for one in value]
-        elif name in OF_NAMED_SCHEMAS and isinstance(value, dict):
-            value = {key: known_formats(one, left_out) for key, one in value.items()}
-        found[name] = value
-    return found
+    options = spaced if whitespace is None else {"whitespace_pattern": whitespace}
+    return f"%json {orjson.dumps({**schema, OPTIONS: options}).decode()}"

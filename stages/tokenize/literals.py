@@ -12,21 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
-from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, known_formats
+from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE
+from stages.tokenize.schemas import references_of
 
-REMARKS: Final = frozenset(
-    {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "discriminator"}
-    | {"example", "examples", "readOnly", "title", "writeOnly"}
-)
-"""Keywords that do not bind a value, or that are followed where they are referred to."""
-ANNOTATIONS: Final = REMARKS - {"$defs", "$id", "$schema", "definitions"}
-"""Those that nothing follows. Descriptions are often the largest part of a schema."""
+FOLLOWED: Final = frozenset({"$anchor", "$defs", "$id", "$schema", "components", "definitions", "id"})
+"""Keywords of a reduced schema that do not bind a value themselves."""
 OF_AN_OBJECT: Final = frozenset({"type", "properties", "required", "additionalProperties"})
 OF_A_TEXT: Final = frozenset({"type", "minLength", "maxLength"})
 OF_A_LIST: Final = frozenset({"type", "items", "minItems", "maxItems"})
 MOST_COUNTED: Final = 1000
 """Characters of a text between tags that are counted. For 2,000, a matcher exceeds its limits."""
-OF_A_UNION: Final = ("anyOf", "oneOf")
 ANY_PYTHON: Final = """\
 any_value: ANY_SCALAR | "[" (any_value (", " any_value)*)? "]" | "{" (any_entry (", " any_entry)*)? "}"
 any_entry: ANY_TEXT ": " any_value
@@ -47,18 +42,23 @@ class Rules:
     lines: list[str] = field(default_factory=list)
     num_letters: int = 0
     """Of all rules."""
+    known: dict[tuple[str, str, bool], str] = field(default_factory=dict)
+    """The names of rules: tools often have the same properties."""
 
     def add(self, body: str, *, attributes: str = "", terminal: bool = False) -> str:
-        """Add a rule; return its name.
+        """Add a rule, unless there is the same; return its name. One with an empty *body* is a new one, to be filled.
 
         Raises:
             ValueError: The rules are too large together.
         """
+        if body and (known := self.known.get((body, attributes, terminal))):
+            return known
         self.num_letters += len(body)
         if self.num_letters > LARGEST_GRAMMAR_BYTES:  # many properties may refer to one large definition
             raise ValueError(TOO_LARGE)
         name = f"{'V' if terminal else 'v'}{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {body}")
+        self.known[body, attributes, terminal] = name
         return name
 
 
@@ -86,15 +86,6 @@ class SchemaReader:
         return schema
 
 
-def _references(value: Any) -> Iterator[str]:
-    """Yield where a schema refers to."""
-    for name, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        if name == "$ref" and isinstance(one, str):
-            yield one
-        else:
-            yield from _references(one)
-
-
 def _definition(path: str) -> tuple[str, str] | None:
     """Return where a reference finds its definition, and the name of that; None: it leads elsewhere."""
     root, place, name, *_ = (*path.split("/"), "", "")
@@ -105,7 +96,7 @@ def _definition(path: str) -> tuple[str, str] | None:
 
 def refuse_others(schema: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise ValueError for a keyword that is not *known* and binds values."""
-    unknown = sorted(name for name in schema if name not in known and name not in REMARKS)
+    unknown = sorted(name for name in schema if name not in known and name not in FOLLOWED)
     if unknown:
         raise ValueError(f"this model does not write its calls in JSON, where `{unknown[0]}` cannot be enforced")
 
@@ -169,10 +160,9 @@ class PythonLiterals(SchemaReader):
         return self.named[path]
 
     def _body(self, schema: Mapping[str, Any]) -> str:
-        for name in OF_A_UNION:
-            if name in schema:
-                refuse_others(schema, frozenset({name}))
-                return " | ".join(self.value(one) for one in schema[name])
+        if "anyOf" in schema:
+            refuse_others(schema, frozenset({"anyOf"}))
+            return " | ".join(self.value(one) for one in schema["anyOf"])
         if "enum" in schema or "const" in schema:
             refuse_others(schema, frozenset({"enum", "const", "type"}))
             return " | ".join(quoted(python_of(one)) for one in schema.get("enum", [schema.get("const")]))
@@ -284,12 +274,12 @@ class TaggedValues(SchemaReader):
         return self._text({})
 
     def alone(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema with the definitions of the root that it needs, and without what binds no value.
+        """Return a schema with the definitions of the root that it needs.
 
         Raises:
             ValueError: They are too large.
         """
-        found: dict[str, Any] = known_formats(schema, ANNOTATIONS)
+        found = dict(schema)
         reached: dict[tuple[str, str], Any] = {}
         num_letters, unread = 0, [found]
         while unread:
@@ -297,22 +287,21 @@ class TaggedValues(SchemaReader):
             num_letters += len(json.dumps(one))
             if num_letters > LARGEST_GRAMMAR_BYTES:
                 raise ValueError(TOO_LARGE)
-            for place, name in filter(None, map(_definition, _references(one))):
+            for place, name in filter(None, map(_definition, references_of(one))):
                 definitions = self.root.get(place)
                 if (place, name) not in reached and isinstance(definitions, dict) and name in definitions:
-                    reached[place, name] = known_formats(definitions[name], ANNOTATIONS)
+                    reached[place, name] = definitions[name]
                     unread.append(reached[place, name])
         for (place, name), definition in reached.items():
             found[place] = {**found.get(place, {}), name: definition}
         return found
 
     def _branches(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        union = next((name for name in OF_A_UNION if name in schema), "")
-        if not union:
+        if "anyOf" not in schema:
             yield schema
             return
-        refuse_others(schema, frozenset({union}))
-        yield from schema[union]
+        refuse_others(schema, frozenset({"anyOf"}))
+        yield from schema["anyOf"]
 
     def _one_of(self, schema: Mapping[str, Any]) -> str:
         refuse_others(schema, frozenset({"enum", "const", "type"}))

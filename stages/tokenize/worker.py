@@ -456,6 +456,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
         slot_lease.say(
             phase="ready", fingerprint=encoder.fingerprint, bos=encoder.bos, has_chat_template=encoder.has_chat_template
         )
+        checker.start()
         follow(
             log,
             inbox,

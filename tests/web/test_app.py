@@ -146,7 +146,7 @@ async def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn
 
         async def lacks_template() -> bool:
             told = await (await here.client.get("/v1/models/org/demo")).get_json()
-            return told == one | {"has_chat_template": False}
+            return bool(told == one | {"has_chat_template": False})
 
         async with asyncio.timeout(10):
             while not await lacks_template():

@@ -5,16 +5,19 @@ They check shapes. Whether a schema or a grammar can be enforced, the tokenizer 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 import orjson
 from pydantic import AfterValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from pipeline.events import Constraint
 from web.wire import fields
-from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported, wrong
+from web.wire.openai.bulk import MOST_LARGE, bulk_of
+from web.wire.openai.held import HeldSchema, held
+from web.wire.openai.strict import Strict, refuse_unsupported, wrong
 
 LARGEST_BYTES: Final = 64 << 10
 MOST_CHOICES: Final = 4096
@@ -32,23 +35,25 @@ def _bounded(text: str) -> str:
     return text
 
 
-def _schema_text(schema: object) -> str:
-    """Return the JSON of a schema, which comes as an object or as its text."""
-    try:
-        schema = orjson.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(schema, dict):
-            return _bounded(orjson.dumps(kept_exactly(schema)).decode())
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # the latter: it is nested too deeply
-        pass
+def _schema(schema: object) -> HeldSchema:
+    """Return a schema, which comes as an object or as its JSON."""
+    if isinstance(schema, str):
+        text = schema.encode()
+        if sum(bulk_of(text)) > MOST_LARGE:
+            raise PydanticCustomError("too_large", "Input should have at most {most} values", {"most": MOST_LARGE})
+        with contextlib.suppress(ValueError):
+            schema = from_json(text)
+    if isinstance(schema, dict):
+        return held(schema)
     raise PydanticCustomError("json_schema", "Input should be a JSON schema: an object, or its JSON as text")
 
 
 Schema = Annotated[
     Any,
-    AfterValidator(_schema_text),
+    AfterValidator(_schema),
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "title": "JSON schema"}),
 ]
-"""Becomes its JSON."""
+"""Becomes a HeldSchema."""
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_bounded)]
 Whitespace = Annotated[str, Field(max_length=256)]
 Choices = Annotated[list[Pattern], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
@@ -162,6 +167,17 @@ class ConstraintFields(Strict):
             names |= {f"response_format.json_schema.{name}" for name in ({} if schema is None else schema.extra)}
         return names
 
+    def ignored_keywords(self, path: str = "") -> Iterator[str]:
+        """Yield where schemas have keywords whose numbers no grammar can count, with *path* before names."""
+        schemas = {"guided_json": self.guided_json, "json_schema": self.json_schema}
+        if (asked := self.response_format) is not None:
+            schemas["response_format.schema"] = asked.schema_
+            schemas["response_format.json_schema.schema"] = asked.json_schema.schema_ if asked.json_schema else None
+        if self.structured_outputs is not None:
+            schemas["structured_outputs.json"] = self.structured_outputs.json_
+        for name, schema in schemas.items():
+            yield from (f"{path}{name}.{keyword}" for keyword in (schema.ignored if schema is not None else ()))
+
     def _constraints(self, path: str) -> Iterator[Constraint]:
         """Yield what each field says."""
         if self.response_format is not None:
@@ -169,9 +185,12 @@ class ConstraintFields(Strict):
         if self.structured_outputs is not None:
             yield from _of_outputs(self.structured_outputs, path + "structured_outputs")
         schemas = {"guided_json": self.guided_json, "json_schema": self.json_schema}
+        for name, schema in schemas.items():
+            if schema is not None:
+                yield _json(schema, path + name)
         patterns = {"guided_regex": self.guided_regex, "regex": self.regex}
         grammars = {"guided_grammar": self.guided_grammar, "ebnf": self.ebnf, "grammar": self.grammar or None}
-        for kind, given in (("json", schemas), ("regex", patterns), ("grammar", grammars)):
+        for kind, given in (("regex", patterns), ("grammar", grammars)):
             for name, text in given.items():
                 if text is not None:
                     yield Constraint(kind=kind, text=text, param=path + name)  # type: ignore[arg-type]
@@ -187,9 +206,9 @@ def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
     if asked.type == "json_schema":
         if asked.json_schema is None:
             raise wrong(f"{path}.json_schema", "missing; send an object with `name` and `schema`")
-        yield Constraint(kind="json", text=asked.json_schema.schema_, param=f"{path}.json_schema.schema")
+        yield _json(asked.json_schema.schema_, f"{path}.json_schema.schema")
     elif asked.schema_ is not None:
-        yield Constraint(kind="json", text=asked.schema_, param=f"{path}.schema")
+        yield _json(asked.schema_, f"{path}.schema")
     elif asked.type == "json_object":
         yield Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.type")
 
@@ -198,7 +217,7 @@ def _of_outputs(asked: StructuredOutputs, path: str) -> Iterator[Constraint]:
     refuse_unsupported(asked.extra, _REFUSED_MEMBERS, f"{path}.")
     found: list[Constraint] = []
     if asked.json_ is not None:
-        found.append(Constraint(kind="json", text=asked.json_, param=f"{path}.json"))
+        found.append(_json(asked.json_, f"{path}.json"))
     if asked.regex is not None:
         found.append(Constraint(kind="regex", text=asked.regex, param=f"{path}.regex"))
     if asked.choice is not None:
@@ -210,6 +229,10 @@ def _of_outputs(asked: StructuredOutputs, path: str) -> Iterator[Constraint]:
     if not found:
         raise wrong(path, "send one of `json`, `regex`, `choice`, `grammar` and `json_object`")
     yield from found
+
+
+def _json(schema: HeldSchema, param: str) -> Constraint:
+    return Constraint(kind="json", text=orjson.dumps(schema.value).decode(), param=param)
 
 
 def _choice(choices: list[str], param: str) -> Constraint:

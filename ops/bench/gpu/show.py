@@ -1,4 +1,4 @@
-"""The table at the end of a run, for people. All figures are in the JSON; long lists are only counted here."""
+"""What is printed at the end of a run, for people: first the verdict, then a table. All figures are in the JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ MOST_SHOWN: Final = 8
 
 
 def table(document: Document, console: Console | None = None) -> None:
-    """Print what was found; without a terminal as plain text of at most WIDTH columns."""
+    """Print what was found, its verdict first; without a terminal as plain text of at most WIDTH columns."""
     console = console or Console()
     console = Console(file=console.file, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+    for line in summary(document):
+        console.print(Text(line))
+    console.print()
     with console.capture() as plain:
         for phase in document.phases:
             _print_phase(phase, console)
     console.file.write("".join(f"{line.rstrip()}\n" for line in plain.get().splitlines()))
-    for line in summary(document):
-        console.print(Text(line))
 
 
 def _print_phase(phase: Phase, console: Console) -> None:
@@ -45,14 +46,16 @@ def _print_phase(phase: Phase, console: Console) -> None:
 
 
 def summary(document: Document) -> Iterator[str]:
-    """Return the last lines: what was cut, what was skipped, what is wrong, how long it took."""
+    """Return the verdict: how much is wrong, and where; what was cut and skipped; how long it took."""
+    bad = [phase for phase in document.phases if phase.status in BAD]
+    num = len(document.phases)
+    yield f"{len(bad)} of {num} phases went wrong" if bad else f"Nothing is wrong, in {num} phases"
+    for phase in bad:
+        yield f"{phase.name}: {outcome(phase)}"
     if document.cut:
         yield f"Cut off (--budget {document.budget_s:g}): {', '.join(document.cut)}"
     if skipped := [phase.name for phase in document.phases if phase.status == "skipped"]:
         yield f"Skipped: {', '.join(skipped)}"
-    for phase in document.phases:
-        if phase.status in BAD:
-            yield f"{phase.name}: {outcome(phase)}"
     installed = "" if document.install_s is None else f" after {document.install_s:.1f} s of installation"
     yield f"{document.device}, size {document.size}: {document.wall_s:.0f} s{installed}"
 

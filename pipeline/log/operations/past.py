@@ -8,7 +8,7 @@ import orjson
 
 from pipeline.log.operation import LogContext, Script, Steps
 from pipeline.log.operations.frontends import requests
-from pipeline.log.past import check_whole, is_between
+from pipeline.log.past import Forgotten, check_whole, is_between
 from pipeline.log.protocol import Entry
 from pipeline.log.replies import is_ok
 
@@ -23,7 +23,14 @@ def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[st
     return sorted(found)
 
 
-def import_history(log: LogContext, uid: str, entries: Sequence[Entry]) -> Script[bool]:
+def import_history(log: LogContext, uid: str, entries: Sequence[Entry], *, again: bool = False) -> Script[bool]:
     check_whole(uid, entries)
     pairs = [[entry.id, [word for pair in entry.fields.items() for word in pair]] for entry in entries]
-    return Script("import", [log.names.request(uid)], [log.limits.retention_ms, orjson.dumps(pairs)], is_ok)
+    arguments: list[str | int | bytes] = [log.limits.retention_ms, orjson.dumps(pairs), int(again)]
+    return Script("import", [log.names.request(uid)], arguments, _is_imported)
+
+
+def _is_imported(reply: bytes | str | int) -> bool:
+    if isinstance(reply, int):
+        raise Forgotten(reply)
+    return is_ok(reply)

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zstandard
@@ -18,6 +18,7 @@ from tool import Tool
 from minisgl import main
 from ops.replay.files import open_dump, read_dump, write_dump
 from pipeline.events import Cancelled, Failed, new_uid
+from pipeline.log.forgetting import ForgettingLog
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
@@ -217,6 +218,21 @@ def test_an_import_leaves_what_is_there_and_can_be_repeated(
     assert bring_in(str(path)) == lines
     assert lived.log.histories(uids[:1]) == before
     assert bring_in.json(str(path)) == {"file": str(path), "imported": 0, "there": 2, "refused": []}
+
+
+def test_what_was_removed_with_forget_stays_away_until_it_is_asked_for_again(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    uids = [finished(lived), finished(lived)]
+    dump(str(path))
+    before = lived.log.histories(uids[:1])
+    assert cast(ForgettingLog, lived.log).erase(uids[0])
+    head, there, removed = bring_in(str(path))
+    assert (head, there) == (f"{path}: 0 requests imported", "there already, and left as it is: 1 request")
+    assert "removed with `minisgl replay forget`" in removed and "--again" in removed and " UTC: 1 request" in removed
+    assert bring_in(str(path), "--again")[0] == f"{path}: 1 request imported"
+    (after,) = lived.log.histories(uids[:1])
+    assert after[1:] == before[0][1:]
 
 
 def test_the_owner_comes_in_only_if_it_is_asked_for(

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from schedules import request
+from servers import eventually
 
 import stages.generate.grammars
 from pipeline.events import Failed
 from stages.generate.forward.masks import unpacked
-from stages.generate.grammars import GrammarMatcher, Grammars
+from stages.generate.grammars import GrammarMatcher, Grammars, _Spelled
 from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Matcher
 
@@ -274,6 +275,31 @@ def test_a_tokenizer_that_cannot_be_read_fails_the_request_alone(tmp_path: Path)
     for uid in "ab":
         grammars.begin(arrived(uid, LETTERS))
     assert {result.status for result in ready(grammars, 2).values() if isinstance(result, Failed)} == {500}
+    grammars.close()
+
+
+def test_the_tokenizer_is_read_before_the_first_grammar_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(DEMO, EOS, VOCAB).started()
+    eventually(lambda: grammars._tokenizer is not None, "it is read")
+    monkeypatch.delattr(_Spelled, "of")
+    matcher_of(grammars, LETTERS)
+    grammars.close()
+
+
+def test_a_request_that_waits_for_the_tokenizer_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, read = threading.Event(), Grammars._vocabulary
+
+    def slow(self: Grammars) -> LLTokenizer:
+        gate.wait(30)
+        return read(self)
+
+    monkeypatch.setattr(Grammars, "_vocabulary", slow)
+    grammars = Grammars(DEMO, EOS, VOCAB, compile_s=0.01).started()
+    grammars.begin(arrived("early", LETTERS))
+    grammars.wait(0.05)
+    assert grammars.ready() == []
+    gate.set()
+    assert isinstance(ready(grammars)["early"], GrammarMatcher)
     grammars.close()
 
 

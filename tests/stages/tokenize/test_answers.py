@@ -236,9 +236,9 @@ def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
 ) -> None:
     asked = []
 
-    def counted(rules: str) -> str:
+    def counted(rules: str, schema: Any) -> str:
         asked.append(rules)
-        return checked(rules)
+        return checked(rules, schema)
 
     monkeypatch.setattr(call_writer, "checked", counted)
     schema = {"type": "object", "properties": {"k" * 400 + str(n): {} for n in range(50)}}
@@ -246,6 +246,23 @@ def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
     told = refused(lambda: family("hermes").grammar(tools=large, calls=Calls(choice="required")))
     assert told[:2] == ("unsupported_schema", "tools") and TOO_LARGE in told[2]
     assert 1 < len(asked) < 8
+
+
+@pytest.mark.parametrize("template", ["hermes", "qwen3_coder", "pythonic"])
+def test_many_tools_with_long_descriptions_can_be_required(family: GetFamily, template: str) -> None:
+    told: dict[str, Any] = {"title": "A title", "description": "d" * 200, "default": None}
+    schemas: list[dict[str, Any]] = [
+        {"type": "string"},
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        {"enum": ["a", "b"]},
+    ]
+    properties = {f"parameter_{n}": schemas[n % 3] | told for n in range(4)}
+    parameters = {"type": "object", "description": "e" * 200, "properties": properties, "required": ["parameter_0"]}
+    tools = [tool(f"tool_{number}", parameters, strict=True) for number in range(80)]
+    assert len(json.dumps(tools)) > LARGEST_GRAMMAR_BYTES
+    required = family(template).grammar(tools=tools, calls=Calls(choice="required"))
+    assert "tool_79" in required and "ddd" not in required and "eee" not in required
+    assert family(template).grammar(tools=tools, calls=Calls())
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,18 @@ def test_a_check_whose_process_is_killed_is_done_again_but_not_for_ever(
     assert f"{MOST_TRIES} processes" in failed.message and len(started) == 3 + MOST_TRIES
 
 
+def test_the_process_starts_before_the_first_check(make: Callable[..., GrammarChecker]) -> None:
+    checker = make()
+    checker.start()
+    eventually(lambda: checker._process is not None, "it starts")
+    first = checker._process
+    assert isinstance(checked(checker, asked("a+", "regex")), str) and checker._process is first
+    unused = make()
+    unused.start()
+    unused.close()
+    assert unused._process is None, "it ends also without a check"
+
+
 def test_what_was_asked_before_is_known(make: Callable[..., GrammarChecker]) -> None:
     checker = make()
     assert checker.known(asked({})) is None

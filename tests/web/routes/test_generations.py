@@ -28,6 +28,24 @@ async def bytes_of(response: Awaitable[Response]) -> bytes:
     return found
 
 
+async def test_keywords_of_schemas_that_no_grammar_counts_are_named_in_a_header(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    schema = {"properties": {"a,ä" * 100: {"maximum": 2**64}, "n": {"multipleOf": 1e300, "maximum": 2**53}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    async with site(redis_url) as here:
+        response = await here.post(chat(tools=[tool], json_schema=schema))
+        names = response.headers["x-minisgl-ignored-schema-keywords"].split(", ")
+        assert names[1::2] == [
+            f"{field}.properties.n.multipleOf" for field in ("json_schema", "tools.0.function.parameters")
+        ]
+        assert [len(name) for name in names[::2]] == [128, 128] and names[0].startswith(
+            "json_schema.properties.a%2C%C3"
+        )
+        plain = await here.post(chat(json_schema={"maximum": 2**53}))
+        assert plain.status_code == 200 and "x-minisgl-ignored-schema-keywords" not in plain.headers
+
+
 async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
         response = await here.post(chat(model="demo", seed=3, user="ann", zeta=1) | {"al,pha\n": 2})

@@ -216,7 +216,6 @@ def test_tools_come_through_the_log_as_they_were_sent() -> None:
         ({"type": "function", "function": {"name": "f" * 129}}, "0.function.name"),
         ({"type": "function", "function": {"name": "f", "strict": "yes"}}, "0.function.strict"),
         ({"type": "function", "function": {"name": "f", "parameters": [SECRET]}}, "0.function.parameters"),
-        ({"type": "function", "function": {"name": "f", "parameters": {SECRET: [2**63]}}}, "0.function.parameters"),
         (
             {"type": "function", "function": {"name": "f", "parameters": {SECRET: float("nan")}}},
             "0.function.parameters",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from pipeline.events import Calls
-from web.wire.openai.messages import MOST_TOOLS, Name, Tools
+from web.wire.openai.messages import MOST_TOOLS, Name, Tool, Tools
 from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly, wrong
 
 BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "reasoning_budget_tokens")
@@ -173,6 +173,13 @@ class ToolFields(TemplateFields):
         names = {f"tools.{name}" for tool in self.tools or () for name in tool.unknown}
         choice = self.tool_choice
         return names | {f"tool_choice.{name}" for name in (choice.extra if isinstance(choice, ToolChoice) else ())}
+
+
+def ignored_keywords_of(tools: Sequence[Tool] | None) -> Iterator[str]:
+    """Yield where schemas of *tools* have keywords whose numbers no grammar can count."""
+    for place, tool in enumerate(tools or ()):
+        for keyword in tool.function.parameters.ignored if tool.function.parameters is not None else ():
+            yield f"tools.{place}.function.parameters.{keyword}"
 
 
 def check_calls(request: ToolFields, *, constraint: str, has_messages: bool) -> None:

@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from pipeline.events import Templating
 from web.wire.fields import refused
 from web.wire.openai.bulk import MOST_LARGE, bulk_of
-from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported, wrong
+from web.wire.openai.held import HeldSchema, held
+from web.wire.openai.strict import Strict, refuse_unsupported, wrong
 
 MOST_MESSAGES: Final = 4096
 MOST_PARTS: Final = 4096
@@ -165,6 +166,12 @@ class Message(Strict):
 _REFUSED: Final = refused("message", Message.model_fields)
 
 
+def _parameters(schema: object) -> HeldSchema:
+    if not isinstance(schema, dict):
+        raise PydanticCustomError("dict_type", "Input should be an object")
+    return held(schema)
+
+
 class FunctionOfTool(Strict):
     """A function that the model may call."""
 
@@ -172,7 +179,7 @@ class FunctionOfTool(Strict):
     """Name of the function."""
     description: str | None = None
     """What the function does, for the model."""
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
+    parameters: Annotated[Any, AfterValidator(_parameters), WithJsonSchema({"type": "object"})] | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
     """Arguments must follow `parameters`, also if the model may answer without a call."""
@@ -258,7 +265,8 @@ def plain_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
 
 def _plain_function(function: FunctionOfTool) -> dict[str, Any]:
     given = {name: getattr(function, name) for name in FunctionOfTool.model_fields}
-    return {name: value for name, value in given.items() if value is not None}
+    plain = {name: value.value if isinstance(value, HeldSchema) else value for name, value in given.items()}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 def templating_of(

@@ -19,7 +19,7 @@ from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
 from web.wire import fields
 from web.wire.constraints import ConstraintFields
-from web.wire.openai.calls import ToolFields, check_calls
+from web.wire.openai.calls import ToolFields, check_calls, ignored_keywords_of
 from web.wire.openai.messages import Messages, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
@@ -291,6 +291,10 @@ class GenerationRequest(SamplingFields):
             names |= {f"stream_options.{name}" for name in set(self.stream_options.extra) - set(_REFUSED_OPTIONS)}
         return fields.first_of(names)
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return fields.first_of(list(self.ignored_keywords()))
+
 
 PER_ANSWER: Final = {*SamplingFields.model_fields, "allowed_token_ids", "bad_words"}
 """The fields that every stage holds for each answer."""
@@ -327,6 +331,10 @@ class ChatRequest(GenerationRequest, ToolFields):
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
         return fields.first_of(names)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return fields.first_of([*self.ignored_keywords(), *ignored_keywords_of(self.tools)])
 
 
 class CompletionRequest(GenerationRequest):

@@ -45,6 +45,11 @@ class Strict(BaseModel):
         """The fields that are not declared."""
         return self.model_extra or {}
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Where its schemas have keywords whose numbers no grammar can count: the first ones, sorted."""
+        return ()
+
 
 Body = TypeVar("Body", bound=Strict)
 

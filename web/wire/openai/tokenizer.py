@@ -13,7 +13,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Answered, Presentation, SamplingParams, Submitted
 from web.wire.fields import first_of, refused
 from web.wire.openai.bulk import MOST_VALUES
-from web.wire.openai.calls import TemplateFields
+from web.wire.openai.calls import TemplateFields, ignored_keywords_of
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
 from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, texts_or_one
 from web.wire.openai.strict import INT32_MAX, Strict, parsed, refuse_unsupported, wrong
@@ -66,6 +66,10 @@ class TokenizeRequest(TemplateFields):
         for tool in self.tools or ():
             names |= {f"tools.{name}" for name in tool.unknown}
         return first_of(names)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return first_of(list(ignored_keywords_of(self.tools)))
 
     def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the events that hold all of it, one for each text. Raises RequestError if fields contradict."""
@@ -135,6 +139,7 @@ class DescribeRequest:
 
     model: None = None
     unknown: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the event that holds all of it."""

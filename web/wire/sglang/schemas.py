@@ -151,6 +151,10 @@ class SGLangRequest(Strict):
         names |= {f"{WITHIN}{name}" for name in of_sampling}
         return fields.first_of(names)
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return fields.first_of(list(self.sampling.ignored_keywords(WITHIN)))
+
 
 class AbortRequest(Strict):
     """The body of POST /abort_request."""

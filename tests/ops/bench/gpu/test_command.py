@@ -247,17 +247,20 @@ def test_what_is_right_is_shown_without_its_yes_and_no() -> None:
     assert wrong == "is_nan no, replay_is_eager yes, why , missing [], ms 2"
 
 
-def test_the_last_lines_name_what_is_bad() -> None:
+def test_the_first_lines_say_whether_and_what_is_bad() -> None:
     fine = Phase(name="machine", status="ok", reason="", limit_s=1, wall_s=2)
     dead = Phase(name="engine", status="killed", reason="by SIGKILL", limit_s=1, wall_s=2)
     late = Phase(name="server", status="cut", reason="no time", limit_s=1, wall_s=0)
     one = found([fine, dead, late])
-    assert list(show.summary(one)) == [
-        "Cut off (--budget 450): server",
+    lines = [
+        "1 of 3 phases went wrong",
         "engine: killed, 2.0 s: by SIGKILL",
+        "Cut off (--budget 450): server",
         "cuda, size full: 12 s",
     ]
+    assert printed(one).splitlines()[: len(lines)] == lines
     assert not one.ok
+    assert printed(found([fine])).startswith("Nothing is wrong, in 1 phases\n")
 
 
 # the whole

@@ -15,6 +15,7 @@ from pipeline.events import StepCompleted, TokenRow, encode, new_uid
 from pipeline.journal import JournalWriter
 from pipeline.log.archivers import ended_inbox
 from pipeline.log.forgetting import FORGETTING, FORGOTTEN, ForgettingLog, Purged, Told
+from pipeline.log.past import Forgotten
 from pipeline.log.protocol import Entry, StreamLog, Submission
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 
@@ -48,11 +49,26 @@ def test_an_erased_request_is_nothing_but_a_tombstone_and_begins_never_again(
         assert forgetting.histories([A], after="1-0") == [[forgetting.begins([A])[A]]]
     assert scene.submit(A) is Submission.DUPLICATE
     assert not scene.end(A)
-    assert not forgetting.import_history(A, [Entry(SUBMITTED_ID, {"a": "b"}), Entry(SEAL, {"a": "b"})])
+    copy = [Entry(SUBMITTED_ID, {"a": "b"}), Entry(SEAL, {"a": "b"})]
+    with pytest.raises(Forgotten) as gone:
+        forgetting.import_history(A, copy)
+    assert 0 < gone.value.left_ms <= forgetting.limits.retention_ms
     detokenizer.say(say_tokens(A, 2), say_end(A, FINISHED), say_tokens(B, 2))
     assert forgetting.histories([A]) == [[]]
     assert scene.history(B)[: len(others)] == others and len(scene.history(B)) == len(others) + 1
     assert forgetting.alive([A, B]) == {B}
+
+
+def test_who_was_erased_can_be_imported_again(
+    forgetting: ForgettingLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept(A)
+    detokenizer.say(say_end(A, FINISHED))
+    assert forgetting.erase(A)
+    copy = [Entry(SUBMITTED_ID, {"a": "b"}), Entry(SEAL, {"a": "b"})]
+    assert forgetting.import_history(A, copy, again=True)
+    assert scene.history(A) == copy
+    assert not forgetting.import_history(A, copy, again=True)
 
 
 def test_who_has_not_ended_is_not_erased(forgetting: ForgettingLog, scene: Scene) -> None:
