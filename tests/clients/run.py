@@ -78,6 +78,9 @@ CLIENTS = {
     "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), has_demo=True),
     "llm": Client("with_llm.py", ("llm",), has_demo=True),
     "smolagents": Client("with_smolagents.py", ("smolagents[openai]",), has_demo=True),
+    "vllm-bench": Client(
+        "with_vllm_bench.py", ("aiohttp", "regex", "tqdm"), without_requirements=("vllm",), has_demo=True
+    ),
     "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "zod@4"), has_demo=True),
 }
 
