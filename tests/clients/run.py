@@ -1,8 +1,8 @@
 """What other people's programs say to the server: `make clients`. Each in an environment of its own, their pins clash.
 
 Sets up `.clients/<name>` for each (a venv, or a folder of node modules), runs every program against a server and says
-how each ended; with names as arguments, those alone. Programs that call tools talk with the demo model, which can; the
-others with a small random one.
+how each ended; with names as arguments, those alone. Programs that call tools, or need a tokenizer that they can read,
+talk with the demo model; the others with a small random one.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ class Client:
 
     program: str
     packages: tuple[str, ...]
-    calls_tools: bool = False
+    without_requirements: tuple[str, ...] = ()
+    """Packages whose own requirements are too large; *packages* has those that are imported."""
+    has_demo: bool = False
 
     def prepare(self, folder: Path) -> list[str]:
         """Install what it needs into *folder*, once; return the command that runs it."""
         is_node = self.program.endswith(".mjs")
         done = folder / ".ready"
-        wanted = "\n".join(self.packages)
+        wanted = "\n".join((*self.packages, *self.without_requirements))
         if not done.exists() or done.read_text() != wanted:
             if is_node:
                 folder.mkdir(parents=True, exist_ok=True)
                 _run("npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *self.packages)
             else:
                 _run(sys.executable, "-m", "venv", "--clear", str(folder))
-                _run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *self.packages)
+                install = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
+                _run(*install, *self.packages)
+                if self.without_requirements:
+                    _run(*install, "--no-deps", *self.without_requirements)
             done.write_text(wanted)
         if not is_node:
             return [str(folder / "bin" / "python"), str(HERE / self.program)]
@@ -57,13 +62,26 @@ class Client:
 
 CLIENTS = {
     "langchain": Client("with_langchain.py", ("langchain-openai",)),
-    "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), calls_tools=True),
-    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), calls_tools=True),
-    "openai-agents": Client("with_openai_agents.py", ("openai-agents",), calls_tools=True),
-    "instructor": Client("with_instructor.py", ("instructor",), calls_tools=True),
+    "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), has_demo=True),
+    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), has_demo=True),
+    "openai-agents": Client("with_openai_agents.py", ("openai-agents",), has_demo=True),
+    "instructor": Client("with_instructor.py", ("instructor",), has_demo=True),
     "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "litellm": Client("with_litellm.py", ("litellm",)),
     "openai-node": Client("with_openai_node.mjs", ("openai",)),
+    "sglang-bench": Client(
+        "with_sglang_bench.py",
+        ("transformers", "aiohttp", "msgspec", "orjson", "requests", "psutil", "pyzmq", "pybase64", "pillow"),
+        without_requirements=("sglang",),
+        has_demo=True,
+    ),
+    "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), has_demo=True),
+    "llm": Client("with_llm.py", ("llm",), has_demo=True),
+    "smolagents": Client("with_smolagents.py", ("smolagents[openai]",), has_demo=True),
+    "vllm-bench": Client(
+        "with_vllm_bench.py", ("aiohttp", "regex", "tqdm"), without_requirements=("vllm",), has_demo=True
+    ),
+    "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "zod@4"), has_demo=True),
 }
 
 
@@ -83,7 +101,7 @@ def main(names: Sequence[str]) -> int:
         urls = {kind: servers.enter_context(_server(Path(folder), kind)).url for kind in _kinds(chosen.values())}
         for name, command in commands.items():
             began_s = time.monotonic()
-            url = urls[chosen[name].calls_tools]
+            url = urls[chosen[name].has_demo]
             ended = subprocess.run([*command, f"{url}/v1", MODEL], check=False, timeout=PATIENCE_S)
             print(f"{name}: {'passed' if ended.returncode == 0 else 'FAILED'} ({time.monotonic() - began_s:.1f} s)")
             failed += [name] if ended.returncode else []
@@ -91,7 +109,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def _kinds(clients: Iterable[Client]) -> list[bool]:
-    return sorted({client.calls_tools for client in clients})
+    return sorted({client.has_demo for client in clients})
 
 
 def _server(folder: Path, is_demo: bool) -> AbstractContextManager[Server]:

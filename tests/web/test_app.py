@@ -171,6 +171,8 @@ async def test_clients_of_other_servers_learn_the_model_and_its_context(redis_ur
         ]
         assert [told["model_path"] for told in (model, server, props)] == [MODELS[0]] * 3
         assert model["is_generation"] is True
+        assert await (await here.get("/server_info")).get_json() == server, "SGLang's newer name"
+        assert (await here.get("/model_info")).status_code == 404, "its benchmark would load that tokenizer"
         assert (server["context_length"], server["status"]) == (CONTEXT, "ready")
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
         (state,) = server["internal_states"]
@@ -204,7 +206,7 @@ def test_each_engine_is_described_by_what_it_publishes() -> None:
 
 async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_url: str) -> None:
     async with site(redis_url, ready=False) as here:
-        for path in ("/get_model_info", "/get_server_info", "/props"):
+        for path in ("/get_model_info", "/get_server_info", "/server_info", "/props"):
             assert (await error_of(here.get(path)))[0] == 503
 
 

@@ -47,7 +47,7 @@ WITH_A_KEY = {
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("tokenize", "detokenize")),
     *(f"GET {base}/{path}" for base in ("", "/v1") for path in ("models", "models/<path:name>")),
     *("POST /generate", "GET /tokenizer_info", "GET /v1", "GET /version"),
-    *("GET /get_model_info", "GET /get_server_info", "GET /props", "GET /v1/caller"),
+    *("GET /get_model_info", "GET /get_server_info", "GET /server_info", "GET /props", "GET /v1/caller"),
     *(f"{method} {path}" for path in PATHS for method in METHODS),
 }
 """Routes that show nothing of the requests of others."""

@@ -1,4 +1,8 @@
-"""The model and the server as SGLang and llama.cpp describe them, for clients that were made for those."""
+"""The model and the server as SGLang and llama.cpp describe them, for clients that were made for those.
+
+`/server_info` is SGLang's newer name. Its newer `/model_info` is missing on purpose: its benchmark would load a
+tokenizer by that answer, and the name of a served model may be neither a folder nor a name of the hub.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,7 @@ def info_routes(frontend: Frontend) -> Blueprint:
             }
         )
 
+    @routes.get("/server_info")
     @routes.get("/get_server_info")
     @operation("The server and its model, in SGLang's words")
     async def server_info() -> Response:
