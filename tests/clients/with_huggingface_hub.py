@@ -28,7 +28,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-client = InferenceClient(base_url=URL, api_key="none")
+client: Any = InferenceClient(base_url=URL, api_key="none")
 question = user("What is 17 plus 25?")
 whole = client.chat_completion(question, **ASKED)
 said = whole.choices[0].message.content
@@ -56,6 +56,7 @@ assert json.loads(bound.choices[0].message.content) == {"name": "Ada", "age": 42
 
 
 async def streamed() -> str:
+    each: Any
     async with AsyncInferenceClient(base_url=URL, api_key="none") as each:
         stream = await each.chat_completion(question, stream=True, **ASKED)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 URL, MODEL = sys.argv[1:]
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ for name, imported in ABSENT.items():
 from sglang.benchmark import serving  # noqa: E402  # needs the modules above
 
 
-def bench(folder: Path, backend: str, *flags: str) -> dict[str, object]:
+def bench(folder: Path, backend: str, *flags: str) -> dict[str, Any]:
     """Run the benchmark as its command line does; return the line of results that it writes."""
     results = folder / f"{backend}{len(flags)}.jsonl"
     sys.argv = ["bench_serving", "--backend", backend, "--base-url", URL.removesuffix("/v1")]
@@ -52,7 +53,7 @@ def bench(folder: Path, backend: str, *flags: str) -> dict[str, object]:
     sys.argv += ["--random-input-len", "48", "--random-output-len", "24", "--random-range-ratio", "0.5"]
     sys.argv += ["--output-file", str(results), "--output-details", "--disable-tqdm", *flags]
     serving.cli_main()
-    result: dict[str, object] = json.loads(results.read_text())
+    result: dict[str, Any] = json.loads(results.read_text())
     assert result["completed"] == NUM_PROMPTS, result["errors"]
     assert result["server_info"], "no answer from /server_info"
     return result
@@ -68,8 +69,9 @@ with tempfile.TemporaryDirectory() as name:
         streamed = bench(folder, backend, *random)
         assert streamed["total_output_tokens"] == sum(streamed["output_lens"]) > 0, streamed
         assert all(streamed["ttfts"]) and all(streamed["itls"]) and all(streamed["generated_texts"]), streamed
-    shared = ("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2", "--gsp-prompts-per-group", "3")
-    shared += ("--gsp-system-prompt-len", "64", "--gsp-question-len", "16", "--gsp-output-len", "16")
+    sizes = {"num-groups": "2", "prompts-per-group": "3", "system-prompt-len": "64", "question-len": "16"}
+    groups = [part for name, value in sizes.items() for part in (f"--gsp-{name}", value)]
+    shared = ("--dataset-name", "generated-shared-prefix", "--gsp-output-len", "16", *groups)
     cached = bench(folder, "sglang", *shared, "--cache-report")
     assert cached["cache_report"]["total_cached_tokens"] > 0, cached["cache_report"]
     bench(folder, "sglang", *random, "--tokenize-prompt", "--return-logprob", "--flush-cache")

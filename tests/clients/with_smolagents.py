@@ -17,7 +17,7 @@ URL, MODEL = sys.argv[1:]
 QUIET: dict[str, Any] = {"max_steps": 2, "verbosity_level": 0}
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def get_weather(city: str) -> str:
     """Get the weather in a city.
 
