@@ -9,6 +9,7 @@ import pytest
 from kernel_variants import VARIANTS
 from redis_servers import command
 from servers import Server, eventually
+from streams import IDS
 from tool import Tool
 
 from pipeline.archive.reader import open_archive
@@ -21,7 +22,7 @@ def test_a_request_is_archived_when_it_ends_and_found_when_redis_has_dropped_it(
     llama3_server: Server, llama3_archive: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = {"prompt": "The log is what happened.", "max_tokens": 8, "temperature": 1, "ignore_eos": True}
-    response = httpx.post(f"{llama3_server.url}/v1/completions", json=body | {"stream": True}, timeout=60)
+    response = httpx.post(f"{llama3_server.url}/v1/completions", json=body | {"stream": True}, headers=IDS, timeout=60)
     uid = response.headers["x-minisgl-uid"]
     tools = [Tool(name, llama3_server.redis_url, capsys) for name in ("trace", "replay show")]
     paths = [f"{llama3_server.url}/v1/requests/{uid}", f"{llama3_server.url}/v1/requests/{uid}/events"]

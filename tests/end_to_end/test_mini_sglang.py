@@ -45,7 +45,7 @@ def test_what_tools_look_for_is_there(server: Server, path: str) -> None:
         (CHAT, {"messages": []}),
         (CHAT, {"prompt": ""}),
         (CHAT, {}),
-        (CHAT, HELLO | {"max_tokens": -1}),
+        (CHAT, HELLO | {"max_tokens": -2}),
         (CHAT, HELLO | {"presence_penalty": 3}),
         (CHAT, HELLO | {"response_format": {"type": "json_schema"}}),
         (COMPLETIONS, {"prompt": ""}),

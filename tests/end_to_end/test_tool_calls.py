@@ -74,9 +74,11 @@ def for_each(do: Callable[[Question], T]) -> list[T]:
 
 
 def whole(client: OpenAI, question: Question, **fields: Any) -> ChatCompletionMessage:
-    """Return the message that answers *question*; it has calls alone, or text alone. A call that is cut off is text."""
+    """Return the message that answers *question*; it has calls alone, or text alone, unless it is cut off."""
     (choice,) = client.chat.completions.create(**question.body, **fields).choices
     message: ChatCompletionMessage = choice.message
+    if choice.finish_reason == "length":
+        return message.model_copy(update={"tool_calls": None})
     assert (choice.finish_reason == "tool_calls") is bool(message.tool_calls), choice
     assert bool(message.tool_calls) is not bool(message.content), choice
     return message
@@ -104,6 +106,8 @@ def streamed(client: OpenAI, question: Question) -> list[Call]:
             else:
                 assert (delta.id, delta.type, delta.function.name) == (None, None, None)
                 arguments[delta.index] += delta.function.arguments or ""
+    if reasons == ["length"]:
+        return []
     assert (reasons == ["tool_calls"]) is bool(names) and len(reasons) == 1, reasons
     return [(name, json.loads(arguments[index])) for index, name in names.items()]
 

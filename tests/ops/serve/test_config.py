@@ -44,7 +44,14 @@ NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",), ("--max-log-bytes",), ("--pages",), ("--trusted-proxies",)}
+CLIENTS = {
+    ("--disconnect-grace",),
+    ("--max-body-bytes",),
+    ("--max-log-bytes",),
+    ("--pages",),
+    ("--trusted-proxies",),
+    ("--strict-model-names",),
+}
 ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
 ARCHIVED = {("--archive",)}
@@ -139,6 +146,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--max-log-bytes": ("64m", 64 << 20),
     "--disconnect-grace": ("0.5", 0.5),
     "--pages": ("no", False),
+    "--strict-model-names": ("yes", True),
     "--trusted-proxies": ("10.0.0.5 fd00::/8", ("10.0.0.5", "fd00::/8")),
     "--allow-host": ("a b", ("a", "b")),
     "--allow-origin": ("http://a http://b", ("http://a", "http://b")),
