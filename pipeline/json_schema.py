@@ -5,7 +5,7 @@ Web processes and tokenizers ask the same functions. So a web process can tell i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 Path = tuple[str, ...]
@@ -50,10 +50,21 @@ def holds_schemas(name: str, value: Any) -> bool:
     return isinstance(value, list) and (name in OF_SCHEMAS or name == "items")
 
 
+def numbers_in(value: Any) -> Iterator[int | float]:
+    """Yield the numbers within a value of JSON; true and false are 1 and 0."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, int | float):
+            yield one
+
+
 def is_countable(name: str, value: Any) -> bool:
     """Return whether a grammar can count the numbers that a keyword has; True for keywords without any."""
     if name in ("const", "enum"):
-        return _has_exact_integers(value)
+        return all(abs(one) <= LARGEST_NUMBER for one in numbers_in(value) if isinstance(one, int))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     if name == "multipleOf":
@@ -61,19 +72,6 @@ def is_countable(name: str, value: Any) -> bool:
     if name in BOUNDS:
         return abs(value) <= LARGEST_NUMBER and (value == 0 or abs(value) >= SMALLEST_BOUND)
     return name not in COUNTS or value <= LARGEST_COUNT
-
-
-def _has_exact_integers(value: Any) -> bool:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, int) and abs(one) > LARGEST_NUMBER:
-            return False
-    return True
 
 
 def _has_few_digits(value: float) -> bool:

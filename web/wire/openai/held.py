@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.json_schema import Path, holds_schemas, is_countable, mapped
+from pipeline.json_schema import Path, holds_schemas, is_countable, mapped, numbers_in
 from web.wire.openai.strict import INT64_MAX, kept_exactly
 
 
@@ -47,15 +47,11 @@ def held(schema: dict[str, Any]) -> HeldSchema:
 
 def _is_held(value: object) -> bool:
     """Return whether the log can hold the numbers within a value; it holds integers of 64 bits and finite floats."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict | list):
-            waiting += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int):
+    for one in numbers_in(value):
+        if isinstance(one, int):
             if not -INT64_MAX - 1 <= one <= INT64_MAX:
                 return False
-        elif isinstance(one, float) and not math.isfinite(one):
+        elif not math.isfinite(one):
             if math.isnan(one):  # this is no JSON
                 kept_exactly(one)
             return False

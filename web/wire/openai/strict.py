@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipeline.errors import RequestError
+from pipeline.json_schema import numbers_in
 from web.wire.fields import Field
 from web.wire.openai.bulk import refuse_bulk
 
@@ -89,16 +90,10 @@ def at_most(most: int) -> BeforeValidator:
 def kept_exactly(value: object) -> object:
     """Refuse any number within *value* that JSON in the log cannot hold: an integer of more than 64 bits (which bounds
     on `int` alone would turn into a float), NaN and the infinities, which `Any` lets through."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, int) and not -INT64_MAX - 1 <= one <= INT64_MAX:
+    for one in numbers_in(value):
+        if isinstance(one, int) and not -INT64_MAX - 1 <= one <= INT64_MAX:
             raise PydanticCustomError("int64", "Input should be a whole number of at most 64 bits")
-        elif isinstance(one, float) and not math.isfinite(one):
+        if isinstance(one, float) and not math.isfinite(one):
             raise PydanticCustomError("finite_number", "Input should be a finite number")
     return value
 
