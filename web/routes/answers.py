@@ -59,9 +59,7 @@ def stream_response(
 ) -> Response:
     """Return server-sent events that no proxy buffers. *first*: events that came already. The client has the frames of
     all events up to the id *after*."""
-    state = request.scope.get("state", {})
-    written = _written(client, frames, turns, first, after, state.get(SEND), state.get(WRITE))
-    return event_stream(written)
+    return event_stream(_pieces(client, frames, turns, first, after))
 
 
 async def checked_response(client: Client, frames: Frames, turns: Turns) -> Response:
@@ -71,8 +69,7 @@ async def checked_response(client: Client, frames: Frames, turns: Turns) -> Resp
     Raises:
         RequestError: They did, before anything was sent.
     """
-    state = request.scope.get("state", {})
-    written = _written(client, frames, turns, None, "", state.get(SEND), state.get(WRITE))
+    written = _pieces(client, frames, turns)
     first = await anext(written)
 
     async def all_pieces() -> AsyncIterator[bytes]:
@@ -81,6 +78,14 @@ async def checked_response(client: Client, frames: Frames, turns: Turns) -> Resp
             yield piece
 
     return event_stream(all_pieces())
+
+
+def _pieces(
+    client: Client, frames: Frames, turns: Turns, first: Sequence[ClientEvent] | None = None, after: str = ""
+) -> AsyncIterator[bytes]:
+    """Return what `_written` yields for the current HTTP request, whose context ends before its answer does."""
+    state = request.scope.get("state", {})
+    return _written(client, frames, turns, first, after, state.get(SEND), state.get(WRITE))
 
 
 def event_stream(written: AsyncIterator[bytes]) -> Response:

@@ -125,25 +125,36 @@ def request_routes(frontend: Frontend) -> Blueprint:
                 raise several(found.uids)
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        submitted = found.submitted
-        frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True, known=has)
-        if frames is None:
-            message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
-            raise RequestError(message, param="format", code="invalid_value")
-        if frontend.readers.count(uid):  # one more of the same request; without that, running requests bound them
-            place().views()
-        if found.archived is None:
-            client = await read_request(frontend, uid, submitted, whole=whole)
-        else:
-            client = read_archived(frontend, found.archived, submitted, whole=whole)
-        if has is None:
-            response = stream_response(client, frames, frontend.turns, after=after)
-        else:
-            response = await checked_response(client, frames, frontend.turns)
-        response.headers["x-minisgl-uid"] = uid
-        return response
+        return await _stream(frontend, uid, found, whole=whole, after=after, has=has)
 
     return routes
+
+
+async def _stream(
+    frontend: Frontend, uid: str, found: Lookup, *, whole: bool, after: str, has: Known | None
+) -> Response:
+    """Return the stream of a request that was *found*: its frames or, if the client wants the *whole*, its events.
+
+    Raises:
+        RequestError: It has no frames, or too many clients view such streams, or the client cannot resume so.
+    """
+    submitted = found.submitted
+    frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True, known=has)
+    if frames is None:
+        message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
+        raise RequestError(message, param="format", code="invalid_value")
+    if frontend.readers.count(uid):  # one more of the same request; without that, running requests bound them
+        place().views()
+    if found.archived is None:
+        client = await read_request(frontend, uid, submitted, whole=whole)
+    else:
+        client = read_archived(frontend, found.archived, submitted, whole=whole)
+    if has is None:
+        response = stream_response(client, frames, frontend.turns, after=after)
+    else:
+        response = await checked_response(client, frames, frontend.turns)
+    response.headers["x-minisgl-uid"] = uid
+    return response
 
 
 async def _has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
