@@ -206,15 +206,17 @@ def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
         raise wrong(f"{path}.json_schema", "only allowed with `type: json_schema`")
     if asked.type != "json_object" and asked.schema_ is not None:
         raise wrong(f"{path}.schema", "only allowed with `type: json_object`")
-    if (asked.type == "json") != (asked.value is not None):
-        raise wrong(f"{path}.value", "a schema, which goes together with `type: json`, and only with that")
+    if asked.type != "json" and asked.value is not None:
+        raise wrong(f"{path}.value", "only allowed with `type: json`")
     if asked.type == "json_schema":
         if asked.json_schema is None:
             raise wrong(f"{path}.json_schema", "missing; send an object with `name` and `schema`")
         yield _json(asked.json_schema.schema_, f"{path}.json_schema.schema")
     elif asked.schema_ is not None:
         yield _json(asked.schema_, f"{path}.schema")
-    elif asked.value is not None:
+    elif asked.type == "json":
+        if asked.value is None:
+            raise wrong(f"{path}.value", "missing; send the schema")
         yield _json(asked.value, f"{path}.value")
     elif asked.type == "json_object":
         yield Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.type")
