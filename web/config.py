@@ -77,8 +77,8 @@ class ClientConfig:
         default=False,
         parse=yes_or_no,
         help=(
-            "refuse a request whose `model` is not a served name with 404; no: the model that is there answers it, and "
-            "the header x-minisgl-model has its name"
+            "return 404 to a request whose `model` is no served name; without it, the served model answers, and the "
+            "header x-minisgl-model has its name"
         ),
     )
     trusted_proxies: tuple[str, ...] = flag(
