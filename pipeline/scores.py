@@ -11,7 +11,7 @@ from abc import abstractmethod
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar, overload
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -62,6 +62,70 @@ Row = tuple[Pair, list[Pair]]
 S = TypeVar("S", Score, ToldScore)
 
 
+N = TypeVar("N", int, float)
+
+DECODED_AT_ONCE: Final = 3 << 10
+
+
+class _Encoded(Sequence[N]):
+    """Numbers as an event holds them, in base64. Some of them are decoded when one is asked for: a million pairs at a
+    time would stop an event loop for 40 ms."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self._kind, self._text = kind, text
+        self._num_bytes = array(kind).itemsize
+        self._len = (len(text) // 4 * 3 - text[-2:].count("=")) // self._num_bytes
+        self._first = 0
+        self._decoded: array[N] = array(kind)
+
+    def __len__(self) -> int:
+        return self._len
+
+    @overload
+    def __getitem__(self, at: int) -> N: ...
+    @overload
+    def __getitem__(self, at: slice) -> array[N]: ...
+    def __getitem__(self, at: int | slice) -> N | array[N]:
+        if isinstance(at, slice):
+            first, end, _ = at.indices(self._len)
+        else:
+            first, end = at, at + 1
+        if not self._first <= first <= end <= self._first + len(self._decoded):
+            self._decode(first, end)
+        first, end = first - self._first, end - self._first
+        if isinstance(at, slice):
+            return self._decoded[first:end]
+        return self._decoded[first]
+
+    def _decode(self, first: int, end: int) -> None:
+        """Decode those from *first* to *end*, and some after them. Three are whole groups of four characters."""
+        first -= first % 3
+        end = max(end + -end % 3, first + DECODED_AT_ONCE)
+        characters = self._text[first * self._num_bytes // 3 * 4 : end * self._num_bytes // 3 * 4]
+        self._first, self._decoded = first, _decoded(self._kind, characters)
+
+    @property
+    def base64(self) -> str:
+        return self._text
+
+
+def _decoded(kind: str, text: str) -> array[Any]:
+    numbers = array(kind)
+    numbers.frombytes(b64decode(text, validate=True))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _encoded(numbers: array[int] | array[float] | _Encoded[int] | _Encoded[float]) -> str:
+    if isinstance(numbers, _Encoded):
+        return numbers.base64
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return b64encode(numbers).decode()
+
+
 class _Packed(Sequence[S], Generic[S]):
     """Scores in arrays. Those of one place are next to each other: the token itself, then the most probable ones."""
 
@@ -70,8 +134,8 @@ class _Packed(Sequence[S], Generic[S]):
     def __init__(self, items: Iterable[S] = ()) -> None:
         self._ends = array("i")
         """Where the pairs of each place end."""
-        self._tokens = array("i")
-        self._logprobs = array("d")
+        self._tokens: array[int] | _Encoded[int] = array("i")
+        self._logprobs: array[float] | _Encoded[float] = array("d")
         self._texts: dict[int, str] = {}
         self.extend(items)
 
@@ -118,7 +182,15 @@ class _Packed(Sequence[S], Generic[S]):
 
     @property
     def _parts(self) -> tuple[object, ...]:
-        return self._ends, self._tokens, self._logprobs, self._texts
+        return self._ends, self._tokens[:], self._logprobs[:], self._texts
+
+    def _arrays(self) -> tuple[array[int], array[float]]:
+        """Return the tokens and log-probabilities as arrays to add to."""
+        if isinstance(self._tokens, _Encoded):
+            self._tokens = self._tokens[:]
+        if isinstance(self._logprobs, _Encoded):
+            self._logprobs = self._logprobs[:]
+        return self._tokens, self._logprobs
 
     def _span(self, place: int) -> tuple[int, int]:
         return self._ends[place - 1] if place else 0, self._ends[place]
@@ -146,10 +218,11 @@ class _Packed(Sequence[S], Generic[S]):
     @classmethod
     def _unpacked(cls, said: Mapping[str, Any]) -> _Packed[S]:
         packed = cls()
-        for numbers, name in ((packed._ends, "ends"), (packed._tokens, "tokens"), (packed._logprobs, "logprobs")):
-            numbers.frombytes(b64decode(said[name], validate=True))
-            if sys.byteorder == "big":
-                numbers.byteswap()
+        ends, tokens, logprobs = said["ends"], said["tokens"], said["logprobs"]
+        if not (isinstance(tokens, str) and isinstance(logprobs, str)):
+            raise TypeError("their tokens and logprobs are not in base64")
+        packed._ends = _decoded("i", ends)
+        packed._tokens, packed._logprobs = _Encoded("i", tokens), _Encoded("d", logprobs)
         packed._texts = {int(token): str(text) for token, text in said.get("texts", {}).items()}
         lengths = {len(packed._tokens), len(packed._logprobs), packed._ends[-1] if packed._ends else 0}
         begin = 0
@@ -164,12 +237,8 @@ class _Packed(Sequence[S], Generic[S]):
     def _plain(self) -> dict[str, Any] | list[S]:
         if not self:
             return []
-        plain: dict[str, Any] = {}
-        for numbers, name in ((self._ends, "ends"), (self._tokens, "tokens"), (self._logprobs, "logprobs")):
-            if sys.byteorder == "big":
-                numbers = numbers[:]
-                numbers.byteswap()
-            plain[name] = b64encode(numbers).decode()
+        parts = (("ends", self._ends), ("tokens", self._tokens), ("logprobs", self._logprobs))
+        plain: dict[str, Any] = {name: _encoded(numbers) for name, numbers in parts}
         return plain | ({"texts": {str(token): text for token, text in self._texts.items()}} if self._texts else {})
 
 
@@ -179,13 +248,14 @@ class Scores(_Packed[Score]):
     item = Score
 
     def extend(self, items: Iterable[Score]) -> None:
+        tokens, logprobs = self._arrays()
         for score in items:
-            self._tokens.append(0)
-            self._logprobs.append(score.logprob)
+            tokens.append(0)
+            logprobs.append(score.logprob)
             for token, logprob in score.top:
-                self._tokens.append(token)
-                self._logprobs.append(logprob)
-            self._ends.append(len(self._tokens))
+                tokens.append(token)
+                logprobs.append(logprob)
+            self._ends.append(len(tokens))
 
     def _at(self, first: int, end: int) -> Score:
         return Score(
@@ -198,12 +268,13 @@ class Scores(_Packed[Score]):
         told = ToldScores()
         told._ends = self._ends[: len(token_ids)]
         num_pairs = told._ends[-1] if told._ends else 0
-        told._tokens, told._logprobs = self._tokens[:num_pairs], self._logprobs[:num_pairs]
+        tokens, told._logprobs = self._tokens[:num_pairs], self._logprobs[:num_pairs]
         first = 0
         for token, end in zip(token_ids, told._ends, strict=False):
-            told._tokens[first] = token
+            tokens[first] = token
             first = end
-        told._texts = {token: text_of(token) for token in sorted(set(told._tokens))}
+        told._tokens = tokens
+        told._texts = {token: text_of(token) for token in sorted(set(tokens))}
         return told
 
 
@@ -213,12 +284,13 @@ class ToldScores(_Packed[ToldScore]):
     item = ToldScore
 
     def extend(self, items: Iterable[ToldScore]) -> None:
+        tokens, logprobs = self._arrays()
         for score in items:
             for each in (score, *score.top):
-                self._tokens.append(each.token)
-                self._logprobs.append(each.logprob)
+                tokens.append(each.token)
+                logprobs.append(each.logprob)
                 self._texts[each.token] = each.text
-            self._ends.append(len(self._tokens))
+            self._ends.append(len(tokens))
 
     def _at(self, first: int, end: int) -> ToldScore:
         one, *top = (

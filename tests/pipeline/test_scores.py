@@ -20,6 +20,7 @@ from pipeline.events import (
     decode,
     encode,
 )
+from pipeline.scores import DECODED_AT_ONCE
 
 TOLD = tuple(
     ToldScore(
@@ -54,6 +55,29 @@ def test_an_event_keeps_them_bit_by_bit_whether_it_is_new_or_old() -> None:
     old = orjson.loads(new["prompt"]) | {"scores": [score.model_dump(mode="json") for score in TOLD]}
     again = decode(new | {"prompt": orjson.dumps(old).decode()})
     assert again == event and encode(again) == new
+
+
+def test_those_of_an_event_are_decoded_piece_by_piece_wherever_one_looks() -> None:
+    many = ToldScores(
+        ToldScore(
+            token=place,
+            text=f"<{place}>",
+            logprob=-place / 7,
+            top=tuple(ToldCandidate(token=other, text=f"<{other}>", logprob=-other / 3) for other in range(place % 5)),
+        )
+        for place in range(DECODED_AT_ONCE)  # three pairs each, so three pieces
+    )
+    event = decode(prompt_of(many))
+    assert isinstance(event, TokensProduced) and event.prompt is not None
+    scores = event.prompt.scores
+    for start in (DECODED_AT_ONCE - 1, 0, 1_025, 2_050):
+        assert list(scores.rows(start)) == list(many.rows(start))
+        assert list(scores.tokens(start)) == list(many.tokens(start))
+        assert scores[start] == many[start]
+    assert (len(scores), scores.num_pairs) == (len(many), many.num_pairs)
+    assert prompt_of(scores) == prompt_of(many) and scores == many
+    scores.extend(TOLD)
+    assert list(scores) == [*many, *TOLD]
 
 
 def test_a_row_of_a_step_keeps_them_whether_it_is_new_or_old() -> None:
