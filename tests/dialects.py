@@ -19,9 +19,9 @@ PLAIN: Final = (
 """Added tokens that are not special, as in the tokenizers of Qwen, GLM, Kimi and DeepSeek."""
 SPECIAL: Final = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"),
-    *(*MARKERS["lfm2"], *MARKERS["apertus"]),
+    *(*MARKERS["lfm2"], *MARKERS["apertus"], *MARKERS["harmony"]),
 )
-"""Special tokens, as in the tokenizers of Mistral, Llama, LFM2 and Apertus."""
+"""Special tokens, as in the tokenizers of Mistral, Llama, LFM2, Apertus and gpt-oss."""
 
 
 def make_tokenizer(folder: Path, template: str, *, num_tokens: int = 480, added: bool = True) -> Path:

@@ -12,6 +12,7 @@
 | kimi_k2 | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`, all in one section |
 | deepseek | `function<｜tool▁sep｜>f\\n```json\\n{..}\\n```` or `f<｜tool▁sep｜>{..}`, each between two markers |
 | apertus | `<|tools_prefix|>[{"f": {..}}]<|tools_suffix|>` |
+| harmony | `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{..}`: it ends the answer |
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
         case "apertus":
             listed = _repeated(body, f'", " {body}', parallel)
             found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
+        case "harmony":
+            found = CallRules(MARKERS[form][0], body)
         case "lfm2":
             listed = _repeated(body, f'", " {body}', parallel)
             rules.lines.append(ANY_PYTHON)
@@ -190,6 +193,11 @@ class _Writer:
     def apertus(self, tool: Tool) -> str:
         return self.json_object(quoted(f"{{{quoted(tool.name)}: "), tool, quoted("}"))
 
+    def harmony(self, tool: Tool) -> str:
+        return self.json_object(
+            f"{quoted(f'commentary to=functions.{tool.name}')} {header_end(self.dialect)}", tool, ""
+        )
+
     def glm(self, tool: Tool) -> str:
         key, key_end, begin, end = map(self.marker, MARKERS["glm"][2:])
         token = end if MARKERS["glm"][-1] in self.dialect.added.ids else ""
@@ -250,10 +258,17 @@ _WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, Tool], str]]] = {
     "kimi_k2": _Writer.kimi,
     "deepseek": _Writer.deepseek,
     "apertus": _Writer.apertus,
+    "harmony": _Writer.harmony,
 }
 
 
 def marker(dialect: Dialect, text: str) -> str:
-    """Return the item of a rule for a text that may be an added token."""
-    token = dialect.added.ids.get(text)
-    return quoted(text) if token is None else f"<[{token}]>"
+    """Return the items of a rule for a text that may be an added token, or have some in it."""
+    ids = dialect.added.ids
+    pieces = [text] if text in ids else filter(None, re.split(r"(<\|\w+\|>)", text))
+    return " ".join(f"<[{ids[piece]}]>" if piece in ids else quoted(piece) for piece in pieces)
+
+
+def header_end(dialect: Dialect) -> str:
+    """Return what may be the rest of a header in harmony, as items of a rule."""
+    return f'(/ ?/ {marker(dialect, "<|constrain|>")} "json" | " json")? {marker(dialect, "<|message|>")}'

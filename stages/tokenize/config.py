@@ -20,6 +20,7 @@ TOOL_FORMATS: Final = (
     "kimi_k2",
     "deepseek",
     "apertus",
+    "harmony",
 )
 """Those of `pipeline.markup`, which a process that only parses flags does not load."""
 DEFAULT_CPU_S: Final = 10.0

@@ -65,6 +65,13 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
         "apertus",
         re.compile(r'<\|tools_prefix\|>\s*\[\s*\{\s*"probe_tool":\s*\{\s*"probe_key":\s*"probe_value"\s*\}\s*\}\s*\]'),
     ),
+    (
+        "harmony",
+        re.compile(
+            r"to=functions\.probe_tool\s*(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
+            r'\s*\{\s*"probe_key":\s*"probe_value"'
+        ),
+    ),
     ("pythonic", re.compile(r"""\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)""")),
 )
 """The value of the argument is in the call alone: a template writes the other names in its list of tools, too."""
@@ -96,14 +103,17 @@ MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
         "<｜tool▁calls▁end｜>",
     ),
     "apertus": ("<|tools_prefix|>", "<|tools_suffix|>"),
+    "harmony": ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
 }
 """Texts of each format that can be tokens."""
 BEGINS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     **{name: texts[:1] for name, texts in MARKERS.items()},
     "qwen3_coder": ("<tool_call>", "<function="),
-    **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek")},
+    **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek", "harmony")},
 }
 """Those that begin a call. Some models leave their first one out."""
+CHANNELS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
+"""What harmony writes around the first message of thinking."""
 THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -128,6 +138,8 @@ class Dialect:
     is_newer: bool
     """Of the two spellings of Mistral and DeepSeek, the newer one."""
     think: tuple[str, str] | tuple[()]
+    channels: bool
+    """As `Markup.channels`, with calls and without."""
     added: AddedTokens
 
     @classmethod
@@ -140,25 +152,28 @@ class Dialect:
         text, found = "", ""
         if tokenizer.chat_template is not None:
             text, found = _format_of(render)
+        channels = (found if tool_parser in ("auto", "none") else tool_parser) == "harmony"
         if tool_parser != "auto":
             found = "" if tool_parser == "none" else tool_parser
         is_newer = {
             "mistral": NAMED_ARGUMENTS in (text or added.ids),
             "deepseek": bool(text) and FENCE not in text,
         }
-        think = _thinking_of(render) if tokenizer.chat_template is not None else ()
-        return cls(found, is_newer.get(found, False), think, added)  # type: ignore[arg-type]
+        think: tuple[str, str] | tuple[()] = CHANNELS if channels else ()
+        if tokenizer.chat_template is not None and not channels:
+            think = _thinking_of(render)
+        return cls(found, is_newer.get(found, False), think, channels, added)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
         """Return it as a message for the process that checks grammars."""
         ids, special = list(self.added.ids.items()), sorted(self.added.special)
-        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special])
+        return orjson.dumps([self.tools, self.is_newer, self.think, self.channels, ids, special])
 
     @classmethod
     def read(cls, message: bytes) -> Dialect:
         """Return the dialect of a message."""
-        tools, is_newer, think, ids, special = orjson.loads(message)
-        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)))
+        tools, is_newer, think, channels, ids, special = orjson.loads(message)
+        return cls(tools, is_newer, tuple(think), channels, AddedTokens(dict(ids), frozenset(special)))
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""
@@ -167,9 +182,9 @@ class Dialect:
         tools: ToolFormat = self.tools if may_call else ""
         opens, is_over = self._thinks(event, prompt)
         think = () if is_over else self.think
-        texts = (*MARKERS[tools], *think)
+        texts = (*MARKERS["harmony" if self.channels else tools], *think)
         kept = sorted({self.added.ids[text] for text in texts if text in self.added.ids} & self.added.special)
-        return Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(kept))
+        return Markup(tools=tools, think=think, opens_thinking=opens, channels=self.channels, tokens=tuple(kept))
 
     def _thinks(self, event: Submitted, prompt: str) -> tuple[bool, bool]:
         """Return whether a prompt ends inside thinking, and whether it ends after it.
@@ -180,6 +195,8 @@ class Dialect:
         if not self.think:
             return False, False
         begin, end = self.think
+        if self.channels:
+            return False, event.templating.continue_final_message  # it ends inside the message `final`
         if event.templating.continue_final_message:
             begun = event.messages[-1].get("content") if event.messages else ""
             written = begun if isinstance(begun, str) else ""
