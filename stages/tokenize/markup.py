@@ -17,12 +17,11 @@ import orjson
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
 from pipeline.vocabulary import AddedTokens
-from stages.tokenize.shape import ANSWER, ARGUMENTS, TOOL, Shape, called, user
+from stages.tokenize.shape import ANSWER, ARGUMENTS, THOUGHT, TOOL, Shape, called, user
 
 if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
     from transformers import PreTrainedTokenizerFast
 
-THOUGHT: Final = "probe thought"
 FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
     (
         "hermes",

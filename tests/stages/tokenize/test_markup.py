@@ -53,6 +53,7 @@ def markup(encoder: PromptEncoder, *messages: dict[str, Any], **more: Any) -> Ma
         ("kimi_k2", "kimi_k2", (), False, ("<|tool_call_end|>",)),
         ("deepseek_v3", "deepseek", (), False, ()),
         ("deepseek_v31", "deepseek", (), False, ()),
+        ("deepseek_original", "deepseek", THINK, True, ()),
         ("apertus", "apertus", (), False, ("<|tools_prefix|>", "<|tools_suffix|>")),
         ("harmony", "harmony", CHANNELS, False, MARKERS["harmony"]),
         ("deepseek_r1", "", THINK, True, ()),
@@ -74,6 +75,7 @@ def test_a_template_tells_its_family(
     [
         ("hermes", '{"name": "look", "arguments": {"at": "sea"}}'),
         ("deepseek_v3", 'function<｜tool▁sep｜>look\n```json\n{"at":"sea"}\n```'),
+        ("deepseek_original", 'function<｜tool▁sep｜>look\n```json\n{"at":"sea"}\n```'),
         ("deepseek_v31", 'look<｜tool▁sep｜>{"at":"sea"}<'),
         ("apertus", '[{"look": {"at":"sea"}}]'),
         ("kimi_k2", 'functions.look:0<|tool_call_argument_begin|>{"at": "sea"}<'),
