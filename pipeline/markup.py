@@ -14,6 +14,7 @@ ToolFormat = Literal[
     "mistral",
     "pythonic",
     "lfm2",
+    "minicpm",
     "glm",
     "kimi_k2",
     "deepseek",

@@ -92,7 +92,7 @@ class _Writer:
 
     @property
     def _writes_json(self) -> bool:
-        return self._family not in ("qwen3_coder", "pythonic", "lfm2", "glm")
+        return self._family not in ("qwen3_coder", "pythonic", "lfm2", "minicpm", "glm")
 
     # what is written
 
@@ -129,7 +129,7 @@ class _Writer:
         properties = {
             key: self._random.choice(kinds)
             for key in KEYS
-            if key.isidentifier() or self._family not in ("pythonic", "lfm2")
+            if key.isidentifier() or self._family not in ("pythonic", "lfm2", "minicpm")
         }
         schema = {"type": "object", "properties": properties, "$defs": {"Deep": {"type": "object"}}}
         return {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -189,11 +189,13 @@ class _Writer:
             case "mistral":
                 number = random.choice(["", "[CALL_ID]abc12DEF9"])
                 return "".join(f"[TOOL_CALLS]{name}{number}[ARGS]{text}" for name, _, text in calls)
-            case "pythonic" | "lfm2":
-                told = ", ".join(
+            case "pythonic" | "lfm2" | "minicpm":
+                told = ("\n" if self._family == "minicpm" else ", ").join(
                     f"{name}({', '.join(f'{key}={self._literal(value)}' for key, value in arguments.items())})"
                     for name, arguments, _ in calls
                 )
+                if self._family == "minicpm":
+                    return f"<|tool_call_start|>\n```python\n{told}\n```\n<|tool_call_end|>"
                 if self._family == "lfm2":
                     return f"<|tool_call_start|>[{told}]<|tool_call_end|>"
                 return random.choice(["[{}]", "<|python_start|>[{}]<|python_end|>"]).format(told)

@@ -8,6 +8,7 @@
 | mistral | `[TOOL_CALLS] [{"name": "f", "arguments": {..}}]` or `[TOOL_CALLS]f[ARGS]{..}` |
 | pythonic | `[f(a=1)]` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>` |
+| minicpm | the same markers around the lines "```python", `f(a=1)` and "```" |
 | glm | `<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>` |
 | kimi_k2 | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`, all in one section |
 | deepseek | `function<｜tool▁sep｜>f\\n```json\\n{..}\\n```` or `f<｜tool▁sep｜>{..}`, each between two markers |
@@ -43,6 +44,7 @@ from stages.tokenize.schemas import reduced
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without `parameters`."""
 TAG_END: Final = "\n</parameter>"
+IN_PYTHON: Final = ("pythonic", "lfm2", "minicpm")
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,14 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
             listed = _repeated(body, f'", " {body}', parallel)
             rules.lines.append(ANY_PYTHON)
             found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
+        case "minicpm":
+            listed = _repeated(body, f'"\\n" {body}', parallel)
+            rules.lines.append(ANY_PYTHON)
+            begin, end = (
+                quoted("\n```python\n"),
+                f"{quoted(f'{chr(10)}```{chr(10)}')} {write.marker(MARKERS[form][-1])}",
+            )
+            found = CallRules(MARKERS[form][0], f"{begin} {listed} {end}")
         case "llama3_json":
             found = CallRules("", _repeated(body, f'"; " {body}', parallel), "{")
         case _:
@@ -148,7 +158,7 @@ def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
     try:
         alone = Rules()
         body = _WRITERS[form](_Writer(write.dialect, alone), tool)
-        rules = "\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form in ("pythonic", "lfm2") else [])])
+        rules = "\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form in IN_PYTHON else [])])
         checked(rules, tool.parameters if tool.is_bound else None)
     except RequestError:
         raise
@@ -254,6 +264,7 @@ _WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, Tool], str]]] = {
     "mistral": _Writer.mistral,
     "pythonic": _Writer.pythonic,
     "lfm2": _Writer.pythonic,
+    "minicpm": _Writer.pythonic,
     "glm": _Writer.glm,
     "kimi_k2": _Writer.kimi,
     "deepseek": _Writer.deepseek,

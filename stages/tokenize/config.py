@@ -16,6 +16,7 @@ TOOL_FORMATS: Final = (
     "mistral",
     "pythonic",
     "lfm2",
+    "minicpm",
     "glm",
     "kimi_k2",
     "deepseek",

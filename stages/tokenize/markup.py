@@ -42,6 +42,10 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
         re.compile(r"""<\|tool_call_start\|>\s*\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)"""),
     ),
     (
+        "minicpm",
+        re.compile(r"""<\|tool_call_start\|>\s*```python\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)"""),
+    ),
+    (
         "glm",
         re.compile(
             r"<tool_call>\s*probe_tool\s*<arg_key>\s*probe_key\s*</arg_key>\s*<arg_value>\s*probe_value\s*</arg_value>"
@@ -86,6 +90,7 @@ MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", NAMED_ARGUMENTS),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "minicpm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": (
         "<|tool_calls_section_begin|>",
@@ -223,7 +228,7 @@ def _thinking_of(render: Render) -> tuple[str, str] | tuple[()]:
     """
     for text in _rendered_thoughts(render):
         for begin, end in _AROUND.findall(text):
-            if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END")):
+            if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END"), begin.replace("start", "end")):
                 return begin, end
     prompts = [
         render([user()], add_generation_prompt=True, **variables).rstrip()

@@ -108,6 +108,8 @@ class Shape:
         if thought and content and self.thought_or_content and message.get("tool_calls"):
             thought, content = f"{thought}\n\n{content}", ""
             shaped |= {"reasoning_content": thought, "content": content}
+        if thought:
+            shaped["thought"] = thought  # MiniCPM's name of it; transformers knows the others
         if message["role"] in self.parts and isinstance(content, str):
             shaped["content"] = [{"type": "text", "text": content}]
         if message.get("tool_calls"):

@@ -39,7 +39,7 @@ LOOK: Final = {
     "$defs": {"count": {"type": "integer"}},
 }
 NUMBER: Final = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-MARKED: Final = ("lfm2", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+MARKED: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
 CALLED: Final = "<|channel|>commentary to=functions."
 FINAL: Final = "<|channel|>final<|message|>"
 TEMPLATES: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral_list", "mistral_names", "pythonic", *MARKED)
@@ -52,6 +52,7 @@ LOOKS: Final = {
     "mistral_names": '[TOOL_CALLS]look[ARGS]{"at": "sea", "times": 2}',
     "pythonic": '[look(at="sea", times=2)]',
     "lfm2": '<|tool_call_start|>[look(at="sea", times=2)]<|tool_call_end|>',
+    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\n```\n<|tool_call_end|>',
     "glm": "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n"
     "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
@@ -70,6 +71,7 @@ WAITS: Final = {
     "mistral_names": "[TOOL_CALLS]wait[ARGS]{}",
     "pythonic": "[wait()]",
     "lfm2": "<|tool_call_start|>[wait()]<|tool_call_end|>",
+    "minicpm": "<|tool_call_start|>\n```python\nwait()\n```\n<|tool_call_end|>",
     "glm": "<tool_call>wait\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>",
@@ -88,6 +90,7 @@ BOTH: Final = {
     "mistral_names": LOOKS["mistral_names"] + WAITS["mistral_names"],
     "pythonic": '[look(at="sea", times=2), wait()]',
     "lfm2": '<|tool_call_start|>[look(at="sea", times=2), wait()]<|tool_call_end|>',
+    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\nwait()\n```\n<|tool_call_end|>',
     "glm": LOOKS["glm"] + "\n" + WAITS["glm"],
     "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}, {"wait": {}}]<|tools_suffix|>',
     **{
@@ -197,7 +200,10 @@ def test_required_calls_are_of_the_tools_and_their_schemas(family: GetFamily, te
     assert model.wrong(several, look, wait, both, good=True) == []
     assert model.wrong(several, *bad, f"{look} so", look.replace("sea", "a long way to the sea"), good=False) == []
     spaced = (look.replace(", ", " , "), look.replace('": ', '":\n'))
-    assert template in ("pythonic", "qwen3_coder", "lfm2", "glm") or model.wrong(several, *spaced, good=False) == []
+    assert (
+        template in ("pythonic", "qwen3_coder", "lfm2", "minicpm", "glm")
+        or model.wrong(several, *spaced, good=False) == []
+    )
     one = model.grammar(tools=TOOLS, calls=Calls(choice="required", parallel=False))
     assert model.wrong(one, look, wait, good=True) == model.wrong(one, both, good=False) == []
     named = model.grammar(tools=TOOLS, calls=Calls(choice="required", names=("wait",)))

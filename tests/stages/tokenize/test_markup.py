@@ -19,6 +19,7 @@ from stages.tokenize.prompts import PromptEncoder
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 AUTO = Calls()
 THINK = ("<think>", "</think>")
+THOUGHT = ("<|thought_start|>", "<|thought_end|>")
 USER = {"role": "user", "content": "Where is it?"}
 
 
@@ -49,6 +50,7 @@ def markup(encoder: PromptEncoder, *messages: dict[str, Any], **more: Any) -> Ma
         ("mistral_names", "mistral", ("[THINK]", "[/THINK]"), False, ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")),
         ("pythonic", "pythonic", (), False, ()),
         ("lfm2", "lfm2", (), False, ("<|tool_call_start|>", "<|tool_call_end|>")),
+        ("minicpm", "minicpm", THOUGHT, False, ("<|tool_call_start|>", "<|tool_call_end|>")),
         ("glm", "glm", THINK, False, ()),
         ("kimi_k2", "kimi_k2", (), False, ("<|tool_call_end|>",)),
         ("deepseek_v3", "deepseek", (), False, ()),
@@ -81,6 +83,7 @@ def test_a_template_tells_its_family(
         ("kimi_k2", 'functions.look:0<|tool_call_argument_begin|>{"at": "sea"}<'),
         ("glm", "look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>"),
         ("lfm2", "[look(at='sea')]"),
+        ("minicpm", '<|tool_call_start|>\n```python\nlook(at="sea")\n```\n<|tool_call_end|>'),
         ("harmony", ' to=functions.look<|channel|>commentary json<|message|>{"at": "sea"}<|call|>'),
     ],
 )

@@ -30,6 +30,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mistral": Mistral(),
     "pythonic": Pythonic("<|python_start|>", "<|python_end|>", "["),
     "lfm2": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", ""),
+    "minicpm": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", "", fence="```"),
     "glm": Glm(),
     "kimi_k2": KimiK2(),
     "deepseek": DeepSeek(),
