@@ -89,10 +89,11 @@ def _no_tokens(param: str, text: str) -> RequestError:
 
 def _begun() -> RequestError:
     return RequestError(
-        "continue_final_message: this model calls no tools in an answer that has begun, so a call cannot be required "
-        "or bound by a schema; send the conversation without the beginning of the answer, or tool_choice `none`",
+        "tools: the prompt ends inside the message that is content, by continue_final_message or the chat template. This "
+        "model calls no tools there, so no call can be required, nor bound by a schema; begin with a new answer, or "
+        "send tool_choice `none`",
         code="unsupported_parameter",
-        param="continue_final_message",
+        param="tools",
     )
 
 

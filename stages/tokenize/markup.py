@@ -199,8 +199,9 @@ class Dialect:
         if not self.think:
             return False, False
         begin, end = self.think
-        if self.channels:
-            return False, event.templating.continue_final_message  # it ends inside the message `final`
+        if self.channels:  # the prompt may end inside a message
+            is_final = event.templating.continue_final_message or prompt.endswith("<|message|>")
+            return prompt.endswith(begin), is_final and not prompt.endswith(begin)
         if event.templating.continue_final_message:
             begun = event.messages[-1].get("content") if event.messages else ""
             written = begun if isinstance(begun, str) else ""

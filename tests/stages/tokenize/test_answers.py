@@ -515,7 +515,7 @@ def test_an_answer_of_harmony_that_has_begun_is_the_constraint_and_has_no_calls(
 
     assert harmony.takes(grammar(calls=Calls(), schema=NUMBER), '{"n":1}')
     code, param, _ = refused(lambda: grammar(calls=Calls(choice="required")))
-    assert (code, param) == ("unsupported_parameter", "continue_final_message")
+    assert (code, param) == ("unsupported_parameter", "tools")
 
 
 def test_harmony_without_its_tokens_is_read_but_not_enforced(family: GetFamily) -> None:

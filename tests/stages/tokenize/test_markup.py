@@ -143,6 +143,19 @@ def test_answers_of_channels_have_their_markup_with_calls_and_without(tmp_path: 
     assert markup(encoder, USER, begun, **options) == uncalled.model_copy(update={"think": ()})
 
 
+@pytest.mark.parametrize(("channel", "changed"), [("final", {"think": ()}), ("analysis", {"opens_thinking": True})])
+def test_a_prompt_of_channels_says_in_which_message_its_answer_begins(
+    tmp_path: Path, channel: str, changed: dict[str, Any]
+) -> None:
+    usual = markup(make_encoder(tmp_path, "harmony"))
+    template = tmp_path / "chat_template.jinja"
+    end = "'<|start|>assistant' }}{%- endif %}"
+    written = template.read_text()
+    assert written.count(end) == 1
+    template.write_text(written.replace(end, f"'<|start|>assistant<|channel|>{channel}<|message|>' }}}}{{%- endif %}}"))
+    assert markup(PromptEncoder(tmp_path)) == usual.model_copy(update=changed)
+
+
 @pytest.mark.parametrize(
     ("begun", "expected"),
     [("<think>\nIt may", Markup(think=THINK, opens_thinking=True)), ("So", Markup()), ("", Markup(think=THINK))],

@@ -93,7 +93,7 @@ class Reader:
         self.num_calls = 0
         self._calls = calls
         self._family = FAMILIES.get("harmony" if markup.channels else markup.tools)
-        self._begins_with_header = markup.channels and self.thinks
+        self._begins_with_header = markup.channels and self.thinks and not self.thinking
         """Else the prompt may end inside a message."""
         self._think = markup.think
         self._source = Source()

@@ -436,6 +436,9 @@ def test_the_channel_of_a_message_says_whether_it_is_reasoning_or_content(
     text: str, expected: list[tuple[str, str]]
 ) -> None:
     assert told(text, HARMONY) == expected
+    if text.startswith(THOUGHT):
+        opened = HARMONY.model_copy(update={"opens_thinking": True})
+        assert told(text.removeprefix(CHANNELS[0]), opened) == expected
     without_calls = [piece for piece in expected if piece[0] in ("reasoning", "content")]
     if len(without_calls) == len(expected):
         assert told(text, HARMONY.model_copy(update={"tools": ""})) == expected
