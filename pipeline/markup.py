@@ -7,7 +7,19 @@ from typing import Literal
 from pipeline.sampling import Value
 
 ToolFormat = Literal[
-    "", "hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "lfm2", "glm", "kimi_k2", "deepseek", "apertus"
+    "",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "lfm2",
+    "minicpm",
+    "glm",
+    "kimi_k2",
+    "deepseek",
+    "apertus",
+    "harmony",
 ]
 
 
@@ -31,5 +43,7 @@ class Markup(Value):
     """What begins and what ends thinking, such as `<think>` and `</think>`; empty: the model does not think."""
     opens_thinking: bool = False
     """The prompt ends inside thinking, so the answer begins there."""
+    channels: bool = False
+    """The text is a row of messages, each behind a header that names its channel (harmony)."""
     tokens: tuple[int, ...] = ()
     """Special tokens that are part of this markup: their text is kept, whatever `skip_special_tokens` says."""

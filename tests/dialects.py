@@ -13,15 +13,15 @@ from stages.tokenize.prompts import PromptEncoder
 
 TEMPLATES: Final = Path(__file__).resolve().parent / "stages" / "tokenize" / "templates"
 PLAIN: Final = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>"),
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|thought_start|>", "<|thought_end|>", "<tool_response>"),
     *(marker for name in ("glm", "kimi_k2", "deepseek") for marker in MARKERS[name] if "tool_call>" not in marker),
 )
 """Added tokens that are not special, as in the tokenizers of Qwen, GLM, Kimi and DeepSeek."""
 SPECIAL: Final = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"),
-    *(*MARKERS["lfm2"], *MARKERS["apertus"]),
+    *(*MARKERS["lfm2"], *MARKERS["apertus"], *MARKERS["harmony"]),
 )
-"""Special tokens, as in the tokenizers of Mistral, Llama, LFM2 and Apertus."""
+"""Special tokens, as in the tokenizers of Mistral, Llama, LFM2, Apertus and gpt-oss."""
 
 
 def make_tokenizer(folder: Path, template: str, *, num_tokens: int = 480, added: bool = True) -> Path:

@@ -17,12 +17,13 @@ from pipeline.markup import ToolFormat
 
 FAMILIES: Sequence[ToolFormat] = tuple(name for name in get_args(ToolFormat) if name)
 THINK = ("<think>", "</think>")
+CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")
 WORDS = (
     "Let me look.", "日本語", "naïve", "🙂", "a < b", "</tool_call>", "<tool_cal", "<tool_call> is a tag",
     "[TOOL_CALL",
     "<|python_tag", "{", "}", "[1, 2]", '"name"', "<function", "<functional=", "</parameter>", "f(a=1)", "<thin",
     "x\ny",
-    "1; 2", "\\", "\u2028", "<tool_call>{\"name\": 5}", "[TOOL_CALLS] none",
+    "1; 2", "\\", "\u2028", "<tool_call>{\"name\": 5}", "[TOOL_CALLS] none", "<|chan",
 )  # fmt: skip
 STRINGS = (
     "", "Rome", "naïve 日本", "🙂\u2028", 'a "quoted" word', "it's", "back\\slash", "two\nlines", "\ttab",
@@ -74,9 +75,14 @@ class _Writer:
         text = f"\n{reasoning}\n</think>\n\n" if thinks else ""
         text = ("" if opens or not thinks else "<think>") + text + before
         told = ["\n" if before else "", self._calls(calls), "\n", after] if calls else [after]
+        markup = Markup(tools=self._family, think=THINK, opens_thinking=thinks and opens)
+        if self._family == "harmony":
+            messages = [("analysis", reasoning), ("commentary", before), ("", self._calls(calls)), ("final", after)]
+            text, told = self._messages(messages), []
+            markup = Markup(tools="harmony", think=CHANNELS, channels=True)
         return Written(
             text=text + "".join(told),
-            markup=Markup(tools=self._family, think=THINK, opens_thinking=thinks and opens),
+            markup=markup,
             tools=self._tools,
             content=before + after,
             reasoning=reasoning,
@@ -86,7 +92,7 @@ class _Writer:
 
     @property
     def _writes_json(self) -> bool:
-        return self._family not in ("qwen3_coder", "pythonic", "lfm2", "glm")
+        return self._family not in ("qwen3_coder", "pythonic", "lfm2", "minicpm", "glm")
 
     # what is written
 
@@ -123,7 +129,7 @@ class _Writer:
         properties = {
             key: self._random.choice(kinds)
             for key in KEYS
-            if key.isidentifier() or self._family not in ("pythonic", "lfm2")
+            if key.isidentifier() or self._family not in ("pythonic", "lfm2", "minicpm")
         }
         schema = {"type": "object", "properties": properties, "$defs": {"Deep": {"type": "object"}}}
         return {"type": "function", "function": {"name": name, "parameters": schema}}
@@ -183,11 +189,13 @@ class _Writer:
             case "mistral":
                 number = random.choice(["", "[CALL_ID]abc12DEF9"])
                 return "".join(f"[TOOL_CALLS]{name}{number}[ARGS]{text}" for name, _, text in calls)
-            case "pythonic" | "lfm2":
-                told = ", ".join(
+            case "pythonic" | "lfm2" | "minicpm":
+                told = ("\n" if self._family == "minicpm" else ", ").join(
                     f"{name}({', '.join(f'{key}={self._literal(value)}' for key, value in arguments.items())})"
                     for name, arguments, _ in calls
                 )
+                if self._family == "minicpm":
+                    return f"<|tool_call_start|>\n```python\n{told}\n```\n<|tool_call_end|>"
                 if self._family == "lfm2":
                     return f"<|tool_call_start|>[{told}]<|tool_call_end|>"
                 return random.choice(["[{}]", "<|python_start|>[{}]<|python_end|>"]).format(told)
@@ -214,8 +222,28 @@ class _Writer:
             case "apertus":
                 told = ", ".join(f'{{"{name}": {text}}}' for name, _, text in calls)
                 return f"<|tools_prefix|>[{told}]<|tools_suffix|>"
+            case "harmony":
+                return "<|start|>assistant".join(self._channel_call(name, text) for name, _, text in calls)
             case _:
                 return "\n".join(self._tagged(name, arguments) for name, arguments, _ in calls)
+
+    def _channel_call(self, name: str, text: str) -> str:
+        json_type = self._random.choice(["", " json", " <|constrain|>json"])
+        header = self._random.choice(
+            [
+                f"<|channel|>commentary to=functions.{name}{json_type}",
+                f" to=functions.{name}<|channel|>commentary{json_type}",
+                f"<|channel|>analysis to={name}{json_type}",
+            ]
+        )
+        return f"{header}<|message|>{text}{self._random.choice(['<|call|>', '<|end|>'])}"
+
+    @staticmethod
+    def _messages(messages: Sequence[tuple[str, str]]) -> str:
+        """Return messages with text, each of a channel or whole already."""
+        return "<|start|>assistant".join(
+            f"<|channel|>{channel}<|message|>{text}<|end|>" if channel else text for channel, text in messages if text
+        )
 
     def _object(self, call: tuple[str, dict[str, Any], str], member: str) -> str:
         name, _, text = call

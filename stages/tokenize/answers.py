@@ -17,7 +17,7 @@ from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls
 from stages.tokenize.asked import Asked, Wanted, wanted_calls
-from stages.tokenize.calls import CallRules, Tool, call_rules, marker
+from stages.tokenize.calls import CallRules, Tool, call_rules, header_end, marker
 from stages.tokenize.grammars import (
     UNFORCED,
     answered,
@@ -33,6 +33,10 @@ from stages.tokenize.markup import BEGINS, MARKERS, Dialect
 
 GAP: Final = "/\\n{0,2}/"
 """Between thinking and JSON or a call."""
+NEXT: Final = "<|start|>assistant"
+"""Between two messages of harmony."""
+PREAMBLE: Final = "<|channel|>commentary<|message|>"
+"""Before text that harmony writes before a call."""
 
 
 def answer_grammar(asked: Asked, dialect: Dialect) -> str:
@@ -46,11 +50,17 @@ def answer_grammar(asked: Asked, dialect: Dialect) -> str:
         if wanted == "must":
             raise _no_format()
         wanted = ""
-    elif asked.constraint is not None and not wanted:
-        wanted = "may"  # else the constraint would forbid calls
+    elif asked.markup.channels and not asked.markup.think:
+        if wanted:
+            raise _begun()
+    elif not wanted and (asked.constraint is not None or (asked.markup.think and asked.thinking_budget is not None)):
+        wanted = "may"  # else the grammar would forbid calls
     thinks = bool(asked.markup.think) and (asked.constraint is not None or wanted or asked.thinking_budget is not None)
     if not thinks and not wanted:
         return "" if asked.constraint is None else grammar_of(asked.constraint)
+    missing = [text for text in MARKERS["harmony"] if text not in dialect.added.ids]
+    if asked.markup.channels and missing:
+        raise _no_tokens(asked.param, missing[0])
     if asked.constraint is not None:
         grammar_of(asked.constraint)  # what is wrong with it alone is said of it alone
     answer = _Answer(asked, dialect, wanted)
@@ -65,6 +75,25 @@ def _no_format() -> RequestError:
         "required; leave tool_choice out, or start the server with --tool-parser",
         code="unsupported_parameter",
         param="tool_choice",
+    )
+
+
+def _no_tokens(param: str, text: str) -> RequestError:
+    return RequestError(
+        f"{param}: this model writes its answers in harmony, but its tokenizer has no token {text}, so that no grammar "
+        "can hold it to them; leave the field out",
+        code="unsupported_parameter",
+        param=param,
+    )
+
+
+def _begun() -> RequestError:
+    return RequestError(
+        "tools: the prompt ends inside the message that is content, by continue_final_message or the chat template. This "
+        "model calls no tools there, so no call can be required, nor bound by a schema; begin with a new answer, or "
+        "send tool_choice `none`",
+        code="unsupported_parameter",
+        param="tools",
     )
 
 
@@ -96,7 +125,7 @@ class _Answer:
         if not self.asked.markup.think or (budget == 0 and not opens):
             return ()
         begin, end = self.asked.markup.think
-        gap = GAP if self._allows_gap() else ""
+        gap = marker(self.dialect, NEXT) if self.asked.markup.channels else GAP if self._allows_gap() else ""
         if budget == 0:
             return marker(self.dialect, end), gap
         is_token = end in self.dialect.added.ids
@@ -112,7 +141,7 @@ class _Answer:
             return closed, gap
         opened = marker(self.dialect, begin)
         # llguidance cannot choose between a text and a grammar in the grammar, such as JSON; so such models must think
-        is_optional = begin in self.dialect.added.ids or self.asked.constraint is None
+        is_optional = opened.startswith("<[") or self.asked.constraint is None
         return (f"({opened} {closed} {gap})?",) if is_optional else (opened, closed, gap)
 
     def _counted(self, rules: Rules, end: str, budget: int | None) -> str:
@@ -141,7 +170,7 @@ class _Answer:
     def _body(self, rules: Rules, nested: list[dict[str, str]]) -> str:
         constraint = self.asked.constraint
         if not self.wanted:
-            return self._bound(constraint, rules, nested) if constraint is not None else self._loose(rules)
+            return self._final(self._loose(rules) if constraint is None else self._bound(constraint, rules, nested))
         calls = self._calls(rules)
         begin = marker(self.dialect, calls.trigger) if calls.trigger else self._optional_tag()
         whole = f"{begin} {calls.rest}"
@@ -156,7 +185,13 @@ class _Answer:
                 code="unsupported_parameter",
                 param=constraint.param,
             )
-        return f"({whole} | {self._bound(constraint, rules, nested)})"
+        return f"({whole} | {self._final(self._bound(constraint, rules, nested))})"
+
+    def _final(self, body: str) -> str:
+        """Return text that is content, with the header that it has in harmony."""
+        if not self.asked.markup.channels:
+            return body
+        return f"{marker(self.dialect, '<|channel|>final')} {header_end(self.dialect)} {body}"
 
     def _bound(self, constraint: Constraint, rules: Rules, nested: list[dict[str, str]]) -> str:
         text = rules_of(constraint)
@@ -193,6 +228,9 @@ class _Answer:
             text = rules.add(self._text_without(of=not_a_call), terminal=True)
             return f"({whole} | {self._loose_text(rules, text, others)})"
         text = rules.add(self._text_without(), terminal=True)
+        if self.asked.markup.channels:
+            preamble = f"{marker(self.dialect, PREAMBLE)} {text} {marker(self.dialect, f'<|end|>{NEXT}')}"
+            return f"({preamble})* ({whole} | {self._final(text)})"
         if calls.trigger in self.dialect.added.ids:
             free = rules.add(self._loose_text(rules, text, others))
             return f"{free} ({whole} {free})*" if parallel else f"{free} ({whole})?"

@@ -8,10 +8,12 @@
 | mistral | `[TOOL_CALLS] [{"name": "f", "arguments": {..}}]` or `[TOOL_CALLS]f[ARGS]{..}` |
 | pythonic | `[f(a=1)]` |
 | lfm2 | `<|tool_call_start|>[f(a=1)]<|tool_call_end|>` |
+| minicpm | the same markers around the lines "```python", `f(a=1)` and "```" |
 | glm | `<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>` |
 | kimi_k2 | `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`, all in one section |
 | deepseek | `function<｜tool▁sep｜>f\\n```json\\n{..}\\n```` or `f<｜tool▁sep｜>{..}`, each between two markers |
 | apertus | `<|tools_prefix|>[{"f": {..}}]<|tools_suffix|>` |
+| harmony | `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{..}`: it ends the answer |
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from stages.tokenize.schemas import reduced
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function without `parameters`."""
 TAG_END: Final = "\n</parameter>"
+IN_PYTHON: Final = ("pythonic", "lfm2", "minicpm")
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,20 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
         case "apertus":
             listed = _repeated(body, f'", " {body}', parallel)
             found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
+        case "harmony":
+            found = CallRules(MARKERS[form][0], body)
         case "lfm2":
             listed = _repeated(body, f'", " {body}', parallel)
             rules.lines.append(ANY_PYTHON)
             found = CallRules(MARKERS[form][0], f'"[" {listed} "]" {write.marker(MARKERS[form][-1])}')
+        case "minicpm":
+            listed = _repeated(body, f'"\\n" {body}', parallel)
+            rules.lines.append(ANY_PYTHON)
+            begin, end = (
+                quoted("\n```python\n"),
+                f"{quoted(f'{chr(10)}```{chr(10)}')} {write.marker(MARKERS[form][-1])}",
+            )
+            found = CallRules(MARKERS[form][0], f"{begin} {listed} {end}")
         case "llama3_json":
             found = CallRules("", _repeated(body, f'"; " {body}', parallel), "{")
         case _:
@@ -145,7 +158,7 @@ def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
     try:
         alone = Rules()
         body = _WRITERS[form](_Writer(write.dialect, alone), tool)
-        rules = "\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form in ("pythonic", "lfm2") else [])])
+        rules = "\n".join([f"start: {body}", *alone.lines, *([ANY_PYTHON] if form in IN_PYTHON else [])])
         checked(rules, tool.parameters if tool.is_bound else None)
     except RequestError:
         raise
@@ -189,6 +202,11 @@ class _Writer:
 
     def apertus(self, tool: Tool) -> str:
         return self.json_object(quoted(f"{{{quoted(tool.name)}: "), tool, quoted("}"))
+
+    def harmony(self, tool: Tool) -> str:
+        return self.json_object(
+            f"{quoted(f'commentary to=functions.{tool.name}')} {header_end(self.dialect)}", tool, ""
+        )
 
     def glm(self, tool: Tool) -> str:
         key, key_end, begin, end = map(self.marker, MARKERS["glm"][2:])
@@ -246,14 +264,22 @@ _WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, Tool], str]]] = {
     "mistral": _Writer.mistral,
     "pythonic": _Writer.pythonic,
     "lfm2": _Writer.pythonic,
+    "minicpm": _Writer.pythonic,
     "glm": _Writer.glm,
     "kimi_k2": _Writer.kimi,
     "deepseek": _Writer.deepseek,
     "apertus": _Writer.apertus,
+    "harmony": _Writer.harmony,
 }
 
 
 def marker(dialect: Dialect, text: str) -> str:
-    """Return the item of a rule for a text that may be an added token."""
-    token = dialect.added.ids.get(text)
-    return quoted(text) if token is None else f"<[{token}]>"
+    """Return the items of a rule for a text that may be an added token, or have some in it."""
+    ids = dialect.added.ids
+    pieces = [text] if text in ids else filter(None, re.split(r"(<\|\w+\|>)", text))
+    return " ".join(f"<[{ids[piece]}]>" if piece in ids else quoted(piece) for piece in pieces)
+
+
+def header_end(dialect: Dialect) -> str:
+    """Return what may be the rest of a header in harmony, as items of a rule."""
+    return f'(/ ?/ {marker(dialect, "<|constrain|>")} "json" | " json")? {marker(dialect, "<|message|>")}'

@@ -16,10 +16,12 @@ TOOL_FORMATS: Final = (
     "mistral",
     "pythonic",
     "lfm2",
+    "minicpm",
     "glm",
     "kimi_k2",
     "deepseek",
     "apertus",
+    "harmony",
 )
 """Those of `pipeline.markup`, which a process that only parses flags does not load."""
 DEFAULT_CPU_S: Final = 10.0

@@ -17,12 +17,11 @@ import orjson
 from pipeline.events import Submitted
 from pipeline.markup import Markup, ToolFormat
 from pipeline.vocabulary import AddedTokens
-from stages.tokenize.shape import ANSWER, ARGUMENTS, TOOL, Shape, called, user
+from stages.tokenize.shape import ANSWER, ARGUMENTS, THOUGHT, TOOL, Shape, called, user
 
 if TYPE_CHECKING:  # the process that checks grammars needs no tokenizer
     from transformers import PreTrainedTokenizerFast
 
-THOUGHT: Final = "probe thought"
 FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
     (
         "hermes",
@@ -41,6 +40,10 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
     (
         "lfm2",
         re.compile(r"""<\|tool_call_start\|>\s*\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)"""),
+    ),
+    (
+        "minicpm",
+        re.compile(r"""<\|tool_call_start\|>\s*```python\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)"""),
     ),
     (
         "glm",
@@ -65,6 +68,13 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
         "apertus",
         re.compile(r'<\|tools_prefix\|>\s*\[\s*\{\s*"probe_tool":\s*\{\s*"probe_key":\s*"probe_value"\s*\}\s*\}\s*\]'),
     ),
+    (
+        "harmony",
+        re.compile(
+            r"to=functions\.probe_tool\s*(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
+            r'\s*\{\s*"probe_key":\s*"probe_value"'
+        ),
+    ),
     ("pythonic", re.compile(r"""\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)""")),
 )
 """The value of the argument is in the call alone: a template writes the other names in its list of tools, too."""
@@ -80,6 +90,7 @@ MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", NAMED_ARGUMENTS),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "minicpm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": (
         "<|tool_calls_section_begin|>",
@@ -96,14 +107,17 @@ MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
         "<｜tool▁calls▁end｜>",
     ),
     "apertus": ("<|tools_prefix|>", "<|tools_suffix|>"),
+    "harmony": ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
 }
 """Texts of each format that can be tokens."""
 BEGINS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     **{name: texts[:1] for name, texts in MARKERS.items()},
     "qwen3_coder": ("<tool_call>", "<function="),
-    **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek")},
+    **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek", "harmony")},
 }
 """Those that begin a call. Some models leave their first one out."""
+CHANNELS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
+"""What harmony writes around the first message of thinking."""
 THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -128,6 +142,8 @@ class Dialect:
     is_newer: bool
     """Of the two spellings of Mistral and DeepSeek, the newer one."""
     think: tuple[str, str] | tuple[()]
+    channels: bool
+    """As `Markup.channels`, with calls and without."""
     added: AddedTokens
 
     @classmethod
@@ -140,25 +156,28 @@ class Dialect:
         text, found = "", ""
         if tokenizer.chat_template is not None:
             text, found = _format_of(render)
+        channels = (found if tool_parser in ("auto", "none") else tool_parser) == "harmony"
         if tool_parser != "auto":
             found = "" if tool_parser == "none" else tool_parser
         is_newer = {
             "mistral": NAMED_ARGUMENTS in (text or added.ids),
             "deepseek": bool(text) and FENCE not in text,
         }
-        think = _thinking_of(render) if tokenizer.chat_template is not None else ()
-        return cls(found, is_newer.get(found, False), think, added)  # type: ignore[arg-type]
+        think: tuple[str, str] | tuple[()] = CHANNELS if channels else ()
+        if tokenizer.chat_template is not None and not channels:
+            think = _thinking_of(render)
+        return cls(found, is_newer.get(found, False), think, channels, added)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
         """Return it as a message for the process that checks grammars."""
         ids, special = list(self.added.ids.items()), sorted(self.added.special)
-        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special])
+        return orjson.dumps([self.tools, self.is_newer, self.think, self.channels, ids, special])
 
     @classmethod
     def read(cls, message: bytes) -> Dialect:
         """Return the dialect of a message."""
-        tools, is_newer, think, ids, special = orjson.loads(message)
-        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)))
+        tools, is_newer, think, channels, ids, special = orjson.loads(message)
+        return cls(tools, is_newer, tuple(think), channels, AddedTokens(dict(ids), frozenset(special)))
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""
@@ -167,9 +186,9 @@ class Dialect:
         tools: ToolFormat = self.tools if may_call else ""
         opens, is_over = self._thinks(event, prompt)
         think = () if is_over else self.think
-        texts = (*MARKERS[tools], *think)
+        texts = (*MARKERS["harmony" if self.channels else tools], *think)
         kept = sorted({self.added.ids[text] for text in texts if text in self.added.ids} & self.added.special)
-        return Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(kept))
+        return Markup(tools=tools, think=think, opens_thinking=opens, channels=self.channels, tokens=tuple(kept))
 
     def _thinks(self, event: Submitted, prompt: str) -> tuple[bool, bool]:
         """Return whether a prompt ends inside thinking, and whether it ends after it.
@@ -180,6 +199,9 @@ class Dialect:
         if not self.think:
             return False, False
         begin, end = self.think
+        if self.channels:  # the prompt may end inside a message
+            is_final = event.templating.continue_final_message or prompt.endswith("<|message|>")
+            return prompt.endswith(begin), is_final and not prompt.endswith(begin)
         if event.templating.continue_final_message:
             begun = event.messages[-1].get("content") if event.messages else ""
             written = begun if isinstance(begun, str) else ""
@@ -207,7 +229,7 @@ def _thinking_of(render: Render) -> tuple[str, str] | tuple[()]:
     """
     for text in _rendered_thoughts(render):
         for begin, end in _AROUND.findall(text):
-            if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END")):
+            if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END"), begin.replace("start", "end")):
                 return begin, end
     prompts = [
         render([user()], add_generation_prompt=True, **variables).rstrip()

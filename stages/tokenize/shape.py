@@ -7,6 +7,7 @@ template leaves out what it cannot read without a word. Text of a template is ne
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -23,6 +24,7 @@ QUESTION: Final = "probe question"
 ANSWER: Final = "probe answer"
 RULE: Final = "probe rule"
 LATER_RULE: Final = "probe instruction"
+THOUGHT: Final = "probe thought"
 TOOL: Final = {
     "type": "function",
     "function": {
@@ -32,6 +34,7 @@ TOOL: Final = {
     },
 }
 ARGUMENTS: Final = {"probe_key": "probe_value"}
+OTHER_ARGUMENTS: Final = {"probe_key": "probe_other"}
 CUT_ARGUMENTS: Final = '{"probe_key": "probe_val'
 ROLES: Final = ("user", "assistant", "system", "tool")
 SYSTEM_NOTE: Final = "System message:\n"
@@ -54,6 +57,12 @@ class Shape:
     """How it prints the arguments of calls: `both` prints an object as JSON, and a text as it is."""
     systems: Literal["anywhere", "first", "nowhere"] = "anywhere"
     """Where it takes a system message."""
+    calls_apart: bool = False
+    """It shows calls only in a message without content, which is None there."""
+    one_call: bool = False
+    """It shows one call of a message."""
+    thought_or_content: bool = False
+    """It refuses a message that has calls, a thought and content."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Shape:
@@ -69,22 +78,38 @@ class Shape:
         shape = _with_users(tokenizer)
         for role in ("assistant", "system"):
             shape = _with_contents(tokenizer, shape, role)
-        shape = replace(shape, arguments=_arguments(tokenizer, shape))
+        shape = _with_calls(tokenizer, replace(shape, arguments=_arguments(tokenizer, shape)))
         return replace(_with_contents(tokenizer, shape, "tool"), systems=_systems(tokenizer, shape))
 
     def rendered(self, tokenizer: PreTrainedTokenizerFast, messages: Messages, **options: Any) -> str:
         """Return a small conversation as text; empty if the template refuses it."""
         try:
-            return str(tokenizer.apply_chat_template(self.shaped(messages), tokenize=False, **options))
+            return applied(tokenizer, self.shaped(messages), **options)
         except Exception:  # a template is a program and may raise anything; then it does not take this conversation
             return ""
 
     def shaped(self, messages: Messages) -> list[dict[str, Any]]:
         """Return *messages* as the template takes them; they have content as text, and arguments as JSON."""
-        return [self._message(message) for message in self._with_systems(_merged(messages))]
+        whole = self._with_systems(_merged(messages))
+        each = (part for message in (_one_by_one(whole) if self.one_call else whole) for part in self._parted(message))
+        return [self._message(message) for message in each]
+
+    def _parted(self, message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yield a message as one or, if it has content and calls that stand apart, as two."""
+        if not self.calls_apart or not message.get("tool_calls"):
+            yield message
+            return
+        if message["content"]:
+            yield {name: value for name, value in message.items() if name != "tool_calls"}
+        yield {**message, "content": None}
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        shaped, content = dict(message), message.get("content")
+        shaped, content, thought = dict(message), message.get("content"), message.get("reasoning_content")
+        if thought and content and self.thought_or_content and message.get("tool_calls"):
+            thought, content = f"{thought}\n\n{content}", ""
+            shaped |= {"reasoning_content": thought, "content": content}
+        if thought:
+            shaped["thought"] = thought  # MiniCPM's name of it; transformers knows the others
         if message["role"] in self.parts and isinstance(content, str):
             shaped["content"] = [{"type": "text", "text": content}]
         if message.get("tool_calls"):
@@ -133,19 +158,33 @@ def object_of(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def applied(tokenizer: PreTrainedTokenizerFast, messages: Messages, **options: Any) -> str:
+    """Return a conversation as the template of *tokenizer* writes it.
+
+    As `apply_chat_template`, but it leaves out no content that is None: some templates ask for that.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    texts, _ = render_jinja_template([messages], chat_template=template, **{**tokenizer.special_tokens_map, **options})
+    return str(texts[0])
+
+
 def user() -> dict[str, str]:
     """Return the message of a user."""
     return {"role": "user", "content": QUESTION}
 
 
-def called(arguments: str | Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """Yield conversations with a tool call. Templates differ in what they want around it."""
-    function = {"name": "probe_tool", "arguments": arguments}
-    call = {"id": "probe0001", "type": "function", "function": function}  # Mistral's want nine letters and digits
-    answered = {"role": "tool", "content": ANSWER, "tool_call_id": call["id"], "name": "probe_tool"}
+def called(*arguments: str | Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield conversations with a tool call for each of *arguments*. Templates differ in what they want around it."""
+    calls = [
+        {"id": f"probe000{number}", "type": "function", "function": {"name": "probe_tool", "arguments": each}}
+        for number, each in enumerate(arguments, 1)  # Mistral's templates want nine letters and digits as an id
+    ]
+    answered = [{"role": "tool", "content": ANSWER, "tool_call_id": call["id"], "name": "probe_tool"} for call in calls]
     for content in ("", None):
-        for after in ([], [answered]):
-            yield [user(), {"role": "assistant", "content": content, "tool_calls": [call]}, *after]
+        for after in ([], answered):
+            yield [user(), {"role": "assistant", "content": content, "tool_calls": calls}, *after]
 
 
 def _merged(messages: Messages) -> Messages:
@@ -155,6 +194,24 @@ def _merged(messages: Messages) -> Messages:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:num])
     return [{**messages[0], "content": text}, *messages[num:]]
+
+
+def _one_by_one(messages: Messages) -> Iterator[Mapping[str, Any]]:
+    """Yield *messages* with one call in each, and its result behind it."""
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        *calls, last = message.get("tool_calls") or [None]
+        results = defaultdict[str, list[Mapping[str, Any]]](list)
+        while calls and place < len(messages) and messages[place]["role"] == "tool":
+            results[messages[place].get("tool_call_id", "")].append(messages[place])
+            place += 1
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            yield from results.pop(call["id"], ())
+            message = {"role": message["role"], "content": ""}
+        yield {**message, "tool_calls": [last]} if last is not None else message
+        yield from (result for those in results.values() for result in those)
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +264,27 @@ def _arguments(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Literal["obj
         return "object"
     printed = str(ARGUMENTS)  # what Python writes is no JSON
     return "both" if any(ARGUMENTS["probe_key"] in text and printed not in text for text in objects) else "text"
+
+
+def _with_calls(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Shape:
+    """Return *shape* with how the template takes messages that have calls and more."""
+
+    def shows(shape: Shape, *arguments: Mapping[str, str], **more: str) -> bool:
+        for probe in called(*arguments):
+            probe[1] |= {"content": "", **more}
+            text = shape.rendered(tokenizer, probe, tools=[TOOL])
+            if all(each["probe_key"] in text for each in arguments):
+                return True
+        return False
+
+    apart = replace(shape, calls_apart=True)
+    if not shows(shape, ARGUMENTS) and shows(apart, ARGUMENTS):
+        shape = apart
+    if shows(shape, ARGUMENTS) and not shows(shape, ARGUMENTS, OTHER_ARGUMENTS):
+        shape = replace(shape, one_call=True)
+    has_either = shows(shape, ARGUMENTS, content=ANSWER) and shows(shape, ARGUMENTS, reasoning_content=THOUGHT)
+    is_refused = has_either and not shows(shape, ARGUMENTS, content=ANSWER, reasoning_content=THOUGHT)
+    return replace(shape, thought_or_content=is_refused)
 
 
 def _systems(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Literal["anywhere", "first", "nowhere"]:

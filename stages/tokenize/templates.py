@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import RequestError
 from pipeline.events import Submitted
-from stages.tokenize.shape import LONGEST_ERROR, Shape
+from stages.tokenize.shape import LONGEST_ERROR, Shape, applied
 
 NO_VARIABLES: Final = {
     *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
@@ -46,12 +46,12 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, shape: Shape, event: S
             param="chat_template_kwargs",
         )
     try:
-        text = tokenizer.apply_chat_template(
+        return applied(
+            tokenizer,
             shape.shaped(event.messages),
             tools=list(templating.tools) or None,
             add_generation_prompt=templating.add_generation_prompt,
             continue_final_message=templating.continue_final_message,
-            tokenize=False,
             **templating.variables,
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
@@ -60,5 +60,3 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, shape: Shape, event: S
             code="template_error",
             param="messages",
         ) from error
-    assert isinstance(text, str)
-    return text

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 NUM_WALKS: Final = by_night(8, 100)
 MOST_TOKENS: Final = 400
 QWEN: Final = ("qwen3", "qwq", "hermes", "qwen3_coder")
-OTHERS: Final = ("lfm2", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+OTHERS: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus", "harmony")
 TEMPLATES: Final = (*QWEN, "mistral_list", "mistral_names", "pythonic", "llama3_json", *OTHERS)
 NUMBER: Final = {
     "type": "object",
@@ -67,7 +67,16 @@ TOOLS: Final = tuple(
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()
 )
-MARKERS: Final = ("</think>", "[/THINK]", "<tool_call>", "[TOOL_CALLS]", "<|im_end|>")
+MARKERS: Final = (
+    "</think>",
+    "[/THINK]",
+    "<tool_call>",
+    "[TOOL_CALLS]",
+    "<|im_end|>",
+    "<|end|>",
+    "<|message|>",
+    "<|thought_end|>",
+)
 """Random walks hardly ever come to these tokens, so they are chosen more often."""
 
 

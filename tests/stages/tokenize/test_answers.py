@@ -39,7 +39,9 @@ LOOK: Final = {
     "$defs": {"count": {"type": "integer"}},
 }
 NUMBER: Final = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-MARKED: Final = ("lfm2", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+MARKED: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+CALLED: Final = "<|channel|>commentary to=functions."
+FINAL: Final = "<|channel|>final<|message|>"
 TEMPLATES: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral_list", "mistral_names", "pythonic", *MARKED)
 LOOKS: Final = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "sea", "times": 2}}\n</tool_call>',
@@ -50,6 +52,7 @@ LOOKS: Final = {
     "mistral_names": '[TOOL_CALLS]look[ARGS]{"at": "sea", "times": 2}',
     "pythonic": '[look(at="sea", times=2)]',
     "lfm2": '<|tool_call_start|>[look(at="sea", times=2)]<|tool_call_end|>',
+    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\n```\n<|tool_call_end|>',
     "glm": "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n"
     "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
@@ -68,6 +71,7 @@ WAITS: Final = {
     "mistral_names": "[TOOL_CALLS]wait[ARGS]{}",
     "pythonic": "[wait()]",
     "lfm2": "<|tool_call_start|>[wait()]<|tool_call_end|>",
+    "minicpm": "<|tool_call_start|>\n```python\nwait()\n```\n<|tool_call_end|>",
     "glm": "<tool_call>wait\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>",
@@ -86,6 +90,7 @@ BOTH: Final = {
     "mistral_names": LOOKS["mistral_names"] + WAITS["mistral_names"],
     "pythonic": '[look(at="sea", times=2), wait()]',
     "lfm2": '<|tool_call_start|>[look(at="sea", times=2), wait()]<|tool_call_end|>',
+    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\nwait()\n```\n<|tool_call_end|>',
     "glm": LOOKS["glm"] + "\n" + WAITS["glm"],
     "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}, {"wait": {}}]<|tools_suffix|>',
     **{
@@ -195,7 +200,10 @@ def test_required_calls_are_of_the_tools_and_their_schemas(family: GetFamily, te
     assert model.wrong(several, look, wait, both, good=True) == []
     assert model.wrong(several, *bad, f"{look} so", look.replace("sea", "a long way to the sea"), good=False) == []
     spaced = (look.replace(", ", " , "), look.replace('": ', '":\n'))
-    assert template in ("pythonic", "qwen3_coder", "lfm2", "glm") or model.wrong(several, *spaced, good=False) == []
+    assert (
+        template in ("pythonic", "qwen3_coder", "lfm2", "minicpm", "glm")
+        or model.wrong(several, *spaced, good=False) == []
+    )
     one = model.grammar(tools=TOOLS, calls=Calls(choice="required", parallel=False))
     assert model.wrong(one, look, wait, good=True) == model.wrong(one, both, good=False) == []
     named = model.grammar(tools=TOOLS, calls=Calls(choice="required", names=("wait",)))
@@ -407,6 +415,117 @@ def test_tagged_arguments_are_texts_or_json(family: GetFamily) -> None:
     assert model.wrong(grammar, *good, good=True) == model.wrong(grammar, *bad, call(kind="3", x="1"), good=False) == []
 
 
+# harmony
+
+
+def thought(text: str = "So.") -> str:
+    return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
+
+
+@pytest.fixture
+def harmony(family: GetFamily) -> Family:
+    return family("harmony")
+
+
+HARMONY_LOOK: Final = f'{CALLED}look <|constrain|>json<|message|>{{"at": "sea", "times": 2}}'
+HARMONY_WAIT: Final = f"{CALLED}wait json<|message|>{{}}"
+
+
+def test_required_calls_of_harmony_come_directly_or_after_thinking(harmony: Family) -> None:
+    grammar = harmony.grammar(tools=TOOLS, calls=Calls(choice="required"))
+    good = (HARMONY_LOOK, HARMONY_WAIT, HARMONY_LOOK.replace(" <|constrain|>json", ""), thought() + HARMONY_LOOK)
+    bad = (
+        "",
+        "so",
+        HARMONY_LOOK[:-1],
+        HARMONY_LOOK.replace("2", '"2"'),
+        HARMONY_LOOK.replace(".look", ".hook"),
+        f"{FINAL}So.",
+        thought() + FINAL,
+        HARMONY_WAIT.replace(" json", "json"),
+        thought(HARMONY_WAIT) + HARMONY_WAIT,
+    )
+    assert harmony.wrong(grammar, *good, good=True) == harmony.wrong(grammar, *bad, good=False) == []
+    named = harmony.grammar(tools=TOOLS, calls=Calls(choice="required", names=("wait",)))
+    assert harmony.wrong(named, HARMONY_WAIT, good=True) == harmony.wrong(named, HARMONY_LOOK, good=False) == []
+
+
+def test_strict_functions_of_harmony_are_called_after_text_or_there_is_a_final_message(harmony: Family) -> None:
+    grammar = harmony.grammar(tools=(tool("look", LOOK, strict=True), tool("wait")), calls=Calls())
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    good = (
+        f"{FINAL}It is.",
+        thought() + preamble + HARMONY_LOOK,
+        preamble + preamble + f"{FINAL}a < b <|end",
+        HARMONY_WAIT,
+    )
+    bad = (
+        "It is.",
+        preamble,
+        thought() + HARMONY_LOOK.replace("2", "null"),
+        f"{FINAL}So<|end|><|start|>assistant{HARMONY_LOOK}",
+    )
+    assert harmony.wrong(grammar, *good, good=True) == harmony.wrong(grammar, *bad, good=False) == []
+    assert not harmony.takes(grammar, harmony.ids(FINAL) + harmony.letters(f"<|start|>assistant{HARMONY_WAIT}"))
+
+
+def test_a_schema_binds_the_final_message_of_harmony_beside_calls_too(harmony: Family) -> None:
+    alone = harmony.grammar(schema=NUMBER)
+    final = FINAL + '{"n":1}'
+    good = (final, thought() + final, final.replace("final<", "final <|constrain|>json<"))
+    bad = ('{"n":1}', thought() + FINAL + "{}", final + "<|end|>", HARMONY_WAIT, thought() + thought() + final)
+    assert harmony.wrong(alone, *good, good=True) == harmony.wrong(alone, *bad, good=False) == []
+    either = harmony.grammar(tools=TOOLS, calls=Calls(), schema=NUMBER)
+    assert harmony.wrong(either, *good, HARMONY_WAIT, thought() + HARMONY_WAIT, good=True) == []
+    assert harmony.wrong(either, f"{FINAL}So.", thought() + "So.", good=False) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("regex", "yes|no"), ("choice", '["yes", "no"]'), ("grammar", 'start: A | "no"\nA: "y" "es"')]
+)
+def test_other_constraints_bind_the_final_message_of_harmony_too(harmony: Family, kind: Any, text: str) -> None:
+    constraint = Constraint(kind=kind, text=text, param="field")
+    for asked in ({}, {"tools": TOOLS, "calls": Calls()}):
+        grammar = harmony.grammar(constraint=constraint, **asked)
+        assert harmony.wrong(grammar, f"{FINAL}yes", f"{thought()}{FINAL}no", good=True) == []
+        assert harmony.wrong(grammar, "yes", f"{FINAL}maybe", f"{FINAL} yes", good=False) == []
+        assert harmony.takes(grammar, HARMONY_WAIT) is bool(asked)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_thinking_of_harmony_has_a_budget_and_calls_stay_allowed(harmony: Family, budget: int) -> None:
+    grammar = harmony.grammar(tools=TOOLS, calls=Calls(), thinking_budget=budget)
+    begin, letters, end = thought("|||").partition("|||")
+    for after in (f"{FINAL}It is.", HARMONY_WAIT.replace("{}", '{"any": 1}')):
+        texts = [[*harmony.ids(begin), *harmony.letters("a" * n), *harmony.ids(end + after)] for n in range(1, 6)]
+        assert [harmony.takes(grammar, text) for text in texts] == [n <= budget for n in range(1, 6)], letters
+        assert harmony.takes(grammar, after)
+
+
+def test_an_answer_of_harmony_that_has_begun_is_the_constraint_and_has_no_calls(harmony: Family) -> None:
+    begun = {"role": "assistant", "content": '{"n":'}
+    options = Templating(tools=TOOLS, add_generation_prompt=False, continue_final_message=True)
+
+    def grammar(**asked: Any) -> str:
+        event = request(**asked)
+        event = event.model_copy(update={"messages": (*event.messages, begun), "templating": options})
+        wanted = harmony.encoder.render(event).asked
+        assert wanted is not None
+        return with_stack(lambda: answer_grammar(wanted, harmony.encoder.dialect))
+
+    assert harmony.takes(grammar(calls=Calls(), schema=NUMBER), '{"n":1}')
+    code, param, _ = refused(lambda: grammar(calls=Calls(choice="required")))
+    assert (code, param) == ("unsupported_parameter", "tools")
+
+
+def test_harmony_without_its_tokens_is_read_but_not_enforced(family: GetFamily) -> None:
+    model = family("harmony", added=False)
+    for asked, param in (({"schema": NUMBER}, "response_format"), ({"thinking_budget": 3}, "thinking_token_budget")):
+        code, found, message = refused(functools.partial(model.grammar, **asked))
+        assert (code, found) == ("unsupported_parameter", param) and "<|channel|>" in message
+    assert model.grammar(tools=TOOLS, calls=Calls()) == ""
+
+
 # thinking
 
 
@@ -508,6 +627,15 @@ def test_a_budget_leaves_the_answer_free_and_all_its_tokens_allowed(family: GetF
     grammar = model.grammar(thinking_budget=4)
     assert model.wrong(grammar, "</think>", "a</think>It <tool_response> is", "</think>{", good=True) == []
     assert family("plain").grammar(thinking_budget=4) == family("qwen3").grammar() == ""
+
+
+def test_a_budget_leaves_the_model_its_calls(family: GetFamily) -> None:
+    model = family("qwen3")
+    grammar = model.grammar(tools=TOOLS, calls=Calls(), thinking_budget=4)
+    free = LOOKS["hermes"].replace("2", '"2"')
+    assert model.wrong(grammar, "It is.", free, f"I look.{free}", think("a", "") + free, good=True) == []
+    assert not model.takes(grammar, think("aaaaaaaa") + free)
+    assert family("hermes").grammar(tools=TOOLS, calls=Calls(), thinking_budget=4) == "", "it does not think"
 
 
 def test_markers_of_thinking_that_are_texts_work_but_are_not_counted(family: GetFamily) -> None:

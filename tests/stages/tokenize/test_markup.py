@@ -13,11 +13,13 @@ from pipeline.events import Calls, Markup, Replay, SamplingParams, Submitted, Te
 from pipeline.markup import ToolFormat
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.tokenize.config import TOOL_FORMATS
+from stages.tokenize.markup import CHANNELS, MARKERS
 from stages.tokenize.prompts import PromptEncoder
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 AUTO = Calls()
 THINK = ("<think>", "</think>")
+THOUGHT = ("<|thought_start|>", "<|thought_end|>")
 USER = {"role": "user", "content": "Where is it?"}
 
 
@@ -48,11 +50,14 @@ def markup(encoder: PromptEncoder, *messages: dict[str, Any], **more: Any) -> Ma
         ("mistral_names", "mistral", ("[THINK]", "[/THINK]"), False, ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")),
         ("pythonic", "pythonic", (), False, ()),
         ("lfm2", "lfm2", (), False, ("<|tool_call_start|>", "<|tool_call_end|>")),
+        ("minicpm", "minicpm", THOUGHT, False, ("<|tool_call_start|>", "<|tool_call_end|>")),
         ("glm", "glm", THINK, False, ()),
         ("kimi_k2", "kimi_k2", (), False, ("<|tool_call_end|>",)),
         ("deepseek_v3", "deepseek", (), False, ()),
         ("deepseek_v31", "deepseek", (), False, ()),
+        ("deepseek_original", "deepseek", THINK, True, ()),
         ("apertus", "apertus", (), False, ("<|tools_prefix|>", "<|tools_suffix|>")),
+        ("harmony", "harmony", CHANNELS, False, MARKERS["harmony"]),
         ("deepseek_r1", "", THINK, True, ()),
         ("plain", "", (), False, ()),
         ("writes_of_all", "", (), False, ()),
@@ -63,7 +68,8 @@ def test_a_template_tells_its_family(
 ) -> None:
     found = markup(make_encoder(tmp_path, template))
     ids = PreTrainedTokenizerFast.from_pretrained(tmp_path).convert_tokens_to_ids(list(special))
-    assert found == Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(sorted(ids)))  # type: ignore[arg-type]
+    expected = Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(sorted(ids)))  # type: ignore[arg-type]
+    assert found == expected.model_copy(update={"channels": tools == "harmony"})
 
 
 @pytest.mark.parametrize(
@@ -71,11 +77,14 @@ def test_a_template_tells_its_family(
     [
         ("hermes", '{"name": "look", "arguments": {"at": "sea"}}'),
         ("deepseek_v3", 'function<｜tool▁sep｜>look\n```json\n{"at":"sea"}\n```'),
+        ("deepseek_original", 'function<｜tool▁sep｜>look\n```json\n{"at":"sea"}\n```'),
         ("deepseek_v31", 'look<｜tool▁sep｜>{"at":"sea"}<'),
         ("apertus", '[{"look": {"at":"sea"}}]'),
         ("kimi_k2", 'functions.look:0<|tool_call_argument_begin|>{"at": "sea"}<'),
         ("glm", "look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>"),
         ("lfm2", "[look(at='sea')]"),
+        ("minicpm", '<|tool_call_start|>\n```python\nlook(at="sea")\n```\n<|tool_call_end|>'),
+        ("harmony", ' to=functions.look<|channel|>commentary json<|message|>{"at": "sea"}<|call|>'),
     ],
 )
 def test_a_template_gets_old_arguments_as_it_takes_them(tmp_path: Path, template: str, expected: str) -> None:
@@ -119,6 +128,32 @@ def test_a_prompt_says_whether_its_answer_begins_inside_thinking(tmp_path: Path)
     forced = make_encoder(tmp_path / "r1", "deepseek_r1")
     assert markup(forced, USER | {"content": "Why </think>?"}, calls=None) == opened
     assert markup(forced, calls=None, add_generation_prompt=False).opens_thinking is False
+
+
+def test_answers_of_channels_have_their_markup_with_calls_and_without(tmp_path: Path) -> None:
+    encoder = make_encoder(tmp_path, "harmony")
+    called = markup(encoder)
+    uncalled = called.model_copy(update={"tools": ""})
+    assert markup(encoder, calls=None) == markup(encoder, calls=Calls(choice="none")) == uncalled
+    assert markup(encoder, calls=None, add_generation_prompt=False) == uncalled
+    assert markup(make_encoder(tmp_path, "harmony", "none")) == uncalled
+    assert markup(make_encoder(tmp_path, "plain", "harmony")) == called
+    options = {"calls": None, "add_generation_prompt": False, "continue_final_message": True}
+    begun = {"role": "assistant", "content": "So"}
+    assert markup(encoder, USER, begun, **options) == uncalled.model_copy(update={"think": ()})
+
+
+@pytest.mark.parametrize(("channel", "changed"), [("final", {"think": ()}), ("analysis", {"opens_thinking": True})])
+def test_a_prompt_of_channels_says_in_which_message_its_answer_begins(
+    tmp_path: Path, channel: str, changed: dict[str, Any]
+) -> None:
+    usual = markup(make_encoder(tmp_path, "harmony"))
+    template = tmp_path / "chat_template.jinja"
+    end = "'<|start|>assistant' }}{%- endif %}"
+    written = template.read_text()
+    assert written.count(end) == 1
+    template.write_text(written.replace(end, f"'<|start|>assistant<|channel|>{channel}<|message|>' }}}}{{%- endif %}}"))
+    assert markup(PromptEncoder(tmp_path)) == usual.model_copy(update=changed)
 
 
 @pytest.mark.parametrize(

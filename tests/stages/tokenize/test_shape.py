@@ -142,7 +142,8 @@ def test_templates_that_need_tools_are_not_looked_at_without_them(tokenizer: Any
     assert Shape.of(tokenizer) == Shape()
 
 
-PRINTED = {"kimi_k2": "both", "deepseek_v3": "text", "deepseek_v31": "text", "apertus": "text"}
+DEEPSEEK = dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek_original"), "text")
+PRINTED = {"kimi_k2": "both", "apertus": "text", **DEEPSEEK}
 """How the templates print arguments that do not take objects alone."""
 
 
@@ -190,6 +191,62 @@ def test_arguments_that_are_no_object_are_an_empty_one_or_the_text_as_it_is(text
 @pytest.mark.parametrize("template", [AS_OBJECT, AS_TEXT, AS_BOTH])
 def test_no_arguments_are_an_empty_object(text: Text, template: str) -> None:
     assert "look({})" in text(template, said("user", "q"), calling("")).replace("`", "")
+
+
+# messages with calls and more
+
+
+def calls(*ids: str, **more: str) -> dict[str, Any]:
+    called = [{"id": each, "type": "function", "function": {"name": each, "arguments": "{}"}} for each in ids]
+    return {**said("assistant", ""), "tool_calls": called, **more}
+
+
+def result(of: str) -> dict[str, Any]:
+    return {"role": "tool", "content": f"of {of}", "tool_call_id": of}
+
+
+def family(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+OUTPUT = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>of f<｜tool▁output▁end｜>"
+
+
+def test_calls_that_a_template_shows_only_without_content_are_a_message_of_their_own(text: Text) -> None:
+    given = text(family("deepseek_original"), said("user", "q"), calls("f", content="So."), result("f"))
+    assert given.startswith("<｜User｜>q<｜Assistant｜>So.<｜end▁of▁sentence｜><｜Assistant｜><｜tool▁calls▁begin｜>")
+    assert given.endswith("｜>f\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>" + OUTPUT)
+    assert text(family("deepseek_original"), said("user", "q"), calls("f", "g")).count("<｜Assistant｜>") == 1
+
+
+CALLED_ONCE = "<|start|>assistant to=functions.{0}<|channel|>commentary json<|message|>{{}}<|call|>"
+ANSWERED = '<|start|>functions.{0} to=assistant<|channel|>commentary<|message|>"of {0}"<|end|>'
+
+
+def test_calls_of_a_message_come_one_by_one_with_their_results_where_the_template_shows_one(text: Text) -> None:
+    begun = (said("user", "q"), calls("f", "g", "h"))
+    given = text(family("harmony"), *begun, result("h"), result("f"), result("g"), said("user", "w"))
+    told = "".join(CALLED_ONCE.format(each) + ANSWERED.format(each) for each in "fgh")
+    assert given.endswith(f"q<|end|>{told}<|start|>user<|message|>w<|end|>")
+    assert text(family("harmony"), *begun).endswith("".join(map(CALLED_ONCE.format, "fgh")))
+    odd = text(family("harmony"), *begun, result("f"), result("x"), calls("i"), result("i"))
+    places = [odd.index(each) for each in ("to=functions.f", "of f", ".g<", ".h<", "of x", "to=functions.i", "of i")]
+    assert places == sorted(places)
+    assert text(family("hermes"), *begun).count("<tool_call>") == 3
+
+
+def test_a_thought_and_content_before_a_call_are_one_where_the_template_refuses_both(text: Text) -> None:
+    both = calls("f", content="I look.", reasoning_content="Well.")
+    thought = "<|start|>assistant<|channel|>analysis<|message|>Well.\n\nI look.<|end|>"
+    assert text(family("harmony"), said("user", "q"), both).endswith(thought + CALLED_ONCE.format("f"))
+    alone = calls("f", reasoning_content="Well.")
+    assert "analysis<|message|>Well.<|end|>" in text(family("harmony"), said("user", "q"), alone)
+
+
+def test_a_long_conversation_of_calls_and_results_is_shaped_at_once(shape: Callable[[str], Shape]) -> None:
+    of_harmony = shape(family("harmony"))
+    many = [calls(*(f"c{number}" for number in range(1000))), *(result(f"c{number}") for number in range(4000))]
+    assert len(of_harmony.shaped([said("user", "q"), *many])) == 1 + 1000 + 4000
 
 
 # system messages

@@ -1,4 +1,7 @@
-"""Calls as Llama 4, LFM2 and others write them: a Python list of calls, `[f(a=1, b="x"), g()]`."""
+"""Calls as Llama 4, LFM2 and others write them: a Python list of calls, `[f(a=1, b="x"), g()]`.
+
+MiniCPM writes each in a line of its own, between the lines "```python" and "```".
+"""
 
 from __future__ import annotations
 
@@ -22,29 +25,33 @@ _WORDS: Final = {"True": "true", "False": "false", "None": "null", "(": "[", ")"
 class Pythonic:
     """Only calls of known tools are calls: behind a marker or, with `bare`, at the start of an answer.
 
-    A value that is no Python literal becomes a string with the text that the model wrote.
+    A value that is no Python literal becomes a string with the text that the model wrote. A missing end is forgiven.
     """
 
-    def __init__(self, begin: str, end: str, bare: str) -> None:
+    def __init__(self, begin: str, end: str, bare: str, fence: str = "") -> None:
         self.markers = (begin,)
         self.bare = bare
         self._end = end
+        self._fence = fence
+        self._close, self._between = (fence, "") if fence else ("]", ",")
 
     def read(self, source: Source, sink: Sink, marker: str) -> Steps[bool]:
         """As Family.read."""
         yield from source.space()
-        if not (yield from source.skip("[")):
+        if self._fence:
+            yield from source.skip(f"{self._fence}python")
+        elif not (yield from source.skip("[")):
             return False
         if not (yield from self._call(source, sink)):
             return False
         while True:
             yield from source.space()
             end = source.at
-            if (yield from source.skip("]")):
-                yield from source.space()
-                yield from source.skip(self._end)
+            is_closed = yield from source.skip(self._close)
+            yield from source.space()
+            if (yield from source.skip(self._end)) or is_closed:
                 return True
-            if not (yield from source.skip(",")) or not (yield from self._call(source, sink)):
+            if not (yield from source.skip(self._between)) or not (yield from self._call(source, sink)):
                 source.at = end
                 return True
 

@@ -14,6 +14,7 @@ from pipeline.events import Calls, Markup, Submitted
 from web.wire.markup.apertus import Apertus
 from web.wire.markup.deepseek import DeepSeek
 from web.wire.markup.glm import Glm
+from web.wire.markup.harmony import Harmony
 from web.wire.markup.hermes import Hermes
 from web.wire.markup.kimi_k2 import KimiK2
 from web.wire.markup.llama3_json import Llama3Json
@@ -29,12 +30,18 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "mistral": Mistral(),
     "pythonic": Pythonic("<|python_start|>", "<|python_end|>", "["),
     "lfm2": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", ""),
+    "minicpm": Pythonic("<|tool_call_start|>", "<|tool_call_end|>", "", fence="```"),
     "glm": Glm(),
     "kimi_k2": KimiK2(),
     "deepseek": DeepSeek(),
     "apertus": Apertus(),
+    "harmony": Harmony(),
 }
 """`Markup.tools` -> who reads its calls."""
+
+
+BETWEEN: Final = "\n\n"
+"""Between two messages of an answer that are both content, or both reasoning."""
 
 
 class Piece(NamedTuple):
@@ -55,8 +62,9 @@ def reader_for(markup: Markup, request: Submitted, tools: Callable[[], Mapping[s
         tools=markup.tools if calls.choice != "none" else "",
         think=markup.think if thinks else (),
         opens_thinking=markup.opens_thinking and thinks,
+        channels=markup.channels,
     )
-    return Reader(read, calls, tools()) if read.tools or read.think else None
+    return Reader(read, calls, tools()) if read.tools or read.think or read.channels else None
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
@@ -78,13 +86,15 @@ class Reader:
         self.tools = tools
         self.format = markup.tools
         self.thinks = bool(markup.think)
-        self.thinking = markup.opens_thinking and self.thinks
-        """What comes next is reasoning."""
+        self.thinking = self._goes_on_thinking = markup.opens_thinking and self.thinks
+        """What comes next is reasoning. Behind markup it is what it was before, unless a message begins."""
         self.reasoning_tokens = 0
         """Tokens between the markers of thinking."""
         self.num_calls = 0
         self._calls = calls
-        self._family = FAMILIES.get(markup.tools)
+        self._family = FAMILIES.get("harmony" if markup.channels else markup.tools)
+        self._begins_with_header = markup.channels and self.thinks and not self.thinking
+        """Else the prompt may end inside a message."""
         self._think = markup.think
         self._source = Source()
         self._pieces: list[Piece] = []
@@ -92,7 +102,7 @@ class Reader:
         """Tokens of thinking that may be part of a marker: where in the answer their text ends, and how many."""
         self._num_chars = self._marked_at = 0
         """How much text came, and where in it the last marker within thinking began."""
-        self._content = _Lines(keeps_ends=self._family is None)
+        self._content = _Lines(keeps_ends=self._family is None, after_markup=self._begins_with_header)
         self._reasoning = _Lines(keeps_ends=False, after_markup=True)
         of_calls = self._family.markers if self._family else ()
         self._of_content, self._of_reasoning = _Markers(of_calls), _Markers(markup.think[1:] + of_calls)
@@ -127,7 +137,7 @@ class Reader:
 
     def allows(self, name: str, *, bare: bool = False) -> bool:
         """As Sink.allows."""
-        return name in (self._calls.names or (self.tools if bare else (name,)))
+        return bool(self.format) and name in (self._calls.names or (self.tools if bare else (name,)))
 
     def begin(self, name: str) -> None:
         """As Sink.begin."""
@@ -137,6 +147,13 @@ class Reader:
         self.num_calls += 1
         if self._is_told:
             self._pieces.append(Piece("call", name, self.num_calls - 1))
+
+    def message(self, *, thinks: bool) -> None:
+        """As Sink.message."""
+        self._source.drop()
+        self.thinking = self._goes_on_thinking = thinks and self.thinks
+        self._content.after_markup = True
+        self._say(BETWEEN)
 
     def arguments(self, text: str) -> None:
         """As Sink.arguments."""
@@ -204,7 +221,8 @@ class Reader:
             return False
         source.ran_out = False
         found = yield from family.read(source, self, family.bare)
-        if source.ran_out and (found or (source.cut and self._calls.choice == "required")):
+        never_content = self._calls.choice == "required" or self._begins_with_header
+        if source.ran_out and (found or (source.cut and never_content)):
             self._drop_all()
         read = source.drop()
         if not found:
@@ -220,11 +238,11 @@ class Reader:
             self.thinking, self._content.after_markup = False, True
             return
         assert self._family is not None
-        was_thinking, source.ran_out = self.thinking, False
+        self._goes_on_thinking, source.ran_out = self.thinking, False
         found = yield from self._family.read(source, self, marker)
         if source.ran_out and (found or source.cut):
             self._drop_all()
-        read, self.thinking = source.drop(), was_thinking
+        read, self.thinking = source.drop(), self._goes_on_thinking
         if not found:
             self._say(read)
 

@@ -97,6 +97,11 @@ class Sink(Protocol):
         """A call begins. The source forgets what has been read."""
         ...
 
+    def message(self, *, thinks: bool) -> None:
+        """A message begins, whose text is reasoning if it *thinks*, else content. The source forgets what has been
+        read."""
+        ...
+
     def arguments(self, text: str) -> None:
         """The arguments of the call go on with *text*. The source forgets what has been read."""
         ...

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from marked_texts import FAMILIES, Written, written
+from marked_texts import CHANNELS, FAMILIES, Written, written
 from selection import by_night
 
 from pipeline.events import Calls, Markup
@@ -38,6 +38,10 @@ TOOLS = [
 ]
 THINK = ("<think>", "</think>")
 NUM_TEXTS = by_night(20, 200)
+
+
+def markup_of(family: ToolFormat, **more: Any) -> Markup:
+    return Markup(tools=family, channels=family == "harmony", **more)
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -120,6 +124,7 @@ def test_any_portions_of_a_text_have_the_same_calls(family: ToolFormat, seed: in
 
 FIND = '<tool_call>{"name": "find", "arguments": {"n": 1}}</tool_call>'
 FOUND = call("find", '{"n": 1}')
+FINAL = "<|channel|>final<|message|>"
 ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     # without an end marker, or with more than JSON before it
     ("hermes", FIND.removesuffix("</tool_call>"), FOUND),
@@ -229,7 +234,12 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("pythonic", "So [find(n=1)]", content("So [find(n=1)]")),
     ("lfm2", "<|tool_call_start|>[find(what='a b')]<|tool_call_end|> So.",
      [*call("find", '{"what": "a b"}'), *content("So.")]),
+    ("lfm2", "<|tool_call_start|>[find(n=1)<|tool_call_end|> So.", [*FOUND, *content("So.")]),
     ("lfm2", "[find(n=1)]", content("[find(n=1)]")),
+    ("minicpm", '<|tool_call_start|>find(n=1,what="a")\nstop()<|tool_call_end|> So.',
+     [*call("find", '{"n": 1, "what": "a"}'), *call("stop", "{}"), *content("So.")]),
+    ("minicpm", "<|tool_call_start|>\n```python\nfind(any=true,n=None)\n```", call("find", '{"any": true, "n": null}')),
+    ("minicpm", "<|tool_call_start|>\n```python\nseek()\n```", content("<|tool_call_start|>\n```python\nseek()\n```")),
     ("glm", "<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", FOUND),
     ("glm", "<tool_call>find\n<arg_key>what</arg_key>\n<arg_value>\na\n</arg_value>\n</tool_call> ok",
      [*call("find", '{"what": "\\na\\n"}'), *content("ok")]),
@@ -255,6 +265,19 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
     ("apertus", '<|tools_prefix|>[{"find": {"n": 1}<|tools_suffix|>!', [*FOUND, *content("!")]),
     ("apertus", '<|tools_prefix|>[{"find": {"n": 1}}, 5]', [*FOUND, *content(", 5]")]),
     ("apertus", "<|tools_prefix|>[]", content("<|tools_prefix|>[]")),
+    ("harmony", '<|channel|>commentary to=functions.find<|message|>{"n": 1}', FOUND),
+    ("harmony", ' to=functions.find<|channel|>commentary json<|message|>{"n": 1}<|call|>', FOUND),
+    ("harmony", '<|channel|>analysis to=find code<|message|>{"n": 1<|end|> ', call("find", '{"n": 1')),
+    ("harmony", "<|channel|>commentary to=functions.stop<|message|><|call|>", call("stop", "{}")),
+    ("harmony", f'<|channel|>commentary to=functions.a.b<|message|>{{"n": 1}}<|start|>assistant{FINAL}So',
+     [*call("a.b", '{"n": 1}'), *content("So")]),
+    ("harmony", "<|channel|>commentary to=python<|message|>1<|call|>", content("1")),
+    ("harmony", "<|channel|>final<|message|>a <|end|> b", content("a <|end|> b")),
+    ("harmony", "<|message|>So.", content("So.")),
+    ("harmony", "to find it", content("to find it")),
+    ("harmony", "to=functions.find", content("to=functions.find")),
+    ("harmony", "<|channel|>final", content("<|channel|>final")),
+    ("harmony", f"<|channel|>final{'.' * 300}<|message|>So.", content(f"<|channel|>final{'.' * 300}\n\nSo.")),
 )  # fmt: skip
 """What models write amiss, and what is made of it: a call as far as it is one, else content."""
 
@@ -263,7 +286,7 @@ ODD: Sequence[tuple[ToolFormat, str, list[tuple[str, str]]]] = (
 def test_what_is_written_amiss_is_a_call_as_far_as_it_is_one_and_else_content(
     family: ToolFormat, text: str, expected: list[tuple[str, str]]
 ) -> None:
-    assert told(text, Markup(tools=family)) == expected
+    assert told(text, markup_of(family)) == expected
 
 
 CALLS: Mapping[ToolFormat, str] = {
@@ -273,6 +296,7 @@ CALLS: Mapping[ToolFormat, str] = {
     "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"n": 1}}; {"name": "stop", "parameters": {}}',
     "mistral": 'So [TOOL_CALLS]find[CALL_ID]abc12DEF9[ARGS]{"n": 1}[TOOL_CALLS] [{"name": "stop", "arguments": {}}]',
     "pythonic": "<|python_start|>[find(n=1), stop()]<|python_end|>",
+    "minicpm": "So <|tool_call_start|>\n```python\nfind(n=1)\nstop()\n```\n<|tool_call_end|>",
     "lfm2": "So <|tool_call_start|>[find(n=1), stop()]<|tool_call_end|>",
     "glm": "So <tool_call>find\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
     "<tool_call>stop\n</tool_call>",
@@ -282,6 +306,8 @@ CALLS: Mapping[ToolFormat, str] = {
     "deepseek": 'So <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": 1}\n```'
     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "apertus": 'So <|tools_prefix|>[{"find": {"n": 1}}, {"stop": {}}]<|tools_suffix|>',
+    "harmony": 'So <|channel|>commentary to=functions.find <|constrain|>json<|message|>{"n": 1}<|call|>'
+    "<|start|>assistant to=functions.stop<|channel|>commentary json<|message|>{}<|call|>",
 }
 """Two calls, of `find` with n=1 and of `stop` without arguments. Before them is `So`, or nothing."""
 
@@ -293,7 +319,7 @@ def test_an_answer_that_is_cut_anywhere_shows_no_part_of_a_marker_and_as_much_of
     text = CALLS[family]
     begun = text.index("<" if "<" in text else "[")
     for place in range(1, len(text) + 1):
-        said = told(text[:place], Markup(tools=family), cut=True)
+        said = told(text[:place], markup_of(family), cut=True)
         shown = "".join(piece for kind, piece in said if kind == "content")
         assert shown.strip() == text[: min(place, begun)].strip(), text[:place]
         calls = _calls_of(said)
@@ -341,19 +367,24 @@ def _calls_of(said: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         ("llama3_json", '{"name": "find", "age": ', content('{"name": "find", "age": ')),
         ("llama3_json", '{"name": "Fi', content('{"name": "Fi')),
         ("pythonic", "[fi", content("[fi")),
+        ("harmony", " to=functions.fin", []),
+        ("harmony", " to=functions.find<|chan", call("find", "")),
+        ("harmony", "<|channel|>commentary to=functions.find <|cons", call("find", "")),
+        ("harmony", "<|channel|>final<|message|>So.<|en", content("So.")),
+        ("harmony", "<|channel|>final<|mess", []),
     ],
 )  # fmt: skip
 def test_what_begins_a_call_and_is_cut_is_left_out_until_its_name_is_there(
     family: ToolFormat, text: str, expected: list[tuple[str, str]]
 ) -> None:
-    assert told(text, Markup(tools=family, think=THINK), cut=True) == expected
+    assert told(text, markup_of(family, think=THINK), cut=True) == expected
 
 
 @pytest.mark.parametrize(("family", "text"), [("llama3_json", '{"name": "Fi'), ("pythonic", "[fi")])
 def test_a_required_call_without_a_marker_is_left_out_too_until_its_name_is_there(
     family: ToolFormat, text: str
 ) -> None:
-    assert told(text, Markup(tools=family), Calls(choice="required"), cut=True) == []
+    assert told(text, markup_of(family), Calls(choice="required"), cut=True) == []
 
 
 def reasoning(text: str) -> list[tuple[str, str]]:
@@ -380,6 +411,52 @@ def test_reasoning_is_what_the_markers_enclose_also_where_the_prompt_opened_it(
     text: str, opens: bool, expected: list[tuple[str, str]]
 ) -> None:
     assert told(text, Markup(tools="hermes", think=THINK, opens_thinking=opens)) == expected
+
+
+HARMONY = Markup(tools="harmony", think=CHANNELS, channels=True)
+THOUGHT = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{THOUGHT}{FINAL} Yes.\n<|return|>", [*reasoning("Well."), *content("Yes.\n")]),
+        (f"{THOUGHT}{THOUGHT}{FINAL} Yes.\n<|return|>", [*reasoning("Well.\n\nWell."), *content("Yes.\n")]),
+        (f"{THOUGHT}{PREAMBLE}{FINAL} Yes.\n<|return|>", [*reasoning("Well."), *content("I look.\n\n Yes.\n")]),
+        (f"{PREAMBLE}{THOUGHT}{FINAL}Yes.", [*content("I look."), *reasoning("Well."), *content("\n\nYes.")]),
+        (f"{THOUGHT}{CALLS['harmony'].removeprefix('So ')}", [*reasoning("Well."), *FOUND, *call("stop", "{}")]),
+        ("<|channel|>analysis<|message|>Well.<|start|>assistant<|channel|>final<|message|>Yes",
+         [*reasoning("Well."), *content("Yes")]),
+        ("<|channel|>analysis code<|message|>Well.", reasoning("Well.")),
+        ("there.<|end|><|start|>assistant<|channel|>final<|message|>So.", content("there.\n\nSo.")),
+    ],
+)  # fmt: skip
+def test_the_channel_of_a_message_says_whether_it_is_reasoning_or_content(
+    text: str, expected: list[tuple[str, str]]
+) -> None:
+    assert told(text, HARMONY) == expected
+    if text.startswith(THOUGHT):
+        opened = HARMONY.model_copy(update={"opens_thinking": True})
+        assert told(text.removeprefix(CHANNELS[0]), opened) == expected
+    without_calls = [piece for piece in expected if piece[0] in ("reasoning", "content")]
+    if len(without_calls) == len(expected):
+        assert told(text, HARMONY.model_copy(update={"tools": ""})) == expected
+
+
+def test_messages_are_content_alone_where_the_client_wants_no_calls_and_its_reasoning_there() -> None:
+    plain = Markup(channels=True)
+    assert told(f"{THOUGHT}{FINAL} Yes.\n<|return|>", plain) == content("Well.\n\n Yes.\n")
+    assert told(CALLS["harmony"], plain) == content('So \n\n{"n": 1}\n\n{}')
+
+
+def test_only_the_text_of_messages_of_thinking_is_counted_as_reasoning() -> None:
+    reader = Reader(HARMONY, Calls(), {})
+    marks = ["<|channel|>", "analysis", "<|message|>", "We", "ll", "<|end|>", "<|start|>", "assistant"]
+    for portion in (*marks, *marks, "<|channel|>", "final", "<|message|>", "Yes"):
+        reader.take(portion, 1)
+    reader.finish()
+    assert reader.reasoning_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -414,8 +491,8 @@ def test_a_client_that_wants_one_call_gets_the_first() -> None:
 
 @pytest.mark.parametrize(("family", "text"), [("hermes", FIND), ("pythonic", "[find(n=1)]")])
 def test_a_call_of_a_tool_that_is_not_allowed_is_content(family: ToolFormat, text: str) -> None:
-    assert told(text, Markup(tools=family), Calls(names=("stop",))) == content(text)
-    assert told(text, Markup(tools=family), Calls(names=("stop", "find"))) == FOUND
+    assert told(text, markup_of(family), Calls(names=("stop",))) == content(text)
+    assert told(text, markup_of(family), Calls(names=("stop", "find"))) == FOUND
 
 
 def test_text_is_shown_as_soon_as_it_can_no_longer_be_a_marker() -> None:
@@ -442,7 +519,7 @@ def test_no_text_is_too_odd_for_a_reader(family: ToolFormat) -> None:
         "<|python_tag|>",
         "<function=find>",
         "<parameter=n>",
-        *(marker for name in ("lfm2", "glm", "kimi_k2", "deepseek", "apertus") for marker in MARKERS[name]),
+        *(marker for name in ("lfm2", "glm", "kimi_k2", "deepseek", "apertus", "harmony") for marker in MARKERS[name]),
     ]
     scraps += [
         '{"name": "find", ',
@@ -457,7 +534,7 @@ def test_no_text_is_too_odd_for_a_reader(family: ToolFormat) -> None:
     scraps += [*"{}[]()<>\"'\\,:;= \n1aé🙂", "null", "</function>"]
     for _ in range(by_night(60, 1_000)):
         text = "".join(random.choices(scraps, k=random.randint(1, 25)))
-        told(text, Markup(tools=family, think=THINK, opens_thinking=random.random() < 0.3))
+        told(text, markup_of(family, think=THINK, opens_thinking=random.random() < 0.3))
 
 
 @pytest.mark.parametrize(
@@ -491,11 +568,15 @@ def test_a_long_answer_that_looks_like_calls_all_along_is_read_to_its_end(family
         '<|tool_call_begin|>find:0<|tool_call_argument_begin|>{"a',
         '<|tools_prefix|>[{"a": {"b": ',
         "<tool_call>find<arg_key>a",
+        "<|channel|>",
+        '<|start|>assistant to=find<|message|>{"a": <',
+        "<|end|>x",
+        "to=",
         "[[",
         " \n",
     )
     for opening in openings:
-        reader = Reader(Markup(tools=family, think=THINK), Calls(), tools_of(TOOLS))
+        reader = Reader(markup_of(family, think=THINK), Calls(), tools_of(TOOLS))
         read = sum(len(piece.text) for _ in range(4000) for piece in reader.take(opening, 1))
         read += sum(len(piece.text) for piece in reader.finish())
-        assert 0 < read <= 4000 * len(opening) * 2, opening
+        assert 0 < read <= 4000 * len(opening) * 2 or (opening.isspace() and family == "harmony"), opening
