@@ -75,6 +75,8 @@ class Presentation(Value):
     """The last chunk has the token counts."""
     continuous_usage: bool = False
     """So has every other chunk."""
+    cache_details: bool = False
+    """The answer says where its cached tokens were, as SGLang does."""
     token_ids: bool = False
     """Token ids are sent with the text."""
     echo: bool = False
@@ -346,8 +348,7 @@ class Figures(Value):
     prefill_rows: int = 0
     prefill_tokens: int = 0
     mixed_prefill_length: int | None = None
-    """The most prompt tokens that this step was allowed beside streams, where measured times decided it. With it the
-    schedule makes the same plan again."""
+    """Most prompt tokens allowed beside streams, where measured times decided it: to make the same plan again."""
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
@@ -370,8 +371,7 @@ class StepCompleted(Event):
 
     kind: Literal["step"] = "step"
     made_ms: Moment = 0
-    """When it was computed, by Redis' clock as the engine reckons it; 0: unknown. Until `ms` it waited for other steps,
-    which were committed with it, or for Redis."""
+    """When it was computed, by Redis' clock; 0: unknown. Until `ms` it waited for other steps of its commit."""
     rows: tuple[StepRow, ...]
     let_go: tuple[str, ...] = ()
     """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""

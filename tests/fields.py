@@ -287,6 +287,12 @@ FIELDS = (
         and len(b.answer["prompt_token_ids"]) == a.prompt_tokens, 1,
     ),
     Field(
+        "return_cached_tokens_details", "true or false", "false",
+        GREEDY, True, lambda a, b: a.token_ids == b.token_ids and "sglext" not in a.answer
+        and b.answer["sglext"]["cached_tokens_details"]["device"]
+        == b.answer["usage"]["prompt_tokens_details"]["cached_tokens"], 1,
+    ),
+    Field(
         "stream", "true or false", "false",
         GREEDY, True, lambda a, b: isinstance(b.answer, list) and len(b.answer) > 3 and b.text == a.text, "true",
     ),

@@ -49,8 +49,8 @@ KEPT_WITHIN: Final[Mapping[str, frozenset[str]]] = {
             "skip_special_tokens"
         ),
         "presentation": (
-            "stream include_usage continuous_usage token_ids echo prompt_scores prompt_only whole_text in_list "
-            "scores_from tokens_as_ids score_texts choices"
+            "stream include_usage continuous_usage cache_details token_ids echo prompt_scores prompt_only whole_text "
+            "in_list scores_from tokens_as_ids score_texts choices"
         ),
         "templating": "add_generation_prompt continue_final_message",
     }.items()

@@ -274,12 +274,16 @@ def _check_origins(config: ServerConfig | WebStageConfig) -> None:
 @contextlib.contextmanager
 def _with_redis(config: ServerConfig) -> Iterator[Processes]:
     """Give the processes of a server on the Redis of --redis-url, or on an embedded one, which ends with the block."""
+    import structlog
+
     if config.log.redis_url:
+        from pipeline.log.address import parse_address
         from pipeline.log.check import check_server
 
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
         check_server(config.log.redis_url, config.clients.max_log_bytes or 0, config.log.namespace)
+        structlog.get_logger().info("redis_ready", url=parse_address(config.log.redis_url).shown)
         yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis
@@ -290,6 +294,7 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
         is_repair_allowed=config.data.repair,
         max_memory_bytes=max_log_bytes + max_log_bytes // 3,  # so web processes refuse requests long before Redis does
     )
+    structlog.get_logger().info("redis_ready", data=str(config.data_dir))
     try:
         yield Processes(config, server.url, server.watch)
     finally:
@@ -312,9 +317,13 @@ def _banner(config: ServerConfig, folder: Path, seconds: float) -> None:
             "For another, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",
             flush=True,
         )
+    playground = f"In a browser: {url}\n" if config.clients.pages else ""
+    key = " -H 'authorization: Bearer KEY'" if config.keys.api_key or config.keys.limits else ""
     print(
-        f"\nMiniSGL is ready after {seconds:.1f} s: {url}/v1\n\n"
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"\nMiniSGL is ready after {seconds:.1f} s.\n\n"
+        f"{playground}"
+        f"OpenAI API:   {url}/v1\n\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'content-type: application/json' \\\n"
         '    -d \'{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}\'\n\n'
         "Ctrl-C ends it.\n",
         flush=True,

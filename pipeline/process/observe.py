@@ -1,5 +1,7 @@
 """How a process logs: structlog on stderr, as text on a terminal and as JSON lines elsewhere. No thread dies silently.
 
+JSON lines have all levels. A terminal shows no debug lines, short times, and the slot without its stage.
+
 Events are snake_case facts, values are fields. The frontend logs one line for each request, at its end.
 
 Import this before anything that logs: any other first import of structlog also imports rich.
@@ -7,9 +9,11 @@ Import this before anything that logs: any other first import of structlog also 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+from collections.abc import MutableMapping
 from typing import Any, BinaryIO, Final, cast
 
 import orjson
@@ -24,24 +28,39 @@ finally:
 
 def configure_logging(to: BinaryIO | None = None, **bound: object) -> None:
     """Set up structlog for this process, on stderr or as JSON *to* a file. Every line has the fields *bound*."""
-    processors: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=False),
-    ]
+    processors: list[Any] = [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level]
+    level = logging.NOTSET
     if to is None and sys.stderr.isatty():
-        processors.append(
-            structlog.dev.ConsoleRenderer(pad_event_to=24, exception_formatter=structlog.dev.plain_traceback)
-        )
+        level = logging.INFO
+        processors += [
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            _without_stage,
+            structlog.dev.ConsoleRenderer(
+                pad_event_to=16, sort_keys=False, exception_formatter=structlog.dev.plain_traceback
+            ),
+        ]
         factory: Any = structlog.WriteLoggerFactory(file=sys.stderr)
     else:
         processors += [
+            structlog.processors.TimeStamper(fmt="iso", utc=False),
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(serializer=lambda value, **_: orjson.dumps(value, default=str)),
         ]
         factory = structlog.BytesLoggerFactory(file=to or sys.stderr.buffer)
-    structlog.configure(processors=processors, logger_factory=cast(Any, factory), cache_logger_on_first_use=True)
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=cast(Any, factory),
+        cache_logger_on_first_use=True,
+    )
     structlog.contextvars.bind_contextvars(**bound)
+
+
+def _without_stage(_: object, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Leave out the stage where the slot names it."""
+    if "slot" in line:
+        line.pop("stage", None)
+    return line
 
 
 EXIT_BROKEN: Final = 1

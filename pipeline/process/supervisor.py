@@ -41,6 +41,8 @@ SETTLED_POLL_S = 1.0
 """How often the statuses are read once everybody is ready. Until then it sleeps, unless it hears a signal."""
 REASON_S = 0.5
 """How long the other ranks of an engine have to end by themselves."""
+TELL_LATE_S = 10.0
+"""Pause between two log lines that say which children are not ready yet."""
 MOST_DEATHS_AT_START = 5
 """A child that died so often and was never ready will not be."""
 
@@ -192,7 +194,8 @@ class Supervisor:
             ChildFailed: A child ended with the exit code for configuration.
             StartFailed: A child died again and again, or the time is over.
         """
-        deadline_s = time.monotonic() + timeout_s
+        told_s, told = time.monotonic(), ""
+        deadline_s = told_s + timeout_s
         while True:
             self.watch()
             late = [child for child in self._children if child.status is None or child.status.phase != "ready"]
@@ -207,11 +210,12 @@ class Supervisor:
                         f"{dead.name} ended {child.failures} times before it was ready, with "
                         f"{dead.process.returncode}; its own lines above say why"
                     )
-            if time.monotonic() > deadline_s:
-                raise StartFailed(
-                    f"not ready after {timeout_s:.0f} s: {', '.join(_why(child) for child in late)}; "
-                    "its own lines above say more"
-                )
+            why, now_s = ", ".join(map(_why, late)), time.monotonic()
+            if now_s > deadline_s:
+                raise StartFailed(f"not ready after {timeout_s:.0f} s: {why}; its own lines above say more")
+            if why != told and now_s - told_s >= TELL_LATE_S:
+                logger.info("not_ready_yet", workers=why)
+                told_s, told = now_s, why
             time.sleep(POLL_S)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
@@ -358,8 +362,9 @@ class Supervisor:
                 child.status = status
                 if status.owner:  # else it only announces itself
                     child.slot = slot_index(status.slot)
-                if status.phase == "ready":
-                    child.ready_s, child.was_ready = min(child.ready_s, time.monotonic()), True
+                if status.phase == "ready" and child.ready_s == float("inf"):
+                    child.ready_s, child.was_ready = time.monotonic(), True
+                    logger.info("worker_ready", worker=child.name, **_facts(status))
 
     def _end(self, child: _Child, deadline_s: float) -> None:
         while child.process.poll() is None:
@@ -369,6 +374,14 @@ class Supervisor:
                 child.process.wait()
                 return
             time.sleep(POLL_S / 4)
+
+
+def _facts(status: Status) -> dict[str, object]:
+    """Return what the line of a ready worker says about it: of an engine what it serves, and how it computes."""
+    if not status.models:
+        return {}
+    dtype_quantization_kernels = "/".join(status.numerics.split("/")[:3])
+    return {"model": status.models[0], "context": status.context, "numerics": dtype_quantization_kernels}
 
 
 def _why(child: _Child) -> str:

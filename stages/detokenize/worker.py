@@ -432,7 +432,7 @@ def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Pat
 def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
     try:
         if log.lease(engine).is_free:
-            logger.info("waiting_for", stages=[engine])
+            logger.debug("waiting_for", stages=[engine])
     except LogError as error:
         logger.warning("log_unavailable", error=str(error))
 

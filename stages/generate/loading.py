@@ -64,7 +64,7 @@ def load_engine(
     if measure is not None:
         settings = settings.with_pages(engine.num_pages)
     settings = settings.with_fused(engine.fused)
-    logger.info(
+    logger.debug(
         "engine_loaded",
         seconds=round(time.monotonic() - began_s, 2),
         architecture=spec.architecture,

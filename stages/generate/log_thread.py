@@ -325,7 +325,8 @@ class LogThread:
             self._detokenizer, self._listened_s = "present", time.monotonic()
         else:
             if self._detokenizer != "absent":
-                logger.info("waiting_for", stages=[slot])
+                log = logger.info if self._detokenizer == "present" else logger.debug  # at the start nothing is wrong
+                log("waiting_for", stages=[slot])
             self._detokenizer = "absent"
 
     def _wait_for_news(self, job: Idle) -> None:

@@ -148,19 +148,29 @@ def _allows_each_text(schema: Any) -> bool:
 
 
 def _name_properties(kept: dict[str, Any]) -> None:
-    """Say with `properties` or `patternProperties` what `propertyNames` says, if it lists names or has a pattern."""
+    """Say with `properties` or `patternProperties` what `propertyNames` says: which names, a pattern, or lengths."""
     names, others = kept.get("propertyNames"), kept.get("additionalProperties", True)
     if not isinstance(names, dict) or others is False or {"properties", "patternProperties"} & set(kept):
         return
-    match {name: value for name, value in names.items() if (name, value) != ("type", "string")}:
+    told = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    match told:
         case {"enum": list(listed), **more} if not more:
             named = {"properties": {name: others for name in listed if isinstance(name, str)}}
+        case {"const": str(name), **more} if not more:
+            named = {"properties": {name: others}}
         case {"pattern": str(pattern), **more} if not more:
             named = {"patternProperties": {pattern: others}}
+        case _ if told.keys() <= {"minLength", "maxLength"} and all(map(_is_length, told.values())):
+            lengths = f"{told.get('minLength', 0)},{told.get('maxLength', '')}"
+            named = {"patternProperties": {f"^(?s:.){{{lengths}}}$": others}}
         case _:
             return
     del kept["propertyNames"]
     kept.update(named, additionalProperties=False)
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -485,7 +485,7 @@ def _wait_for_context(worker: TokenizeWorker, slot_lease: Voice, stop: Stop) -> 
             logger.warning("log_unavailable", error=str(error))
         if not worker.context:
             if not said:
-                logger.info("waiting_for", stages=[GENERATE], reason="it says how long a prompt may be")
+                logger.debug("waiting_for", stages=[GENERATE], reason="it says how long a prompt may be")
                 slot_lease.say(phase="waiting", detail=GENERATE)
                 said = True
             stop.wait(BACKOFF_S / 4)

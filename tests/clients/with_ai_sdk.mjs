@@ -34,6 +34,7 @@ const Everything = z.object({
   kind: z.enum(["a", "b"]),
   open: z.record(z.string(), z.number().int().min(0).max(9)),
   named: z.record(z.string().regex(/^[a-z]{1,4}$/), z.boolean()),
+  short: z.record(z.string().max(4), z.boolean()),
   listed: z.partialRecord(z.enum(["x", "y"]), z.boolean()),
   pair: z.tuple([z.string().max(4), z.boolean()]),
   either: z.union([z.literal(1), z.null()]),

@@ -72,7 +72,8 @@ with tempfile.TemporaryDirectory() as name:
     sizes = {"num-groups": "2", "prompts-per-group": "3", "system-prompt-len": "64", "question-len": "16"}
     groups = [part for name, value in sizes.items() for part in (f"--gsp-{name}", value)]
     shared = ("--dataset-name", "generated-shared-prefix", "--gsp-output-len", "16", *groups)
-    cached = bench(folder, "sglang", *shared, "--cache-report")
-    assert cached["cache_report"]["total_cached_tokens"] > 0, cached["cache_report"]
+    for backend in ("sglang", "sglang-oai", "sglang-oai-chat"):
+        cached = bench(folder, backend, *shared, "--cache-report")
+        assert cached["cache_report"]["total_cached_tokens"] > 0, cached["cache_report"]
     bench(folder, "sglang", *random, "--tokenize-prompt", "--return-logprob", "--flush-cache")
     bench(folder, "sglang-oai-chat", *random, "--disable-stream", "--apply-chat-template")

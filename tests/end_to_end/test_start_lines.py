@@ -1,8 +1,9 @@
-"""The start line that people have in their scripts, typed as it is: Mini-SGLang's own."""
+"""The start line that people have in their scripts, typed as it is on a terminal: Mini-SGLang's own."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import free_port, run_command, wait_until_ready
+from servers import free_port
+from terminal import on_a_terminal
 
 from ops.bench import nonsense
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,15 @@ def curl(url: str, body: Mapping[str, Any]) -> str:
     return done.stdout
 
 
-def test_mini_sglangs_own_start_line_and_curl_work(tmp_path: Path) -> None:
+def shown_at_the_start(text: str) -> list[str]:
+    """Return the log lines of a terminal that shows *text*, without their times."""
+    found = [re.fullmatch(r"\d\d:\d\d:\d\d \[(\w+) *\] (.+)", line) for line in text.splitlines()]
+    return [" ".join(f"{line[1]} {line[2]}".split()) for line in found if line is not None]
+
+
+def test_mini_sglangs_own_start_line_and_curl_work_and_a_terminal_shows_one_line_for_each_worker(
+    tmp_path: Path,
+) -> None:
     model, here, port = tmp_path / "M", tmp_path / "here", free_port()
     model.mkdir()
     nonsense.write(model)
@@ -39,11 +48,16 @@ def test_mini_sglangs_own_start_line_and_curl_work(tmp_path: Path) -> None:
         "--cache-type naive --max-running-requests 128"
     )
     program, arguments = [sys.executable, *line.split()[:2]], line.split()[2:]
-    command = run_command(arguments, here, program=program, environment={"XDG_STATE_HOME": str(tmp_path / "state")})
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}", [command])
-        assert [len(command.workers(stage)) for stage in (GENERATE, TOKENIZE, DETOKENIZE, WEB)] == [1, 2, 1, 1]
-        assert (tmp_path / "state" / "minisgl" / str(port) / "lock").exists()
+    with on_a_terminal(arguments, here, program=program, columns=250) as terminal:
+        terminal.until_shown("Ctrl-C ends it.")
+        data = here / "state" / "minisgl" / str(port)
+        first, *others = shown_at_the_start(terminal.text)
+        assert first == f"info redis_ready data={data}" and (data / "lock").exists()
+        engine = r"info worker_ready worker=generate-0 model=M context=\d+ numerics=\w+/none/[^/ ]+"
+        (line,) = (line for line in others if re.fullmatch(engine, line))
+        names = ("detokenize-0", "tokenize-0", "tokenize-1", "web-0")
+        assert sorted(others) == sorted([line, *(f"info worker_ready worker={name}" for name in names)])
+        assert f"In a browser: http://127.0.0.1:{port}\n" in terminal.text
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         message = {"role": "user", "content": "Hello!"}
         body = {"model": "default", "messages": [message], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -63,6 +77,5 @@ def test_mini_sglangs_own_start_line_and_curl_work(tmp_path: Path) -> None:
         assert whole["usage"]["completion_tokens"] == 16
 
         assert json.loads(curl(url, {"model": "default", "prompt": "Hello!", "max_tokens": 4}))["choices"]
-        assert command.stop() == 0
-    finally:
-        command.stop()
+        terminal.press("\x03")
+        assert terminal.ended() == 0

@@ -60,6 +60,7 @@ class Readiness:
         self._statuses: dict[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
         self._ranks: dict[str, Sequence[Status]] = {}
         self._said: tuple[str, ...] | None = None
+        self._was_ready = False
         self.probed = False
         """A token went through every stage. From then on the log keeps requests for a stage that is down."""
         self.models: tuple[str, ...] = ()
@@ -193,7 +194,9 @@ class Readiness:
         if waiting_for != self._said:
             self._said = waiting_for
             self._say(phase="waiting" if waiting_for else "ready", detail=", ".join(waiting_for))
-            logger.info("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
+            log = logger.info if self._was_ready else logger.debug  # at the start the supervisor says who is ready
+            self._was_ready |= not waiting_for
+            log("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
 
     async def _probe_until_one_arrives(self) -> Literal[True]:
         """Send probes, whenever every stage is there, until one arrives.

@@ -23,8 +23,6 @@ from web.wire.openai.errors import NotNow, error_body
 
 Send: TypeAlias = Callable[[bytes], Awaitable[bool]]
 Write: TypeAlias = Callable[[Callable[[], bytes]], bool]
-LONGEST_PLACE: Final = 128
-"""Most characters of a place in a schema that a response header names."""
 SEND: Final = "minisgl.send"
 """Where the state of an ASGI scope may have the function that sends a piece of a streamed answer, and returns whether
 it did."""
@@ -165,13 +163,6 @@ def name_unknown(response: Response, names: Sequence[str]) -> None:
     if names:
         shown = (quote(name, safe="$[]")[:MOST_SHOWN] for name in names[:MOST_SHOWN])
         response.headers["x-minisgl-unknown-fields"] = ", ".join(shown)
-
-
-def name_ignored(response: Response, places: Sequence[str]) -> None:
-    """List in a header the keywords of schemas whose numbers no grammar can count."""
-    if places:
-        shown = (quote(place, safe="$[]")[:LONGEST_PLACE] for place in places[:MOST_SHOWN])
-        response.headers["x-minisgl-ignored-schema-keywords"] = ", ".join(shown)
 
 
 def error_response(error: RequestError) -> Response:

@@ -19,7 +19,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.live.turns import Turns
 from web.routes.access import caller, place
-from web.routes.answers import error_response, json_pieces, name_ignored, name_unknown, stream_response
+from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -127,7 +127,7 @@ async def answer(
             model = frontend.readiness.resolve(asked.model, strict=frontend.strict_model_names)
             defaults = frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
-            warnings = warnings_of(events, frontend.readiness.bos)
+            warnings = warnings_of(events, frontend.readiness.bos, asked.ignored)
         if copied:
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
         if who.owner:
@@ -150,7 +150,6 @@ async def answer(
     response.headers["x-minisgl-uid"] = opened.uid
     response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
     name_unknown(response, asked.unknown)
-    name_ignored(response, asked.ignored)
     if warnings:
         response.headers[WARNINGS] = ", ".join(warnings)
     return response

@@ -86,6 +86,7 @@ def _shown(first: Submitted) -> Body:
     given = {
         "stream": shown.stream,
         "stream_options": {name: True for name, wanted in options.items() if wanted},
+        "return_cached_tokens_details": shown.cache_details,
         "return_token_ids": shown.token_ids,
         "return_tokens_as_token_ids": shown.tokens_as_ids,
         "echo": shown.echo,

@@ -145,6 +145,7 @@ def _presentation(request: GenerationRequest) -> Presentation:
         stream=bool(request.stream),
         include_usage=include_usage,
         continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
+        cache_details=bool(request.return_cached_tokens_details),
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         prompt_scores=request.prompt_logprobs is not None,

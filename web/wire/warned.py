@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
+from urllib.parse import quote
 
 from pydantic_core import from_json
 
@@ -12,16 +13,20 @@ from pipeline.events import Submitted
 from web.wire.fields import MOST_SHOWN
 
 HEADER: Final = "x-minisgl-warnings"
+LONGEST_PLACE: Final = 128
+"""Most characters of a place in a schema that a warning names."""
 
 
-def warnings_of(events: Sequence[Submitted], bos: str) -> tuple[str, ...]:
+def warnings_of(events: Sequence[Submitted], bos: str, ignored: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the first warnings about the requests of one body, as `<code>=<field>`.
 
-    *bos*: the text of the token that the tokenizer puts before a prompt; "" if it puts none.
+    *bos*: the text of the token that the tokenizer puts before a prompt; "" if it puts none. *ignored*: the keywords of
+    schemas whose numbers no grammar can count.
     """
     found = [f"invalid_arguments={path}" for path in islice(_invalid_arguments(events[0]), MOST_SHOWN)]
     if any(_begins_twice(event, bos) for event in events):
         found.append("double_bos=prompt")
+    found += [f"ignored_keyword={quote(place, safe='$[]')[:LONGEST_PLACE]}" for place in ignored[:MOST_SHOWN]]
     return tuple(found[:MOST_SHOWN])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from redis_servers import until
+from structlog.testing import capture_logs
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
@@ -165,12 +166,20 @@ def test_what_a_former_run_said_under_the_same_pid_counts_for_nothing(folder: Pa
     log.close()
 
 
-def test_who_is_not_ready_in_time_is_named_with_what_it_does(folder: Path, redis_url: str) -> None:
+def test_who_is_late_is_named_with_what_it_does_once_in_the_log_and_in_the_error(
+    folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.process.supervisor.TELL_LATE_S", 0.0)
     with (
-        supervised(folder, redis_url, job(folder, "generate", "slow")) as supervisor,
+        capture_logs() as lines,
+        supervised(folder, redis_url, job(folder, "generate", "slow"), job(folder, "tokenize")) as supervisor,
         pytest.raises(StartFailed, match=r"not ready after 3 s: generate-0 \(loading weights 40%\)"),
     ):
         supervisor.wait_until_ready(3)
+    assert [line["worker"] for line in lines if line["event"] == "worker_ready"] == ["tokenize-0"]
+    late = [line["workers"] for line in lines if line["event"] == "not_ready_yet"]
+    assert late[0] == "generate-0 (starting), tokenize-0 (starting)"
+    assert late.count("generate-0 (loading weights 40%)") == 1 and late[-1] == "generate-0 (loading weights 40%)"
 
 
 def test_a_worker_that_dies_at_every_start_is_given_up_and_named(folder: Path, redis_url: str) -> None:

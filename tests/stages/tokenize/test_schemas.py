@@ -63,7 +63,8 @@ def test_keywords_that_bind_no_value_are_left_out(idle: dict[str, Any]) -> None:
 
 
 BINDING: list[tuple[dict[str, Any], str]] = [
-    ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+    ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
+    ({"propertyNames": {"maxLength": True}}, "propertyNames"),
     ({"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, "propertyNames"),
     ({"unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"uniqueItems": True}, "uniqueItems"),
@@ -89,6 +90,18 @@ def test_a_record_has_the_names_that_its_keys_allow() -> None:
     patterned = {"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}}
     assert accepts(patterned, {"x1": None, "x2": []}) and accepts(patterned, {})
     assert not accepts(patterned, {"x": None}) and not accepts(patterned, {"x12": None})
+    single = {"type": "object", "propertyNames": {"const": "a"}}
+    assert accepts(single, {"a": 1}) and not accepts(single, {"b": 1})
+
+
+def test_a_record_has_names_of_the_lengths_that_its_keys_allow() -> None:
+    keys = {"type": "string", "minLength": 1, "maxLength": 4.0}  # zod: z.record(z.string().min(1).max(4), z.int())
+    record = {"type": "object", "propertyNames": keys, "additionalProperties": {"type": "integer"}}
+    names = ("a", 'é"\n\u0001', "😀字😀字", "", "abcde", "😀字😀字😀")
+    taken = [accepts(record, json.dumps({name: 1}, ensure_ascii=False)) for name in names]
+    assert taken == [True, True, True, False, False, False]
+    assert accepts(record, {"a": 1, "b": 2}) and accepts(record, {}) and not accepts(record, {"a": "1"})
+    assert accepts({"type": "object", "propertyNames": {"minLength": 2}}, {"abcde": 1})
 
 
 def test_names_of_properties_and_values_are_no_keywords() -> None:

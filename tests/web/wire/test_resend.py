@@ -117,6 +117,7 @@ GENERATION: Strategies = SAMPLING | {
     "bad_words": TEXTS,
     "prompt_logprobs": SCORES,
     "logprob_token_ids": IDS,
+    "return_cached_tokens_details": FLAG,
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
     "add_special_tokens": FLAG,

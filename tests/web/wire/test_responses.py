@@ -335,6 +335,17 @@ def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
     assert counts == [(7, 0), (7, 1), (7, 2), (7, 3), (7, 3)], "the role comes before any token"
 
 
+@pytest.mark.parametrize("endpoint", [CHAT_ENDPOINT, COMPLETIONS_ENDPOINT])
+def test_where_cached_tokens_were_is_told_once_where_it_is_asked_for(endpoint: str) -> None:
+    event, prompt = submitted(endpoint=endpoint, cache_details=True), ToldPrompt(num_tokens=7, cached_tokens=4)
+    frames = stream_of([event])
+    stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(ended(finished()))
+    told = [chunk["sglext"] for chunk in documents(stream) if "sglext" in chunk]
+    body = json.loads(whole([event], "a", prompt=prompt))
+    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0 and told == [body["sglext"]] == [{"cached_tokens_details": {"device": cached, "host": 0}}]
+
+
 def test_a_prompt_of_one_token_has_that_one_without_a_score() -> None:
     prompt = ToldPrompt(num_tokens=1, text="A", first=ToldToken(token=8, text="A"))
     completion = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, prompt_scores=True)

@@ -152,8 +152,9 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
         logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
         end = {"finish_reason": choice.reason, **_stopped_by(choice)}
         told.append({"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within})
-    head = _head(style, style.whole, uid, events[0].model)
-    yield from encoded({**head, "choices": told, "usage": usage_of(choices), **beside})
+    head, usage = _head(style, style.whole, uid, events[0].model), usage_of(choices)
+    beside |= _cached(choices[0], usage)
+    yield from encoded({**head, "choices": told, "usage": usage, **beside})
 
 
 class ChunkFrames(Frames):
@@ -275,8 +276,9 @@ class _ChoiceChunks:
             last = self._lacking(last, self.known)
         self.end()
         chunks = [*self._begin(), *(self._pieces(last) if last.pieces else ())]
-        stopped_by = _stopped_by(self.choice)
-        return [*chunks, self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by)]
+        stopped_by, cached = _stopped_by(self.choice), _cached(self.choice, self.choice.usage())
+        last_chunk = self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by, beside=cached)
+        return [*chunks, last_chunk]
 
     def end(self) -> None:
         """Say that the choice has ended, however. Raises RequestError if the client says that it has more than that."""
@@ -373,6 +375,14 @@ def _stopped_by(choice: Choice) -> Mapping[str, Any]:
     matched = choice.matched
     asked = isinstance(matched, str) or matched in choice.stop_token_ids
     return {"stop_reason": matched if asked else None, "matched_stop": matched}
+
+
+def _cached(choice: Choice, usage: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return SGLang's field for where the cached tokens of a prompt were, if the client asked: here always on the
+    engine's device."""
+    if not choice.shown.cache_details:
+        return {}
+    return {"sglext": {"cached_tokens_details": {"device": usage["prompt_tokens_details"]["cached_tokens"], "host": 0}}}
 
 
 def _head(style: Style, kind: str, uid: str, model: str) -> dict[str, Any]:

@@ -219,6 +219,8 @@ class GenerationRequest(SamplingFields):
     """Shows these tokens instead of the most probable ones. Needs `logprobs`."""
     return_token_ids: bool | None = None
     """Adds the token ids of the prompt and the answer."""
+    return_cached_tokens_details: bool | None = None
+    """Adds `sglext.cached_tokens_details`, as in SGLang. `usage` has the number of cached tokens in any case."""
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:<id>`, as in vLLM."""
 
