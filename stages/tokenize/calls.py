@@ -135,11 +135,8 @@ def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence
         case "minicpm":
             listed = _repeated(body, f'"\\n" {body}', parallel)
             rules.lines.append(ANY_PYTHON)
-            begin, end = (
-                quoted("\n```python\n"),
-                f"{quoted(f'{chr(10)}```{chr(10)}')} {write.marker(MARKERS[form][-1])}",
-            )
-            found = CallRules(MARKERS[form][0], f"{begin} {listed} {end}")
+            begin, end = quoted("\n```python\n"), quoted("\n```\n")
+            found = CallRules(MARKERS[form][0], f"{begin} {listed} {end} {write.marker(MARKERS[form][-1])}")
         case "llama3_json":
             found = CallRules("", _repeated(body, f'"; " {body}', parallel), "{")
         case _:
