@@ -89,9 +89,9 @@ def _no_tokens(param: str, text: str) -> RequestError:
 
 def _begun() -> RequestError:
     return RequestError(
-        "tools: the prompt ends inside the message that is content, by continue_final_message or the chat template. This "
-        "model calls no tools there, so no call can be required, nor bound by a schema; begin with a new answer, or "
-        "send tool_choice `none`",
+        "tools: the prompt ends inside the message that is content, by continue_final_message or the chat template. "
+        "This model calls no tools there, so no call can be required, nor bound by a schema; begin with a new answer, "
+        "or send tool_choice `none`",
         code="unsupported_parameter",
         param="tools",
     )

@@ -142,9 +142,9 @@ class Dialect:
     is_newer: bool
     """Of the two spellings of Mistral and DeepSeek, the newer one."""
     think: tuple[str, str] | tuple[()]
-    channels: bool
-    """As `Markup.channels`, with calls and without."""
     added: AddedTokens
+    channels: bool = False
+    """As `Markup.channels`, with calls and without."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, shape: Shape, added: AddedTokens, tool_parser: str) -> Dialect:
@@ -166,18 +166,18 @@ class Dialect:
         think: tuple[str, str] | tuple[()] = CHANNELS if channels else ()
         if tokenizer.chat_template is not None and not channels:
             think = _thinking_of(render)
-        return cls(found, is_newer.get(found, False), think, channels, added)  # type: ignore[arg-type]
+        return cls(found, is_newer.get(found, False), think, added, channels)  # type: ignore[arg-type]
 
     def written(self) -> bytes:
         """Return it as a message for the process that checks grammars."""
         ids, special = list(self.added.ids.items()), sorted(self.added.special)
-        return orjson.dumps([self.tools, self.is_newer, self.think, self.channels, ids, special])
+        return orjson.dumps([self.tools, self.is_newer, self.think, ids, special, self.channels])
 
     @classmethod
     def read(cls, message: bytes) -> Dialect:
         """Return the dialect of a message."""
-        tools, is_newer, think, channels, ids, special = orjson.loads(message)
-        return cls(tools, is_newer, tuple(think), channels, AddedTokens(dict(ids), frozenset(special)))
+        tools, is_newer, think, ids, special, channels = orjson.loads(message)
+        return cls(tools, is_newer, tuple(think), AddedTokens(dict(ids), frozenset(special)), channels)
 
     def markup(self, event: Submitted, prompt: str) -> Markup:
         """Return how to read the answer to a conversation, which the template made *prompt* of."""
