@@ -53,7 +53,7 @@ def answer_grammar(asked: Asked, dialect: Dialect) -> str:
     elif asked.markup.channels and not asked.markup.think:
         if wanted:
             raise _begun()
-    elif not wanted and (asked.constraint is not None or (asked.markup.think and asked.thinking_budget is not None)):
+    elif not wanted and (asked.constraint is not None or (asked.markup.channels and asked.thinking_budget is not None)):
         wanted = "may"  # else the grammar would forbid calls
     thinks = bool(asked.markup.think) and (asked.constraint is not None or wanted or asked.thinking_budget is not None)
     if not thinks and not wanted:
@@ -250,8 +250,14 @@ class _Answer:
         return self._loose_text(rules, text, self._other_tokens())
 
     def _other_tokens(self) -> str:
-        """Return the added tokens that have no part in the markup, as an item of a rule; empty: there are none."""
-        added = self.dialect.added
-        marked = {added.ids.get(text) for text in (*MARKERS[self.asked.markup.tools], *self.asked.markup.think)}
-        free = sorted(set(added.ids.values()) - added.special - marked)
-        return f"<[{','.join(map(str, free))}]>" if free else ""
+        """Return the added tokens of free text as an item of a rule; empty: there are none.
+
+        Those of calls are among them, unless the grammar has rules for calls. Those of thinking are not.
+        """
+        added, markup = self.dialect.added, self.asked.markup
+        of_thinking, of_calls = (
+            {added.ids[text] for text in texts if text in added.ids} for texts in (markup.think, MARKERS[markup.tools])
+        )
+        free = set(added.ids.values()) - added.special - of_thinking
+        free = free - of_calls if self.wanted else free | of_calls
+        return f"<[{','.join(map(str, sorted(free)))}]>" if free else ""

@@ -629,12 +629,16 @@ def test_a_budget_leaves_the_answer_free_and_all_its_tokens_allowed(family: GetF
     assert family("plain").grammar(thinking_budget=4) == family("qwen3").grammar() == ""
 
 
-def test_a_budget_leaves_the_model_its_calls(family: GetFamily) -> None:
-    model = family("qwen3")
+@pytest.mark.parametrize(
+    ("template", "of", "before"),
+    [("qwen3", "hermes", "<think>a</think>"), ("mistral_names", "mistral_names", "[THINK]a[/THINK]")],
+)
+def test_a_budget_leaves_the_model_its_calls(family: GetFamily, template: str, of: str, before: str) -> None:
+    model = family(template)
     grammar = model.grammar(tools=TOOLS, calls=Calls(), thinking_budget=4)
-    free = LOOKS["hermes"].replace("2", '"2"')
-    assert model.wrong(grammar, "It is.", free, f"I look.{free}", think("a", "") + free, good=True) == []
-    assert not model.takes(grammar, think("aaaaaaaa") + free)
+    free = LOOKS[of].replace("2", '"2"')
+    assert model.wrong(grammar, "It is.", "{", free, f"I look.{free}", before + free, good=True) == []
+    assert not model.takes(grammar, before.replace("a", "aaaaaaaa") + free)
     assert family("hermes").grammar(tools=TOOLS, calls=Calls(), thinking_budget=4) == "", "it does not think"
 
 
