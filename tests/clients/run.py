@@ -116,7 +116,7 @@ def _server(folder: Path, is_demo: bool) -> AbstractContextManager[Server]:
     if is_demo:
         return serve(folder / "demo", "--served-model-name", MODEL, demo=True)
     model = make_checkpoint(folder / "model", "llama3")
-    return serve(folder / "random", "--model", str(model), "--served-model-name", MODEL)
+    return serve(folder / "random", "--model", str(model), "--served-model-name", MODEL, "--strict-model-names")
 
 
 def _run(*command: str) -> None:

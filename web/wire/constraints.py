@@ -82,7 +82,7 @@ class ResponseFormat(Strict):
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's member: the schema of a `json_object`."""
     value: Schema | None = None
-    """TGI's member: the schema of a `json`."""
+    """TGI's member: the schema of a `json`, or of a `json_object`, as huggingface_hub sends it."""
 
 
 class StructuredOutputs(Strict):
@@ -206,18 +206,20 @@ def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
         raise wrong(f"{path}.json_schema", "only allowed with `type: json_schema`")
     if asked.type != "json_object" and asked.schema_ is not None:
         raise wrong(f"{path}.schema", "only allowed with `type: json_object`")
-    if asked.type != "json" and asked.value is not None:
-        raise wrong(f"{path}.value", "only allowed with `type: json`")
+    if asked.type not in ("json", "json_object") and asked.value is not None:
+        raise wrong(f"{path}.value", "only allowed with `type: json` or `json_object`")
+    if asked.schema_ is not None and asked.value is not None:
+        raise wrong(f"{path}.value", "the same as `schema`; send one of them")
     if asked.type == "json_schema":
         if asked.json_schema is None:
             raise wrong(f"{path}.json_schema", "missing; send an object with `name` and `schema`")
         yield _json(asked.json_schema.schema_, f"{path}.json_schema.schema")
     elif asked.schema_ is not None:
         yield _json(asked.schema_, f"{path}.schema")
-    elif asked.type == "json":
-        if asked.value is None:
-            raise wrong(f"{path}.value", "missing; send the schema")
+    elif asked.value is not None:
         yield _json(asked.value, f"{path}.value")
+    elif asked.type == "json":
+        raise wrong(f"{path}.value", "missing; send the schema")
     elif asked.type == "json_object":
         yield Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.type")
 

@@ -134,7 +134,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json"}}, "response_format.value"),
-    ({"response_format": {"type": "json_object", "value": {}}}, "response_format.value"),
+    ({"response_format": {"type": "text", "value": {}}}, "response_format.value"),
+    ({"response_format": {"type": "json_object", "value": {}, "schema": {}}}, "response_format.value"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"tools": [{"type": "function", "function": {"name": f"{SECRET} {SECRET}"}}]}, "tools.0.function.name"),
     ({"tool_choice": SECRET}, "tool_choice"),
@@ -258,12 +259,13 @@ def test_what_can_mean_only_one_thing_means_that(said: dict[str, Any], means: di
     assert [event.sampling for event in first] == [event.sampling for event in others[0]]
 
 
-def test_a_schema_as_in_tgi_is_one_as_in_openai() -> None:
+@pytest.mark.parametrize("kind", ["json", "json_object"])
+def test_a_schema_as_in_tgi_is_one_as_in_openai(kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     first, second = (
         chat_events(parse_chat(body(response_format=asked)), **MADE)[0].constraint
-        for asked in ({"type": "json", "value": schema}, named)
+        for asked in ({"type": kind, "value": schema}, named)
     )
     assert first is not None and second is not None
     assert (first.kind, first.text, first.param) == (second.kind, second.text, "response_format.value")
