@@ -109,7 +109,7 @@ class TokenizeWorker:
         self._learnt_s = float("-inf")
         self._rendered: tuple[Submitted, Rendered] | None = None
         """The last of several siblings, but for what is its own, and its prompt."""
-        self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
+        self._encoded: dict[int, tuple[Rendered, Sequence[int] | RequestError]] = {}
         """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
         self._told: dict[str, dict[str, int]] = {}
         """Of the last bodies: base uid -> uid -> how many scores its answers tell of the prompt."""
@@ -294,7 +294,7 @@ class TokenizeWorker:
                 self._fail(each.entry, scores)
             else:
                 event = Tokenized(
-                    token_ids=token_ids,
+                    token_ids=tuple(token_ids),
                     fingerprint=self._encoder.fingerprint,
                     by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
@@ -319,7 +319,7 @@ class TokenizeWorker:
             del self._told[next(iter(self._told))]
         return too_many(sum(told.values()), work.submitted)
 
-    def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
+    def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[Sequence[int] | RequestError]:
         """Return the tokens of each prompt. What several siblings share is encoded once."""
         new = {id(prompt): (entry, prompt) for entry, prompt in zip(entries, prompts, strict=True)}
         new = {key: each for key, each in new.items() if key not in self._encoded}
@@ -329,9 +329,7 @@ class TokenizeWorker:
                 self._encoded[key] = prompt, token_ids
         return [self._encoded[id(prompt)][1] for prompt in prompts]
 
-    def _encode_new(
-        self, entries: Sequence[Entry], prompts: Sequence[Rendered]
-    ) -> list[tuple[int, ...] | RequestError]:
+    def _encode_new(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[Sequence[int] | RequestError]:
         batch = self._attempt("batch_not_encoded", entries, partial(self._encoder.encode, prompts))
         if not isinstance(batch, RequestError):
             return list(batch)
@@ -350,7 +348,7 @@ class TokenizeWorker:
             self._measures.add(PROMPTS)
             self._measures.add(PROMPTS_TOKENS, amount=len(event.token_ids))
 
-    def _answer(self, work: _Work, token_ids: tuple[int, ...] = ()) -> None:
+    def _answer(self, work: _Work, token_ids: Sequence[int] = ()) -> None:
         """End a request that only the tokenizer answers, with its answer or with an error."""
         event = self._attempt("not_answered", [work.entry], partial(self._answer_to, work, token_ids))
         if isinstance(event, RequestError):
@@ -360,7 +358,7 @@ class TokenizeWorker:
         self._end(work.entry, event)
         failpoint("tokenize.after_commit")
 
-    def _answer_to(self, work: _Work, token_ids: tuple[int, ...]) -> Answered:
+    def _answer_to(self, work: _Work, token_ids: Sequence[int]) -> Answered:
         submitted, by = work.submitted, self.slot_lease.status.slot
         if work.prompt is not None:
             if len(token_ids) > MOST_ANSWERED:
@@ -368,7 +366,7 @@ class TokenizeWorker:
                 message = f"{param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
                 raise RequestError(f"{message}; send it in parts.", code="request_too_large", param=param, status=413)
             pieces = self._encoder.pieces(token_ids) if submitted.return_pieces else ()
-            return Answered(token_ids=token_ids, pieces=pieces, by=by)
+            return Answered(token_ids=tuple(token_ids), pieces=pieces, by=by)
         text = self._encoder.describe() if submitted.task == "describe" else self._encoder.decode(submitted)
         return Answered(text=text, by=by)
 
