@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, pairwise, product
+from string import ascii_lowercase
 from typing import Any, Final
 
 import orjson
@@ -63,8 +64,8 @@ class Borders:
         self._added = _Added(tokenizer, must_be_plain=self._drops_space)
         self._joins = _joins_of(tokenizer)
         self._is_border = lru_cache(PAIRS_KNOWN)(self._judge)
-        if not any(self._is_border("a", character) for character in AFTER):
-            raise UnknownStep("no border after a letter")
+        if not any(self._is_border(*pair) for pair in product(ascii_lowercase, AFTER)):
+            raise UnknownStep("none of the model's")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Borders | None:
@@ -90,7 +91,7 @@ class Borders:
         return next((match.end() for match in BORDER.finditer(text, near) if self._may_cut(text, match.end())), None)
 
     def _may_cut(self, text: str, place: int) -> bool:
-        if self._drops_space and not self._added.may_begin_with(text[place + 1 : place + 2]):
+        if self._drops_space and self._added.are_beside(text[place - 1], text[place + 1 : place + 2]):
             return False
         return self._is_border(text[place - 1], text[place])
 
@@ -123,15 +124,18 @@ class _Added:
         """With which those end that look at what follows."""
         self._begins: set[str] = set()
         """With which those begin that look at what is before."""
-        self._heads: set[str] = set()
+        self._firsts: set[str] = set()
+        self._lasts: set[str] = set()
         for token in tokenizer.get_added_tokens_decoder().values():
             if must_be_plain and token.normalized:
                 raise UnknownStep("an added token that is normalized")
             text = token.content
-            normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer is not None else text
+            is_changed = token.normalized and tokenizer.normalizer is not None
+            normal = tokenizer.normalizer.normalize_str(text) if is_changed else text
             for spelled in filter(None, (text, normal)):
-                self._inside.update(map("".join, zip(spelled, spelled[1:], strict=False)))
-                self._heads.add(spelled[0])
+                self._inside.update(map("".join, pairwise(spelled)))
+                self._firsts.add(spelled[0])
+                self._lasts.add(spelled[-1])
                 if token.rstrip or token.single_word:
                     self._ends.add(spelled[-1])
                 if token.lstrip or token.single_word:
@@ -140,9 +144,9 @@ class _Added:
     def reach_across(self, left: str, right: str) -> bool:
         return left + right in self._inside or left in self._ends or right in self._begins
 
-    def may_begin_with(self, character: str) -> bool:
-        """Say whether a part that begins with this letter or digit begins with no added token."""
-        return character.isalnum() and character not in self._heads
+    def are_beside(self, left: str, right: str) -> bool:
+        """Say whether one of them may end before a space, or begin after it, or take more spaces there."""
+        return left in self._lasts or right in self._firsts or not right.isalnum()
 
 
 class _Joins:

@@ -1,8 +1,8 @@
 """Which two characters a pattern of a pre-tokenizer can take one after the other in a match.
 
-Where it cannot, it finds in both halves of a text what it finds in the whole: a match ends there at the latest, and what
-it tries before looks no further. This holds for patterns that look at nothing but what they take, and at what follows a
-character (`(?!\\S)`). Others are refused: `\\b`, `^`, `(?<=..)`, back references.
+Where it cannot, it finds in both halves of a text what it finds in the whole: a match ends there at the latest, and the
+pattern looks no further before. That is so if a pattern looks at nothing but what it takes, and at what comes next
+(`(?!\\S)`). Others are refused: those with `\\b`, `^`, `(?<=..)` or back references.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from tokenizers import Regex, pre_tokenizers
 GROUPS: Final = {"(?:": False, "(?i:": True, "(?=": None, "(?!": None, "(?": "unknown", "(": False}
 """How a group begins -> whether its letters count in both cases; None: it looks ahead and takes nothing. In order."""
 QUANTIFIER: Final = re.compile(r"[*+?]|\{\d*(?:,\d*)?\}")
-ESCAPE: Final = re.compile(
-    r"\\(?:[pP]\{\^?\w+\}|x\{[0-9a-fA-F]+\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[sSdDwWrntfv]|[^\w\s])"
-)
+ESCAPE: Final = re.compile(r"\\(?:[pP]\{\^?\w+\}|x\{[\da-fA-F]+\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|[sSdDwWrntfv]|[^\w\s])")
 AHEAD: Final = -1
 """Stands for a look at the next character, whatever it is."""
 CHARACTERS_KNOWN: Final = 8192

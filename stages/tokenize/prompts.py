@@ -29,7 +29,7 @@ from stages.tokenize.shape import Shape
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
-"""Most bytes that are encoded when the served context does not bound them. Byte-level BPE takes 2 us for each, and up to
+"""Most bytes that are encoded when the served context does not bound them. A BPE takes 2 us for each, and up to
 330 bytes of memory where a text has no border (tokenizers 0.23). Meanwhile this process encodes no other prompt."""
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
 LONG_TEXT: Final = 64 << 10
