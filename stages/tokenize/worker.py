@@ -1,7 +1,7 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
-Long prompts, and requests that only the tokenizer answers, come after that batch, and only one of them before the next
-read, so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
+Long prompts, and long lists of token ids to decode, come after that batch, and only one of them before the next read, so
+that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
 stop the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
 """
 
@@ -37,6 +37,8 @@ from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tok
 
 logger = structlog.get_logger()
 
+BRIEF_TOKENS = 16 << 10
+"""So many token ids are decoded as fast as a short prompt is encoded."""
 MOST_READ = 4
 """Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
@@ -76,7 +78,10 @@ class _Work:
 
     @property
     def is_brief(self) -> bool:
-        return self.prompt is not None and not self.prompt.is_long
+        """Whether other requests need not be put off for it."""
+        if self.prompt is None:
+            return len(self.submitted.prompt_ids) <= BRIEF_TOKENS
+        return not self.prompt.is_long
 
 
 class TokenizeWorker:
@@ -135,10 +140,11 @@ class TokenizeWorker:
         new = [entry for entry in entries if entry.id not in self._held]
         work = [ready for each in self._prepared(new) if (ready := self._with_grammar(each)) is not None]
         work += self._after_check(0 if new else CHECK_LOOK_S)
-        self._encode_all([each for each in work if each.is_brief])
+        brief = [each for each in work if each.is_brief]
+        self._encode_all([each for each in brief if each.prompt is not None])
         long = [each for each in work if not each.is_brief]
         now = [each for each in long if each is long[0] or each.prompt is long[0].prompt is not None]
-        for each in now:
+        for each in (*(each for each in brief if each.prompt is None), *now):
             if each.prompt is None:
                 self._answer(each)
             else:
