@@ -1,8 +1,8 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
-Long prompts, and long lists of token ids to decode, come after that batch, and only one of them before the next read, so
-that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
-stop the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
+Long prompts, and long lists of token ids to decode, come after that batch, and only one of them before the next read,
+so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can stop
+the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
 """
 
 from __future__ import annotations
