@@ -158,7 +158,7 @@ def num_parts(tokenizer: Tokenizer, seed: str) -> int:
     """Compare random texts in parts with them as a whole. Return how many parts there were."""
     borders, draw, num = Borders.of(tokenizer), random.Random(seed), 0
     assert borders is not None
-    for _ in range(by_night(60, 3000)):
+    for _ in range(by_night(60, 1000)):
         parts = [*borders.parts(text := random_text(draw))]
         assert ids_of(tokenizer, *parts) == ids_of(tokenizer, text), parts
         num += len(parts)
