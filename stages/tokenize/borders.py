@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from string import ascii_lowercase
 from typing import Any, Final
 
@@ -27,12 +27,13 @@ from stages.tokenize.patterns import Pattern, UnknownPattern, literal
 
 PART: Final = 16 << 10
 """Characters of a part, about."""
-NEAR: Final = 1 << 10
-"""A border is looked for in so many characters before the end of a part, and then after it."""
+NEAR: Final = 512
+"""A border is looked for in so many characters before the end of a part. Without one there, the part is as long again:
+to look for one everywhere could take seconds."""
 AFTER: Final = " \n\t\r0123456789.,;:!?'\"()[]{}/\\|-_+*&%$#@~^`。，、！？；：（）「」『』《》“”"
 """What a border may lie before. A mark after one of them makes no other character of both, as it does of `=`."""
-BORDER: Final = re.compile(rf"[^\W_\u1100-\u11ff\U00010000-\U0010ffff](?=[{re.escape(AFTER)}])")
-"""Before it, a letter or a digit that is not composed with the one before: the parts of Korean syllables may be."""
+BEFORE: Final = r"[^\W_\u1100-\u11ff\U00010000-\U0010ffff]"
+"""A letter or a digit that is not composed with the one before: the parts of Korean syllables may be."""
 PAIRS_KNOWN: Final = 8192
 GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of ByteLevel."""
@@ -64,8 +65,10 @@ class Borders:
         self._added = _Added(tokenizer, must_be_plain=self._drops_space)
         self._joins = _joins_of(tokenizer)
         self._is_border = lru_cache(PAIRS_KNOWN)(self._judge)
-        if not any(self._is_border(*pair) for pair in product(ascii_lowercase, AFTER)):
+        after = [right for right in AFTER if any(self._is_border(left, right) for left in ascii_lowercase)]
+        if not after:
             raise UnknownStep("none of the model's")
+        self._possible = re.compile(f"{BEFORE}(?=[{re.escape(''.join(after))}])")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Borders | None:
@@ -78,17 +81,18 @@ class Borders:
     def parts(self, text: str) -> Iterator[str]:
         """Yield the parts of a text."""
         begin = 0
-        while len(text) - begin > PART and (end := self._next(text, begin + PART)):
+        while end := self._next(text, begin):
             yield text[begin:end]
             begin = end + self._drops_space
         yield text[begin:]
 
-    def _next(self, text: str, near: int) -> int | None:
-        """Return the last border shortly before a place, or the first one after it."""
-        for match in reversed([*BORDER.finditer(text, near - NEAR, near)]):
-            if self._may_cut(text, match.end()):
-                return match.end()
-        return next((match.end() for match in BORDER.finditer(text, near) if self._may_cut(text, match.end())), None)
+    def _next(self, text: str, begin: int) -> int | None:
+        """Return where the part ends that begins there; None: it is the last one."""
+        for end in range(begin + PART, len(text), PART):
+            for match in reversed([*self._possible.finditer(text, end - NEAR, end)]):
+                if self._may_cut(text, match.end()):
+                    return match.end()
+        return None
 
     def _may_cut(self, text: str, place: int) -> bool:
         if self._drops_space and self._added.are_beside(text[place - 1], text[place + 1 : place + 2]):
