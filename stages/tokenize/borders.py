@@ -104,11 +104,12 @@ class Borders:
             return False
         if self._added.reach_across(left, right):
             return False
-        normal: str | None = right
+        normal = right
         for normalize in self._normalize:
-            normal = normalize(left, normal)
-            if normal is None or len(normal) != 1:
+            changed = normalize(left, normal)
+            if changed is None or len(changed) != 1:
                 return False
+            normal = changed
         if self._added.reach_across(left, normal):
             return False
         ends_word = [split(left, normal) for split in self._splits]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from selection import by_night
+from split_patterns import KNOWN
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import stages.tokenize.borders
 from stages.tokenize.borders import Borders
-from tests.stages.tokenize.test_patterns import KNOWN
 
 TEXT = (
     "the quick brown fox, the lazy dog. 12345 the dog's 3.14!\n\n  def f(x1):\n\treturn x1\n字中文字，中。가나다 é " * 3

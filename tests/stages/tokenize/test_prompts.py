@@ -118,7 +118,7 @@ def largest_memory() -> Iterator[Callable[[], int]]:
 
 def encoded(encoder: PromptEncoder, event: Submitted) -> tuple[int, ...]:
     (ids,) = encoder.encode([encoder.render(event)])
-    return ids
+    return tuple(ids)
 
 
 def test_a_conversation_gives_the_ids_that_transformers_gives(folder: Path, encoder: PromptEncoder) -> None:
