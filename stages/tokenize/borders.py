@@ -37,7 +37,7 @@ BEFORE: Final = r"[^\W_\u1100-\u11ff\U00010000-\U0010ffff]"
 PAIRS_KNOWN: Final = 8192
 GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of ByteLevel."""
-WHITESPACE: Final = r"\w+|[^\w\s]+"
+SPACES: Final = " \n\t\r"
 ONE_BY_ONE: Final = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents")
 """Normalizers that change what is on both sides of a border as they change it alone."""
 
@@ -249,14 +249,13 @@ def _split_of(step: State) -> Iterator[Split]:
                 yield partial(_only_before, f" {step['replacement']}")
             if step.get("split", True):
                 yield partial(_word_begins, f" {step['replacement']}")
-        case "Whitespace":
-            yield partial(_match_ends, Pattern(WHITESPACE))
+        case "Whitespace":  # what it takes for a letter is known of the library alone
+            yield partial(_only_before, SPACES)
+            yield partial(_word_begins, SPACES)
         case "WhitespaceSplit":
-            yield partial(_word_begins, " \n\t\r")
-        case "Digits" if step["individual_digits"]:
-            yield partial(_match_ends, Pattern(r"\p{N}"))
+            yield partial(_word_begins, SPACES)
         case "Digits":
-            yield partial(_match_ends, Pattern(r"\p{N}+"))
+            yield partial(_digits_end, step["individual_digits"])
         case unknown:
             raise UnknownStep(unknown)
 
@@ -275,8 +274,15 @@ def _between(pattern: Pattern, left: str, right: str) -> bool | None:
     return None if pattern.can_take(left) or pattern.can_take(right) else False
 
 
+def _digits_end(one_by_one: bool, left: str, right: str) -> bool | None:
+    """A character beyond ASCII may be a number for the library."""
+    if right.isdigit() and not one_by_one:
+        return True if left.isascii() and left.isalpha() else None
+    return right.isdigit() or (left.isascii() and left.isdigit())
+
+
 def _only_before(characters: str, left: str, right: str) -> bool | None:
-    """A part that begins with another character would get a space in front."""
+    """A part that begins with another character would get a space in front, or its beginning is not known."""
     return False if right in characters else None
 
 

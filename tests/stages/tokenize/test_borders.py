@@ -173,7 +173,7 @@ def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", IN_PARTS)
 def test_the_tokens_of_the_parts_are_those_of_the_whole(kind: str) -> None:
-    assert num_parts(tokenizer_of(IN_PARTS[kind]), kind) > 150
+    assert num_parts(tokenizer_of(IN_PARTS[kind]), kind) > 100
 
 
 @pytest.mark.parametrize("kind", ["Qwen", "decomposed", "lower case", "Metaspace", "Gemma"])
