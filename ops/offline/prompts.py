@@ -115,7 +115,7 @@ def _submitted(place: int, prompt: str | Sequence[object]) -> Submitted:
 
 def _encode(rendered: Sequence[Rendered], encoder: PromptEncoder) -> list[tuple[int, ...]]:
     try:
-        return encoder.encode(rendered)
+        return [tuple(token_ids) for token_ids in encoder.encode(rendered)]
     except OF_THE_PROCESS:
         raise
     except BaseException:  # one of them is at fault: find out which
@@ -124,7 +124,7 @@ def _encode(rendered: Sequence[Rendered], encoder: PromptEncoder) -> list[tuple[
 
 def _encode_one(place: int, prompt: Rendered, encoder: PromptEncoder) -> tuple[int, ...]:
     try:
-        return encoder.encode([prompt])[0]
+        return tuple(encoder.encode([prompt])[0])
     except OF_THE_PROCESS:
         raise
     except BaseException as error:

@@ -1,12 +1,13 @@
 """Turns prompts into token ids and back, with `PreTrainedTokenizerFast` alone, which imports no torch.
 
-Prompts that come as token ids stay as they are. No text is cut before it is encoded, because a cut changes the tokens
-after it: those of a long row of digits to its end.
+Prompts that come as token ids stay as they are. A long text is encoded in parts, where `borders.py` finds that a cut
+changes no token.
 """
 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,18 @@ from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
 from pipeline.vocabulary import read_vocabulary
 from stages.tokenize.asked import Asked, asked_of
+from stages.tokenize.borders import Borders
 from stages.tokenize.description import description
 from stages.tokenize.markup import Dialect
 from stages.tokenize.shape import Shape
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
-"""Most bytes that are encoded when the served context does not bound them. Byte-level BPE takes up to 330 bytes of
-memory and 2 us for each (tokenizers 0.23), and meanwhile this process encodes no other prompt."""
+"""Most bytes that are encoded when the served context does not bound them. A BPE takes 2 us for each, and up to
+330 bytes of memory where a text has no border (tokenizers 0.23). Meanwhile this process encodes no other prompt."""
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
 LONG_TEXT: Final = 64 << 10
-"""Other prompts do not wait for a text of more characters."""
+"""Other prompts do not wait for a text of more characters, and it is encoded in parts."""
 NO_MARKUP: Final = Markup()
 
 
@@ -84,13 +86,19 @@ class PromptEncoder:
         self._spelling = vocabulary.spelling
         alone = self._tokenizer("a", return_special_tokens_mask=True)
         added = alone["special_tokens_mask"]
-        self._num_before = len(list(itertools.takewhile(bool, added)))
-        self.bos = str(self._tokenizer.convert_ids_to_tokens(alone["input_ids"][0])) if self._num_before else ""
+        num_before = len(list(itertools.takewhile(bool, added)))
+        num_after = len(list(itertools.takewhile(bool, reversed(added[num_before:]))))
+        ids = alone["input_ids"]
+        self._before, self._after = tuple(ids[:num_before]), tuple(ids[len(ids) - num_after :])
+        """The special tokens around a text."""
+        self.bos = str(self._tokenizer.convert_ids_to_tokens(ids[0])) if num_before else ""
         """The text of the token that is put before a prompt; empty: none is."""
         self.has_chat_template = self._tokenizer.chat_template is not None
         self._shape = Shape.of(self._tokenizer)
         self.dialect = Dialect.of(self._tokenizer, self._shape, vocabulary.added, tool_parser)
-        self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
+        backend = self._tokenizer.backend_tokenizer
+        stands_between = ids == [*self._before, *backend.encode("a", add_special_tokens=False).ids, *self._after]
+        self._borders = Borders.of(backend) if stands_between else None
 
     def render(self, event: Submitted) -> Rendered:
         """Return the text of a request's prompt.
@@ -120,25 +128,39 @@ class PromptEncoder:
         special, asked = event.add_special_tokens is True, asked_of(event, markup)
         return Rendered(text, special, "messages", (), bad_words, grammar, markup, asked)
 
-    def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt. Prompts of one kind are encoded as one batch, in parallel.
+    def encode(self, prompts: Sequence[Rendered]) -> list[Sequence[int]]:
+        """Return the token ids of each prompt. Short ones of one kind are encoded as one batch, in parallel.
 
         Past transformers, which has every token's place in the text noted: that takes as long again.
         """
-        encoded = [prompt.token_ids for prompt in prompts]
+        encoded: list[Sequence[int]] = [prompt.token_ids for prompt in prompts]
         texts = [(place, prompt) for place, prompt in enumerate(prompts) if not prompt.token_ids]
+        for place, prompt in texts:
+            if prompt.is_long:
+                encoded[place] = self._encode_long(prompt)
         for special in (True, False):
-            places = [place for place, prompt in texts if prompt.add_special_tokens is special]
-            if places:
+            some = [(place, each) for place, each in texts if each.add_special_tokens is special and not each.is_long]
+            if some:
                 batch = self._tokenizer.backend_tokenizer.encode_batch_fast(
-                    [prompts[place].text for place in places], add_special_tokens=special
+                    [each.text for _, each in some], add_special_tokens=special
                 )
-                for place, found in zip(places, batch, strict=True):
+                for (place, _), found in zip(some, batch, strict=True):
                     encoded[place] = tuple(found.ids)
         return encoded
 
+    def _encode_long(self, prompt: Rendered) -> Sequence[int]:
+        """Return the token ids of a long text, in four bytes each."""
+        encode, special = self._tokenizer.backend_tokenizer.encode_batch_fast, prompt.add_special_tokens
+        if self._borders is None:
+            return array("I", encode([prompt.text], add_special_tokens=special)[0].ids)
+        token_ids = array("I", self._before if special else ())
+        for part in self._borders.parts(prompt.text):
+            token_ids.extend(encode([part], add_special_tokens=False)[0].ids)
+        token_ids.extend(self._after if special else ())
+        return token_ids
+
     def keep(
-        self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...], *, first: bool = False
+        self, num_tokens: int, prompt: Rendered, token_ids: Sequence[int], *, first: bool = False
     ) -> tuple[int, ...]:
         """Return the last *num_tokens* of a prompt's tokens, or the *first* ones.
 
@@ -146,13 +168,13 @@ class PromptEncoder:
         for others beside them.
         """
         if len(token_ids) <= num_tokens:
-            return token_ids
-        before, after = (self._num_before, self._num_after) if prompt.add_special_tokens else (0, 0)
+            return tuple(token_ids)
+        before, after = (len(self._before), len(self._after)) if prompt.add_special_tokens else (0, 0)
         if before + after >= num_tokens:
             before = after = 0
         if first:
-            return token_ids[: num_tokens - after] + token_ids[len(token_ids) - after :]
-        return token_ids[:before] + token_ids[len(token_ids) - (num_tokens - before) :]
+            return (*token_ids[: num_tokens - after], *token_ids[len(token_ids) - after :])
+        return (*token_ids[:before], *token_ids[len(token_ids) - (num_tokens - before) :])
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return each token as the vocabulary writes it, as in vLLM: `Ġis`, not ` is`."""

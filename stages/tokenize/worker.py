@@ -1,8 +1,8 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
-Long prompts, and requests that only the tokenizer answers, come after that batch, and only one of them before the next
-read, so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
-stop the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
+Long prompts, and long lists of token ids to decode, come after that batch, and only one of them before the next read,
+so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can stop
+the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tok
 
 logger = structlog.get_logger()
 
+BRIEF_TOKENS = 16 << 10
+"""So many token ids are decoded as fast as a short prompt is encoded."""
 MOST_READ = 4
 """Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
@@ -76,7 +78,10 @@ class _Work:
 
     @property
     def is_brief(self) -> bool:
-        return self.prompt is not None and not self.prompt.is_long
+        """Whether other requests need not be put off for it."""
+        if self.prompt is None:
+            return len(self.submitted.prompt_ids) <= BRIEF_TOKENS
+        return not self.prompt.is_long
 
 
 class TokenizeWorker:
@@ -109,7 +114,7 @@ class TokenizeWorker:
         self._learnt_s = float("-inf")
         self._rendered: tuple[Submitted, Rendered] | None = None
         """The last of several siblings, but for what is its own, and its prompt."""
-        self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
+        self._encoded: dict[int, tuple[Rendered, Sequence[int] | RequestError]] = {}
         """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
         self._told: dict[str, dict[str, int]] = {}
         """Of the last bodies: base uid -> uid -> how many scores its answers tell of the prompt."""
@@ -135,10 +140,11 @@ class TokenizeWorker:
         new = [entry for entry in entries if entry.id not in self._held]
         work = [ready for each in self._prepared(new) if (ready := self._with_grammar(each)) is not None]
         work += self._after_check(0 if new else CHECK_LOOK_S)
-        self._encode_all([each for each in work if each.is_brief])
+        brief = [each for each in work if each.is_brief]
+        self._encode_all([each for each in brief if each.prompt is not None])
         long = [each for each in work if not each.is_brief]
         now = [each for each in long if each is long[0] or each.prompt is long[0].prompt is not None]
-        for each in now:
+        for each in (*(each for each in brief if each.prompt is None), *now):
             if each.prompt is None:
                 self._answer(each)
             else:
@@ -294,7 +300,7 @@ class TokenizeWorker:
                 self._fail(each.entry, scores)
             else:
                 event = Tokenized(
-                    token_ids=token_ids,
+                    token_ids=tuple(token_ids),
                     fingerprint=self._encoder.fingerprint,
                     by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
@@ -319,7 +325,7 @@ class TokenizeWorker:
             del self._told[next(iter(self._told))]
         return too_many(sum(told.values()), work.submitted)
 
-    def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
+    def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[Sequence[int] | RequestError]:
         """Return the tokens of each prompt. What several siblings share is encoded once."""
         new = {id(prompt): (entry, prompt) for entry, prompt in zip(entries, prompts, strict=True)}
         new = {key: each for key, each in new.items() if key not in self._encoded}
@@ -329,9 +335,7 @@ class TokenizeWorker:
                 self._encoded[key] = prompt, token_ids
         return [self._encoded[id(prompt)][1] for prompt in prompts]
 
-    def _encode_new(
-        self, entries: Sequence[Entry], prompts: Sequence[Rendered]
-    ) -> list[tuple[int, ...] | RequestError]:
+    def _encode_new(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[Sequence[int] | RequestError]:
         batch = self._attempt("batch_not_encoded", entries, partial(self._encoder.encode, prompts))
         if not isinstance(batch, RequestError):
             return list(batch)
@@ -350,7 +354,7 @@ class TokenizeWorker:
             self._measures.add(PROMPTS)
             self._measures.add(PROMPTS_TOKENS, amount=len(event.token_ids))
 
-    def _answer(self, work: _Work, token_ids: tuple[int, ...] = ()) -> None:
+    def _answer(self, work: _Work, token_ids: Sequence[int] = ()) -> None:
         """End a request that only the tokenizer answers, with its answer or with an error."""
         event = self._attempt("not_answered", [work.entry], partial(self._answer_to, work, token_ids))
         if isinstance(event, RequestError):
@@ -360,7 +364,7 @@ class TokenizeWorker:
         self._end(work.entry, event)
         failpoint("tokenize.after_commit")
 
-    def _answer_to(self, work: _Work, token_ids: tuple[int, ...]) -> Answered:
+    def _answer_to(self, work: _Work, token_ids: Sequence[int]) -> Answered:
         submitted, by = work.submitted, self.slot_lease.status.slot
         if work.prompt is not None:
             if len(token_ids) > MOST_ANSWERED:
@@ -368,7 +372,7 @@ class TokenizeWorker:
                 message = f"{param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
                 raise RequestError(f"{message}; send it in parts.", code="request_too_large", param=param, status=413)
             pieces = self._encoder.pieces(token_ids) if submitted.return_pieces else ()
-            return Answered(token_ids=token_ids, pieces=pieces, by=by)
+            return Answered(token_ids=tuple(token_ids), pieces=pieces, by=by)
         text = self._encoder.describe() if submitted.task == "describe" else self._encoder.decode(submitted)
         return Answered(text=text, by=by)
 

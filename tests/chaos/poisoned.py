@@ -70,10 +70,10 @@ class Mortal:
 class MortalEncoder(PromptEncoder):
     """A tokenizer that dies of the poison."""
 
-    def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
+    def encode(self, prompts: Sequence[Rendered]) -> list[Sequence[int]]:
         if any(POISON in prompt.text for prompt in prompts):
             die()
-        return list(super().encode(prompts))
+        return super().encode(prompts)
 
 
 class MortalFold(DetokenizeFold):

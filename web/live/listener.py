@@ -138,7 +138,7 @@ class Listener:
         """Events that were not handed out yet."""
         self._room = room
         self._client_waits = False
-        self._last_read_s = self._last_wake_s = time.monotonic()
+        self.last_read_s = self._last_wake_s = time.monotonic()
 
     # what the client's side says
 
@@ -174,7 +174,7 @@ class Listener:
     def resume(self) -> None:
         """Go on although the history was lost: the caller submits the request again."""
         if self.state is State.LOST:
-            self.state, self._last_read_s = State.LIVE, time.monotonic()
+            self.state, self.last_read_s = State.LIVE, time.monotonic()
 
     def give_up(self) -> None:
         """End the stream of this client: the history is lost, or has expired."""
@@ -222,7 +222,7 @@ class Listener:
 
     def is_due(self, now_s: float) -> bool:
         """Say whether its history is to be read now."""
-        is_silent = self.state is State.LIVE and self._client_waits and now_s - self._last_read_s >= SILENCE_S
+        is_silent = self.state is State.LIVE and self._client_waits and now_s - self.last_read_s >= SILENCE_S
         return not self.queued and (is_silent or self.state is State.BEHIND)
 
     # what the tail says
@@ -264,7 +264,7 @@ class Listener:
     def begin_read(self, now_s: float) -> None:
         """Say that the history is being read."""
         assert self.state in (State.LIVE, State.BEHIND)
-        self.state, self._last_read_s = State.READING, now_s
+        self.state, self.last_read_s = State.READING, now_s
 
     def apply_history(self, entries: Sequence[Entry] | None, *, more: bool = False) -> None:
         """Take in what the history holds after the cursor, and there may be *more*; None: there is no history."""
@@ -315,7 +315,7 @@ class Listener:
             self._position = max(self._position, (event.n, 0))
         if type(event.event) is not TokensProduced and isinstance(event.event, End):  # a union is slow to ask
             self.state = State.ENDED
-        self._last_read_s = self._last_wake_s = time.monotonic()
+        self.last_read_s = self._last_wake_s = time.monotonic()
         self.wake.set(self._feed.soon)
 
 

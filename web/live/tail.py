@@ -47,6 +47,9 @@ BLOCK_MS = 2000
 """How long a read waits for what comes next."""
 READ_AT_ONCE = 8
 """Histories in one round trip."""
+SILENT_AT_ONCE = 64
+"""Of those that are read only because nothing came for long, so many in a turn, in one round trip: there is rarely
+anything in them, and one body can have a thousand."""
 TAKEN_AT_ONCE = 8
 """Events of a history that are taken in before others have a turn of the loop."""
 BACKOFF_S = (0.1, 2.0)
@@ -249,12 +252,16 @@ class Tail:
             for listener in self.listeners:
                 listener.wake_if_idle(now_s)
             due = [listener for listener in self.listeners if listener.is_due(now_s)]
+            silent = [listener for listener in due if listener.state is State.LIVE]
+            due = [listener for listener in due if listener.state is not State.LIVE]
+            at_once = READ_AT_ONCE if due else SILENT_AT_ONCE
+            due += sorted(silent, key=lambda listener: listener.last_read_s)[:SILENT_AT_ONCE]
             for listener in due:
                 listener.begin_read(now_s)
             try:
                 while due:
-                    await self._read(due[:READ_AT_ONCE])
-                    del due[:READ_AT_ONCE]
+                    await self._read(due[:at_once])
+                    del due[:at_once]
             except LogError as error:
                 logger.warning("histories_unreadable", error=str(error), requests=len(due))
                 await asyncio.sleep(BACKOFF_S[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -33,6 +34,9 @@ from web.wire.openai.tokenizer import (
 from web.wire.submit import Defaults
 
 Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest
+COLLECT_S: Final = 1e-4
+"""Pause before the next look for answers, for each one that is missing. All are looked at then, so to look after each
+one takes most of the time of a body of very many."""
 V1: Final = "/v1"
 """SGLang also serves the two POST routes below this path."""
 
@@ -85,7 +89,9 @@ async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
                 refuse_too_many(answers.values())
             except RequestError as error:
                 return error_response(opened.refuse(error))
-        if len(answers) == len(opened.events):
+        if missing := len(opened.events) - len(answers):
+            await asyncio.sleep(COLLECT_S * missing)
+        else:
             in_order = [answers[index] for index in range(len(answers))]
             return json_response(_body(in_order, opened.event, frontend.readiness.context))
 

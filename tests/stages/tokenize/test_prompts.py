@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Replay, SamplingParams, Submitted, Task, Templating
-from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept
+from stages.tokenize.prompts import LONG_TEXT, PromptEncoder, Rendered, limit_too_high, tokens_kept
 from stages.tokenize.templates import NO_VARIABLES
 
 TOOL_TEMPLATE = """\
@@ -102,9 +103,22 @@ def copied(folder: Path, to: Path, *more: str, **config: object) -> Path:
     return to
 
 
+@contextmanager
+def largest_memory() -> Iterator[Callable[[], int]]:
+    """Yield what says by how many bytes this process has grown since then, at most."""
+
+    def largest() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = largest()
+    yield lambda: largest() - before
+
+
 def encoded(encoder: PromptEncoder, event: Submitted) -> tuple[int, ...]:
     (ids,) = encoder.encode([encoder.render(event)])
-    return ids
+    return tuple(ids)
 
 
 def test_a_conversation_gives_the_ids_that_transformers_gives(folder: Path, encoder: PromptEncoder) -> None:
@@ -318,6 +332,28 @@ def test_the_tokens_of_one_side_are_kept_beside_those_that_the_tokenizer_adds_as
                     "input_ids"
                 ]
                 assert kept == tuple(expected)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_tokens_that_it_has_as_a_whole_and_the_special_ones_once(
+    folder: Path, surrounded: Path, special: bool
+) -> None:
+    text = TEXT * (LONG_TEXT // len(TEXT) + 1)
+    for path in (folder, surrounded):
+        tokenizer, encoder = PreTrainedTokenizerFast.from_pretrained(path), PromptEncoder(path)
+        rendered = encoder.render(plain(text, add_special_tokens=special))
+        expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+        (alone,), (between, brief) = encoder.encode([rendered]), encoder.encode([rendered, Rendered("a", False, "")])
+        assert [*alone] == [*between] == expected and len(brief) == 1
+        assert encoder.keep(len(expected), rendered, alone) == tuple(expected)
+
+
+def test_memory_for_a_long_text_is_that_of_a_part(encoder: PromptEncoder) -> None:
+    """A process has more than this test, so only what it takes at most is looked at."""
+    rendered = Rendered("the quick brown fox. " * 100_000, False, "prompt")
+    with largest_memory() as grown:
+        (token_ids,) = encoder.encode([rendered])
+    assert len(token_ids) > 400_000 and grown() < 30 << 20
 
 
 def test_of_tokens_that_came_as_such_and_of_conversations_the_last_are_kept(encoder: PromptEncoder) -> None:

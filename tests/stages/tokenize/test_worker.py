@@ -44,7 +44,7 @@ from pipeline.process.parent import EXIT_REPLACE
 from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
 from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered
-from stages.tokenize.worker import CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
+from stages.tokenize.worker import BRIEF_TOKENS, CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
 
 CONTEXT = 16
 LIMIT_S = 2.5
@@ -498,6 +498,14 @@ def test_what_is_long_comes_after_what_is_brief_in_one_read(rig: Rig) -> None:
     rig.ask("tokenize", prompt="cd")
     rig.handle()
     assert rig.encoder.encoded == [["ab", "cd"], [long], [book]]
+
+
+def test_short_lists_of_token_ids_are_decoded_in_one_turn_and_long_ones_each_in_one(rig: Rig) -> None:
+    short = [rig.ask("detokenize", prompt_ids=(104, 105)) for _ in range(3)]
+    long = [rig.ask("detokenize", prompt_ids=(104,) * (BRIEF_TOKENS + 1)) for _ in range(2)]
+    put_off = rig.worker.handle(rig.log.read(rig.inbox, "tokenize-0", max_entries=100, block_ms=10))
+    assert [entry.fields["uid"] for entry in put_off] == long[1:]
+    assert all(isinstance(rig.last(uid)[1], Answered) for uid in (*short, long[0]))
 
 
 # what takes too long

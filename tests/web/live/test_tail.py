@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from web_site import until
 
 import web.live.listener
+import web.live.tail
 from pipeline.events import Finished, TokensProduced, new_uid
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
@@ -334,3 +335,31 @@ async def test_a_key_that_is_no_history_fails_its_client_and_keeps_no_other_wait
             assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
             ((_, kind),) = await heard(unlucky)
             assert kind == "failed"
+
+
+async def test_of_many_silent_histories_few_are_read_at_once_and_all_in_turn(
+    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.02)
+    monkeypatch.setattr(web.live.tail, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(web.live.tail, "SILENT_AT_ONCE", 2)
+    read, num_read = Tail._read, list[int]()
+
+    async def counted(self: Tail, listeners: Sequence[Listener]) -> None:
+        num_read.append(len(listeners))
+        await read(self, listeners)
+
+    monkeypatch.setattr(Tail, "_read", counted)
+    async with listening(redis_url, stages) as scene:
+        uids = [new_uid() for _ in range(6)]
+        for uid in uids:
+            stages.begin(uid, WEB)
+        with ExitStack() as closed:
+            listeners = [closed.enter_context(closing(scene.tail.listen(uid))) for uid in uids]
+            answers = [asyncio.create_task(heard(listener)) for listener in listeners]
+            while sum(num_read) < 30:  # all of them wait
+                await asyncio.sleep(0.01)
+            for uid in uids:
+                await say(stages, uid, 1, tokens(1, "a"), finished(1), frontend=NOBODY)
+            assert await asyncio.gather(*answers) == [[(1, "a"), (1, "finished")]] * len(uids)
+    assert max(num_read) == 2
