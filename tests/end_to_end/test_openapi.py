@@ -17,7 +17,7 @@ from pipeline.names import STAGES
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", by_night("10", "100"))
+EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", by_night("5", "100"))
 """Of each route, at random."""
 PHASES = by_night("fuzzing", "coverage,fuzzing")
 """`coverage` takes the bounds of every field of every route in turn: 5,600 requests."""
