@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# First: otherwise structlog imports rich, which takes half a second to print one traceback.
+import pipeline.process.observe  # noqa: F401  # isort: skip
 import contextlib
 import fcntl
 import functools
