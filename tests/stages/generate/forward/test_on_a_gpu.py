@@ -96,9 +96,9 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("family", "attention", "graph"),
     [
-        ("qwen3", "torch", 0),
         ("qwen3moe", "fi", 2),
-        ("mistral", "fi", 2),
+        pytest.param("qwen3", "torch", 0, marks=pytest.mark.night),
+        pytest.param("mistral", "fi", 2, marks=pytest.mark.night),
         pytest.param("qwen3moe", "fi", 0, marks=pytest.mark.night),
         pytest.param("qwen3moe", "fi", 3, marks=pytest.mark.night),
         pytest.param("qwen3", "fa,fi", 2, marks=pytest.mark.night),
