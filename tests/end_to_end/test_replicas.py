@@ -21,7 +21,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import TOKENIZE
 from pipeline.slots import read_statuses
 
-pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day test_start_lines.py and test_takeover.py have two
+pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day test_start_lines.py has two
 
 NUM_REQUESTS = 150
 NUM_CLIENTS = 4
