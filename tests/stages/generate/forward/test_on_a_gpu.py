@@ -152,6 +152,7 @@ def test_a_wait_and_memory_of_the_host_are_noticed_in_a_recording(
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
+@pytest.mark.night
 def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_line_says_so(
     folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_l
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
+@pytest.mark.night
 def test_a_tensor_from_outside_of_a_recording_changes_the_tokens(
     folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
