@@ -23,7 +23,8 @@ from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
 from pipeline.slots import Status
 
-pytestmark = pytest.mark.slow
+# By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 CUBIC_TEMPLATE = """\
 {%- for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}
@@ -99,7 +100,6 @@ def test_grammars_are_checked_by_another_process_and_again_if_that_or_the_tokeni
         assert log.dead_letters(9) == [] and log.backlog(Inbox.submitted(log.names)) == 0
 
 
-@pytest.mark.night  # by day tests/stages/tokenize/test_worker.py has a request that takes too long
 def test_a_template_and_an_encoding_that_take_too_long_fail_alone(tmp_path: Path) -> None:
     with (
         running_server(Path(find_binary()), tmp_path) as server,
