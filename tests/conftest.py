@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
 from selection import chosen, group_of_file
+from werkzeug.routing import Rule
 
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import StreamLog
@@ -35,6 +36,15 @@ settings.load_profile("default")
 gc.disable()  # until all tests are collected: a tenth of the time for that, and hardly any of it is garbage
 # httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+# A route of werkzeug compiles functions that make its URL: 20 ms for each of a thousand apps, which make none.
+_compile_builder = Rule._compile_builder
+
+
+def _compile_late(rule: Rule, append_unknown: bool = True) -> Callable[..., Any]:
+    return lambda self, *values: _compile_builder(self, append_unknown).__get__(self, None)(*values)
+
+
+Rule._compile_builder = _compile_late  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
