@@ -40,8 +40,8 @@ httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_
 _compile_builder = Rule._compile_builder
 
 
-def _compile_late(rule: Rule, append_unknown: bool = True) -> Callable[..., Any]:
-    return lambda self, *values: _compile_builder(self, append_unknown).__get__(self, None)(*values)
+def _compile_late(self: Rule, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
+    return lambda self, **values: _compile_builder(self, append_unknown)(self, **values)
 
 
 Rule._compile_builder = _compile_late  # type: ignore[method-assign]
