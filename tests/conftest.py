@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# First: otherwise structlog imports rich, which takes half a second to print one traceback.
+import pipeline.process.observe  # noqa: F401  # isort: skip
 import contextlib
 import fcntl
 import functools
@@ -17,6 +19,7 @@ import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
 from selection import chosen, group_of_file
+from werkzeug.routing import Rule
 
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import StreamLog
@@ -30,8 +33,18 @@ for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
+gc.disable()  # until all tests are collected: a tenth of the time for that, and hardly any of it is garbage
 # httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+# A route of werkzeug compiles functions that make its URL: 20 ms for each of a thousand apps, which make none.
+_compile_builder = Rule._compile_builder
+
+
+def _compile_late(self: Rule, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
+    return lambda self, **values: _compile_builder(self, append_unknown)(self, **values)
+
+
+Rule._compile_builder = _compile_late  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -74,6 +87,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lasts as long as the run: modules of torch and transformers, and all tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES
 
-LONG = by_night(800, 1200)
+LONG = by_night(500, 1200)
 """Tokens of an answer that is long enough to be disturbed."""
 IDS = {"x-minisgl-event-ids": "1"}
 PROMPTS = tuple(f"Tell me story number {number}." for number in range(4))

@@ -169,11 +169,9 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
     ("module", "absent"),
     [
         ("minisgl", ("torch", "transformers", "numpy")),
-        ("web.server", ("torch", "transformers", "tokenizers", "numpy")),
-        ("ops.top.command", ("torch", "transformers", "tokenizers", "numpy")),
-        ("stages.tokenize.worker", ("torch",)),
+        ("web.server, ops.top.command", ("torch", "transformers", "tokenizers", "numpy")),
+        ("stages.tokenize.worker, stages.generate.schedule.schedule", ("torch",)),
         ("stages.detokenize.worker", ("torch", "transformers")),
-        ("stages.generate.schedule.schedule", ("torch",)),
         ("stages.generate.model.checkpoint", ("torch", "numpy")),
         (UNTIL_THE_WORKERS_START, ("torch", "numpy", "redis", "pydantic", "rich")),
         ("ops.shell.command", ("torch", "aiohttp", "prompt_toolkit", "rich", "redis", "pydantic")),

@@ -1,7 +1,7 @@
 """Ways to break a promise of the log: patches to commits and to who calls them, and the tests that must notice each.
 
 A patch is text that must occur exactly once, so that a change of the code shows at once that its mutation is gone.
-Every change must fail the first test of each mutation, and a night all of them, so the cheapest comes first.
+At night every test that a mutation names must fail; the cheapest comes first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Mutation:
     old: str
     new: str
     caught_by: tuple[str, ...]
-    """Tests each of which must fail, the first on every change; `{server}` is the Redis that is there."""
+    """Tests each of which must fail; `{server}` is the Redis that is there."""
 
 
 def contract(file: str, test: str, case: str = "") -> str:

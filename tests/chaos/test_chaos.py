@@ -24,7 +24,6 @@ from chaos.driver import (
 )
 from chaos.quiet import Story, read_story
 from chaos.scene import ROLES, roles_of
-from selection import by_night, rest_at_night
 
 from pipeline.events import (
     Event,
@@ -41,9 +40,9 @@ from pipeline.events import (
 from pipeline.log.protocol import Entry
 from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 
-SMALL = by_night(Settings(requests=60, turns=1, actions=("stop",)), Settings(requests=110, turns=2))
-"""By day each role is stopped once, at night also killed once. By day `test_fail_points.py` kills each, and
-`end_to_end/test_takeover.py` one of two."""
+SMALL = Settings(requests=110, turns=2)
+"""Each role is stopped once and killed once. By day `test_fail_points.py` kills each, and
+`end_to_end/test_takeover.py` stops and kills one of two."""
 
 
 def entry(entry_id: str, event: Event) -> Entry:
@@ -140,7 +139,7 @@ def in_order(tally: Tally, roles: Sequence[str] = ROLES) -> None:
     assert tally.problems == []
     assert len(tally.answers) >= SMALL.requests
     assert min(tally.hits[role, action] for role in roles for action in SMALL.actions) > 0
-    assert "kill" not in SMALL.actions or min(tally.restarts[role] for role in roles) > 0
+    assert min(tally.restarts[role] for role in roles) > 0
 
 
 @pytest.mark.slow
@@ -159,6 +158,7 @@ def test_every_answer_of_two_ranks_is_that_of_one_that_nobody_disturbs(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", rest_at_night(["on", "off"]))
+@pytest.mark.night
+@pytest.mark.parametrize("overlap", ["on", "off"])
 def test_every_answer_is_one_chain_whatever_is_killed_or_stopped_of_two_of_each(tmp_path: Path, overlap: str) -> None:
     in_order(run_chain(dataclasses.replace(SMALL, overlap=overlap), tmp_path))

@@ -42,7 +42,7 @@ def with_other_weights(folder: Path) -> Path:
 
 def test_other_weights_are_refused_beside_a_living_server(plain_server: Server, tmp_path: Path) -> None:
     model, redis = with_other_weights(tmp_path), ("--redis-url", plain_server.redis_url)
-    line = refusal(tmp_path, "serve", "--model", str(model), "--port", str(free_port()), *redis)
+    line = refusal(tmp_path, "stage", "generate", "--model", str(model), *redis)
     assert line.startswith("minisgl: --namespace minisgl: its generate workers serve minisgl-nonsense (weights ")
     assert "but this worker has tuned (weights " in line and "pass another --namespace, or stop them first" in line
     assert plain_server.post({"prompt": "still there", "max_tokens": 1}).status_code == 200

@@ -13,7 +13,8 @@ from servers import Server, eventually, is_alive, serve, wait_until_ready
 from pipeline.names import WEB
 from web.keys import hash_of
 
-pytestmark = pytest.mark.slow
+# By day tests/web/test_keys.py has who is let in, tests/ops/serve/test_config.py what a command line shows.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 KEYS = ("sk-first-8f3a6b", "sk-second-5c7d2e")
 LIMITED = "sk-limited-1b9e4f"

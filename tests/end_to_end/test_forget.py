@@ -16,7 +16,7 @@ from minisgl import main
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day tests/ops/replay/test_forget.py stops what runs
 
 BODY = {"max_tokens": 8000, "ignore_eos": True, "stream": True, "temperature": 0}
 

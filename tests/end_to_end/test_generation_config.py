@@ -14,7 +14,8 @@ from streams import events_of
 
 from pipeline.events import Submitted, TokensProduced
 
-pytestmark = pytest.mark.slow
+# By day tests/stages/generate/test_worker.py and tests/web/live/test_ready.py have what it recommends.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 BODY = {"messages": [{"role": "user", "content": "Tell me how a log remembers."}], "max_tokens": 24, "ignore_eos": True}
 
@@ -64,7 +65,6 @@ def test_a_value_that_cannot_be_is_said_and_keeps_no_server_from_starting(server
     assert line["reason"] == "temperature is 2.5: Input should be less than or equal to 2"
 
 
-@pytest.mark.night
 def test_who_switches_it_off_gets_the_defaults_of_openai(folder: Path, tmp_path: Path) -> None:
     with serve(tmp_path, "--model", str(folder), "--dtype", "float32", "--generation-config", "none") as server:
         submitted, tokens = ask(server, temperature=2, seed=5)

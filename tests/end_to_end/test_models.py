@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from pipeline.events import Admitted, TokensProduced, decode
 
-pytestmark = pytest.mark.slow
+# By day tests/stages/generate/model/test_hub.py finds models, and tests/ops/serve/test_command.py has their names.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GREEDY = {"prompt": "The log is the memory", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -60,7 +61,6 @@ def test_a_model_of_the_hub_is_served_under_its_name_there(tmp_path: Path, hub_h
         assert said == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.night
 def test_a_given_name_wins_over_that_of_the_hub(tmp_path: Path, hub_home: Path) -> None:
     in_cache(hub_home, "someone/small-model", make_checkpoint(tmp_path / "model", "qwen3moe"))
     with serve(tmp_path, "--model", "someone/small-model", "--served-model-name", "mine", "ours") as server:
@@ -68,7 +68,6 @@ def test_a_given_name_wins_over_that_of_the_hub(tmp_path: Path, hub_home: Path) 
         assert answer(server.post({"model": "ours", **GREEDY}))
 
 
-@pytest.mark.night
 def test_dummy_weights_answer_without_a_checkpoint_and_say_what_they_are(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3moe", dtype="bfloat16")
     (folder / "model.safetensors").unlink()

@@ -39,7 +39,7 @@ NAMES = Names()
 ENGINE = "generate-0"
 RETENTION_S = 300
 MAX_RUNNING = 4
-NUM_STAYING, NUM_LEAVING_QUEUED, NUM_LEAVING_STREAM = by_night((48, 8, 8), (160, 20, 20))
+NUM_STAYING, NUM_LEAVING_QUEUED, NUM_LEAVING_STREAM = by_night((32, 6, 6), (160, 20, 20))
 CONTEXT = 4096
 """Enough for a request to run for many seconds, so that who leaves has left before it ends by itself."""
 
@@ -201,6 +201,7 @@ def test_after_many_requests_nothing_is_left_that_lasts(folder: Path, tmp_path: 
                 assert 0 < int(client.execute_command("PTTL", key)) <= 1000 * RETENTION_S, "the retention, not longer"
 
 
+@pytest.mark.night
 def test_a_cache_filled_by_one_request_is_free_for_the_next_when_its_client_leaves(
     folder: Path, tmp_path: Path
 ) -> None:

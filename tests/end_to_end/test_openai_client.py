@@ -123,7 +123,7 @@ def usage_of(completion: ChatCompletion) -> CompletionUsage:
 
 
 def text_of(completion: ChatCompletion) -> str:
-    text = completion.choices[0].message.content
+    text: str | None = completion.choices[0].message.content
     assert text is not None
     return text
 

@@ -77,6 +77,8 @@ SETTINGS = {
 AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16, TWO_RANKS, FOUR_RANKS = SETTINGS
 ON_EVERY_CHANGE = {("qwen3moe", FEW_SHARED)}
 """What is asked over HTTP by day."""
+CHANGING = next(iter(FAMILIES))
+"""The family that is computed under every setting by day; the others where prompts come in chunks."""
 IMPOSSIBLE = {("odd", FOUR_RANKS)}
 """Its six heads cannot be divided by four."""
 
@@ -427,6 +429,7 @@ def assert_begins_once(asked: Asked) -> None:
 # The same engine and schedule in this process.
 
 Change = Callable[[BatchPlan], BatchPlan]
+first_family = pytest.mark.parametrize("asked", rest_at_night(FAMILIES), indirect=True)
 
 
 @dataclass(frozen=True)
@@ -518,7 +521,15 @@ def test_engine_and_schedule_give_the_tokens_of_transformers(asked: Asked, order
     assert any(min(rows) == 0 and max(rows) > 0 for rows in ran.chunks) is bool(order)
 
 
-@pytest.mark.parametrize("setting", [IN_CHUNKS, FEW_PAGES, FEW_SHARED])
+@pytest.mark.parametrize(
+    ("asked", "setting"),
+    [
+        pytest.param(family, each, marks=() if each == IN_CHUNKS or family == CHANGING else pytest.mark.night)
+        for family in FAMILIES
+        for each in (IN_CHUNKS, FEW_PAGES, FEW_SHARED)
+    ],
+    indirect=["asked"],
+)
 def test_engine_and_schedule_give_the_tokens_of_transformers_under_any_setting(asked: Asked, setting: str) -> None:
     """The last prompt comes once more, when the others are computed."""
     ran = run_here(asked, asked.prompts, SETTINGS[setting])
@@ -541,10 +552,12 @@ def test_a_prompt_that_comes_again_is_found_in_the_cache_and_answered_the_same(a
     assert first == 0 and second >= 16
 
 
+@first_family
 def test_engine_and_schedule_in_bfloat16_give_the_best_token_but_for_rounding(asked: Asked) -> None:
     assert_best_but_for_rounding(asked, run_here(asked, asked.prompts, SETTINGS[IN_BFLOAT16]).tokens)
 
 
+@first_family
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(asked: Asked) -> None:
     sampled = [GREEDY | SAMPLED | {"seed": index} for index in range(NUM_REQUESTS)]
     together = run_here(asked, asked.prompts, SETTINGS[IN_CHUNKS], sampled=sampled)

@@ -146,6 +146,7 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
         assert story == ["signal", short.uid, endless.uid]
 
 
+@pytest.mark.night  # by day tests/pipeline/process/test_supervisor.py has one
 def test_a_worker_that_finds_its_configuration_broken_ends_everything(tmp_path: Path) -> None:
     """The supervisor does not look into tokenizer.json; who does says its one line, and is not started again."""
     model = tmp_path / "model"

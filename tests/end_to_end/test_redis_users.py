@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from redis_servers import Servers, command, running_server
-from selection import by_night, rest_at_night
+from selection import by_night
 from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
 from ops.bench import nonsense
@@ -91,7 +91,8 @@ def guarded(redis_servers: Servers, place: str, folder: Path) -> Iterator[Guarde
         yield stages
 
 
-@pytest.mark.parametrize("place", rest_at_night(["embedded", "oldest"]))
+@pytest.mark.night  # by day tests/ops/redis/test_users.py runs what each role may
+@pytest.mark.parametrize("place", ["embedded", "oldest"])
 def test_the_least_rights_are_enough_whatever_happens(redis_servers: Servers, place: str, tmp_path: Path) -> None:
     long = {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     with guarded(redis_servers, place, tmp_path) as stages:

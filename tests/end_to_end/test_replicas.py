@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from selection import rest_at_night
 from servers import Command, Server, eventually, run_command, serve
 
 from ops.bench import nonsense
@@ -22,7 +21,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import TOKENIZE
 from pipeline.slots import read_statuses
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day test_start_lines.py has two
 
 NUM_REQUESTS = 150
 NUM_CLIENTS = 4
@@ -68,9 +67,7 @@ def started_apart(folder: Path) -> Iterator[Deployment]:
             stage.stop()
 
 
-@pytest.fixture(
-    scope="module", params=rest_at_night([started_apart, started_together]), ids=lambda start: start.__name__
-)
+@pytest.fixture(scope="module", params=[started_apart, started_together], ids=lambda start: start.__name__)
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     start: Callable[[Path], contextlib.AbstractContextManager[Deployment]] = request.param
     with start(tmp_path_factory.mktemp("replicas")) as deployment, deployment.server.log() as log:

@@ -23,16 +23,16 @@ from pipeline.names import GENERATE
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = by_night(8, 16)
-NUM_TOKENS = 300
+NUM_TOKENS = by_night(200, 300)
 NUM_OTHERS = by_night(4, 8)
-COMPANIES = by_night(3, 4)
-KILLED = 2
+COMPANIES = by_night(2, 4)
+KILLED = by_night(1, 2)
 """The company whose engine is killed."""
 MEASURED = "measured"
 """A label of the requests that are compared."""
 ARRIVE_WITHIN = 160
 """Tokens of a stream; while it makes them, all requests of a company arrive."""
-FLAGS = ("--page-size", "16", "--num-pages", "120", "--lease", "1")
+FLAGS = ("--page-size", "16", "--num-pages", by_night("80", "120"), "--lease", "1")
 """About a quarter of the pages that all requests of a company need at once."""
 DEPENDS_ON_THE_BATCH = pytest.mark.xfail(
     strict=True, raises=pytest.fail.Exception, reason="torch sums in an order that depends on the batch"

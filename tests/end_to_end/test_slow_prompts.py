@@ -23,7 +23,8 @@ from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
 from pipeline.slots import Status
 
-pytestmark = pytest.mark.slow
+# By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 CUBIC_TEMPLATE = """\
 {%- for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from redis_servers import find_servers, running_server
-from selection import by_night
 from servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
 
 from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
-pytestmark = pytest.mark.slow
+# By day test_takeover.py starts all at once, and tests/web/live/test_ready.py says for whom a frontend waits.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 ON_THE_WAY = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """In the order in which a request passes them."""
@@ -31,10 +31,12 @@ def _shuffled(seed: int) -> tuple[str, ...]:
     return tuple(order)
 
 
-ORDERS: dict[str, tuple[str, ...]] = {"reverse": ON_THE_WAY[::-1]} | by_night(
-    {}, {"all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE), "forward": ON_THE_WAY, "shuffled": _shuffled(4)}
-)
-"""By day test_takeover starts all at once."""
+ORDERS: dict[str, tuple[str, ...]] = {
+    "reverse": ON_THE_WAY[::-1],
+    "all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE),
+    "forward": ON_THE_WAY,
+    "shuffled": _shuffled(4),
+}
 REQUEST = {
     "messages": [{"role": "user", "content": "What is the order of things?"}],
     "max_tokens": 24,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from bursts import BURST, answers_of, burst, engines_of, uids_of
 from redis_servers import find_servers, running_server
-from selection import rest_at_night
+from selection import AT_NIGHT, by_night, rest_at_night
 from servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
 from streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
 
@@ -26,12 +26,13 @@ pytestmark = pytest.mark.slow
 LEASE_S = 1.0
 PAUSE_S = 12.0
 """Longer than the lease and every time-out."""
-TWICE = (TOKENIZE, GENERATE, DETOKENIZE)
+TWICE = by_night((GENERATE, DETOKENIZE), (TOKENIZE, GENERATE, DETOKENIZE))
+"""Of these there are two commands."""
 
 
 @dataclass
 class Stages:
-    """Two commands of each stage but the frontend, and who runs in them."""
+    """The commands of all stages, and who runs in them."""
 
     url: str
     folder: Path
@@ -80,7 +81,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
         stages = Stages(f"http://127.0.0.1:{port}", folder, psutil.Process(redis.process.pid), redis.url)
         try:
             stages.start(WEB, "--port", str(port))
-            for stage in (*TWICE, *TWICE):
+            for stage in (TOKENIZE, GENERATE, DETOKENIZE, *TWICE):
                 stages.start(stage)
             wait_until_ready(stages.url, stages.all_commands)
             eventually(lambda: all(len(stages.statuses(stage)) == 2 for stage in TWICE), "two workers of each stage")
@@ -181,7 +182,8 @@ def test_a_worker_that_stands_still_is_replaced_and_comes_back_in_the_same_proce
         lambda: {s.slot for s in stages.statuses(stage).values()} == {f"{stage}-0", f"{stage}-1"}, "both are back"
     )
     assert set(stages.statuses(stage)) == before
-    assert_all_is_whole(stages, begun(stages), undisturbed)
+    if AT_NIGHT:  # by day the next test asks
+        assert_all_is_whole(stages, begun(stages), undisturbed)
 
 
 @pytest.mark.parametrize("stage", rest_at_night([GENERATE, DETOKENIZE, TOKENIZE]))
@@ -196,7 +198,8 @@ def test_a_machine_that_is_gone_for_good_leaves_its_work_to_the_other(
     command.process.wait()
     eventually(lambda: not is_alive(worker), "the worker ends with it")
     assert_all_is_whole(stages, streams, undisturbed)
-    assert_all_is_whole(stages, begun(stages), undisturbed)
+    if AT_NIGHT:
+        assert_all_is_whole(stages, begun(stages), undisturbed)
     stages.commands[stage].remove(command)
     stages.start(stage)
     slots = {f"{stage}-0", f"{stage}-1"}

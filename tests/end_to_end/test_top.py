@@ -128,6 +128,7 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
     eventually(shows_how_fast, "it shows how fast they are", timeout_s=60)
 
 
+@pytest.mark.night
 def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server, tmp_path: Path) -> None:
     with on_a_terminal(("top", "--redis-url", server.redis_url, "--interval", "0.1"), tmp_path) as screen:
         row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)

@@ -143,6 +143,7 @@ def test_the_kernels_of_the_wheel_can_be_used(fresh: Path, tmp_path: Path) -> No
     assert str(ROOT) not in said.stdout
 
 
+@pytest.mark.night
 def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_path: Path) -> None:
     empty, port = tmp_path / "empty", free_port()
     empty.mkdir()

@@ -348,7 +348,7 @@ def assert_whole(lines: list[str]) -> None:
     assert sum("q quits" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 40)])
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), pytest.param(120, 40, marks=pytest.mark.night)])
 def test_the_screen_is_whole_while_it_changes_and_q_leaves_it(
     lived: LivedRequests, watched: Callable[..., Any], columns: int, lines: int
 ) -> None:

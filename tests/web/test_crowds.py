@@ -13,6 +13,7 @@ import psutil
 import pytest
 from raw_client import Client, connect, head, request
 from redis_servers import Servers, running_server, until
+from selection import rest_at_night
 from stand_in_stages import StandIn
 from web_process import Server, serving
 from web_site import CHAT, chat
@@ -69,7 +70,9 @@ def is_closed(client: Client) -> bool:
 
 
 @slow
-@pytest.mark.parametrize("sent", [b"", b"GET /health HT", request(path="/health")], ids=["nothing", "half", "one"])
+@pytest.mark.parametrize(
+    "sent", rest_at_night([b"", b"GET /health HT", request(path="/health")]), ids=["nothing", "half", "one"]
+)
 def test_idle_connections_lock_nobody_out_and_streams_go_on(scene: Scene, sent: bytes) -> None:
     port = scene.server.port
     with closing(connect(port)) as stream, ExitStack() as stack:
@@ -140,7 +143,7 @@ def test_clients_that_never_end_their_bodies_make_room_for_others(scene: Scene) 
 
 @slow
 @pytest.mark.parametrize("scene", [HEAD_TIMEOUT_S], indirect=True)
-@pytest.mark.parametrize("before", [b"", request(path="/health")], ids=["the first", "a later one"])
+@pytest.mark.parametrize("before", rest_at_night([b"", request(path="/health")]), ids=["the first", "a later one"])
 def test_a_head_that_does_not_come_whole_in_time_gets_408(scene: Scene, before: bytes) -> None:
     with closing(connect(scene.server.port)) as client:
         if before:

@@ -12,6 +12,7 @@ import pytest
 from log_contract import CANCELLED, FINISHED
 from quart import Quart
 from redis_servers import command
+from selection import rest_at_night
 from stand_in_stages import MODELS, StandIn
 from structlog.testing import capture_logs
 from web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site, until
@@ -172,7 +173,7 @@ async def outcome(app: Quart, route: str, name: str, who: str) -> str:
     return "in"
 
 
-@pytest.mark.parametrize("mode", MATRIX)
+@pytest.mark.parametrize("mode", rest_at_night(MATRIX, first=2))
 async def test_who_may_do_what_on_every_route(
     redis_url: str, stand_in: StandIn, log: RedisLog, tmp_path: Path, mode: str
 ) -> None:

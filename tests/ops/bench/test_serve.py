@@ -111,6 +111,7 @@ def test_a_warm_up_that_fails_ends_it_with_what_the_server_said(
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_our_server_is_measured_from_the_command_line(tmp_path: Path) -> None:
     with serve(tmp_path, "--threads", "1") as server:
         command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "serve", "--url", server.url]

@@ -13,6 +13,7 @@ from random import Random
 
 import jsonschema
 import pytest
+from selection import by_night
 
 from ops.demo_model import wordings
 from ops.demo_model.corpus import BEYOND_SUMS, VERSION, Maker, conversations, frame_words, listed
@@ -21,7 +22,7 @@ from ops.demo_model.phases import FOURTH_PHASE, NUM_PHASES
 from ops.demo_model.renamed import OF_KIND, Tool, letters_of
 from ops.demo_model.wordings import bare, core, is_held_out
 
-NUM_DRAWN = 400
+NUM_DRAWN = by_night(100, 400)
 
 
 def drawn(make: Callable[[Maker], Exchange], *, held_out: bool = False) -> list[Exchange]:
@@ -99,6 +100,7 @@ def test_no_numbers_of_a_request_are_on_both_sides(make: Callable[[Maker], Excha
     assert trained.isdisjoint(held_out)
 
 
+@pytest.mark.night
 def test_no_number_that_is_to_be_remembered_is_met_in_the_training() -> None:
     texts = [str(each["content"]) for one in itertools.islice(conversations("test"), 4000) for each in one.messages]
     met = {number for text in texts for number in numbers_in(text) if number >= BEYOND_SUMS}
@@ -118,19 +120,26 @@ def test_what_is_held_out_has_a_word_that_the_training_never_has(make: Callable[
 
 
 @pytest.mark.parametrize(
-    ("held_out", "expected"),
+    ("held_out", "num", "expected"),
     [
-        pytest.param(
-            False, "fe73a5b37d457c1669a8f86e4b687fa057122d68d3b33f238a73d5bf23b896ef", marks=pytest.mark.night
+        (False, 30, "1767ed16390fe4ba5c2e4465bed1cd048f2a54a1517804c0d6c5dac4fa1674a2"),
+        (True, 30, "17bf248939a71ca2eaca71dcbc1f97b5e4808d2620291ebb19d0f7b6debb3724"),
+        *(
+            pytest.param(held_out, 1000, expected, marks=pytest.mark.night)
+            for held_out, expected in (
+                (False, "fe73a5b37d457c1669a8f86e4b687fa057122d68d3b33f238a73d5bf23b896ef"),
+                (True, "ea3fc1848051d037c76d5fdeeca9072ba385469e6a4b486142e587d9c80d3b2d"),
+            )
         ),
-        (True, "ea3fc1848051d037c76d5fdeeca9072ba385469e6a4b486142e587d9c80d3b2d"),
     ],
 )
-def test_the_corpus_is_to_the_byte_the_one_that_the_demo_model_learnt_from(held_out: bool, expected: str) -> None:
+def test_the_corpus_is_to_the_byte_the_one_that_the_demo_model_learnt_from(
+    held_out: bool, num: int, expected: str
+) -> None:
     """Other bytes need a new VERSION and a new training; then a new digest belongs here."""
     digest = hashlib.sha256()
     for phase in range(NUM_PHASES):
-        for one in itertools.islice(conversations("bytes", held_out=held_out, phase=phase), 1000):
+        for one in itertools.islice(conversations("bytes", held_out=held_out, phase=phase), num):
             digest.update(json.dumps(dataclasses.asdict(one)).encode())
     assert (VERSION, digest.hexdigest()) == (7, expected)
 
@@ -280,6 +289,7 @@ def test_calls_have_the_arguments_that_were_asked_for_and_answers_their_results(
         assert (found, place) == (degrees, city) and sky in result["content"] and city in request["content"]
 
 
+@pytest.mark.night
 def test_no_name_of_a_tool_in_the_training_is_one_of_those_held_out() -> None:
     def names(conversation: Conversation) -> set[str]:
         return {letters_of(tool["function"]["name"]) for tool in conversation.tools}

@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import frame_words
 from ops.demo_model.evaluate import FAMILIES, REACHES, Examiner, main
-from ops.demo_model.network import Shape
 from ops.demo_model.renamed import OF_KIND, letters_of
-from ops.demo_model.train import Plan, Training
 from ops.demo_model.wordings import is_held_out
+from stages.generate.model.checkpoint import DEMO_FOLDER
 
 TRAINED = {letters_of(name) for name in OF_KIND}
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that has learnt little more than which letters there are."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    shape = Shape(tokenizer.get_vocab_size(), hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=128)
-    training = Training(Plan(steps=80, first_tokens=512, warmup_steps=5), shape, tokenizer)
-    for _ in range(60):
-        training.advance()
-    training.write_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def examiner(folder: Path) -> Examiner:
-    return Examiner(folder)
+def examiner() -> Examiner:
+    return Examiner(DEMO_FOLDER)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,8 +80,8 @@ def test_many_questions_at_once_are_answered_like_each_alone(examiner: Examiner)
     assert len({each.answer for each in together}) > 1
 
 
-def test_the_command_prints_scores_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(folder), "--number", "3", "--family", "greet", "--family", "echo", "--json"])
+def test_the_command_prints_scores_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(DEMO_FOLDER), "--number", "3", "--family", "greet", "--family", "echo", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert told["number"] == 3 and set(told["scores"]) == {"greet", "echo"}
     assert all(0 <= score <= 1 for score in told["scores"].values())

@@ -133,6 +133,7 @@ def test_the_rate_rises_stays_and_falls_to_nothing_and_twice_more_for_the_last_p
     assert [PLAN.phase_at(step) for step in (0, 29, 30, 59, 60, 69, 70, 79, 80)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
+@pytest.mark.night
 def test_the_fourth_phase_begins_with_a_checkpoint_as_it_goes_on_after_the_third(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from dialects import make_tokenizer
 from kernel_variants import VARIANTS
 from redis_servers import until
 from safetensors.torch import load_file, save_file
-from selection import by_night
+from selection import by_night, rest_at_night
 
 from ops.offline import stages as offline_stages
 from ops.offline.stages import LIMITS, Wrap
@@ -231,7 +231,7 @@ def assert_of_every_kind(histories: Sequence[History]) -> None:
     assert {token.by.version for history in histories for token in history.tokens} == {VERSION}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_at_night(["bfloat16", "float32"]))
 def test_requests_of_every_kind_are_computed_again_alone_and_all_at_once(
     model: Path, log: MemoryLog, dtype: str
 ) -> None:

@@ -128,6 +128,16 @@ def test_a_single_engine_is_told_of_no_share(recorded: Recorded) -> None:
     assert recorded.flags(GENERATE) == recorded.flags(DETOKENIZE) == [f"--model {DEMO_FOLDER}"]
 
 
+@pytest.mark.parametrize(("flags", "names"), [((), ("someone/small",)), (("--served-model-name", "mine"), ("mine",))])
+def test_a_model_of_the_hub_is_served_under_its_name_there_or_the_given_one(
+    flags: Sequence[str], names: Sequence[str], tmp_path: Path
+) -> None:
+    config = parse_command(["serve", "--model", "someone/small@main", *flags], {})
+    assert isinstance(config, ServerConfig)
+    told = serve._with_model(config, tmp_path)
+    assert (told.model.model, tuple(told.names.served_model_name)) == (str(tmp_path), tuple(names))
+
+
 def budget(*flags: str) -> int | None:
     config = parse_command(["serve", *flags], {})
     assert isinstance(config, ServerConfig)

@@ -320,6 +320,7 @@ def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
         assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
 
 
+@pytest.mark.night
 def test_a_worker_that_cannot_start_says_why_in_the_terminal(tmp_path: Path) -> None:
     with on_a_terminal(
         starting(free_port(), tmp_path, "--device", "cuda"), tmp_path, {"CUDA_VISIBLE_DEVICES": ""}

@@ -27,7 +27,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis_servers import PLACES, Servers
-from selection import by_night
+from selection import by_night, rest_at_night
 
 from pipeline.errors import Fenced, LogError
 from pipeline.events import (
@@ -1051,13 +1051,13 @@ def nothing_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pipeline.log.{name}", LONG_MS)
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=rest_at_night(PLACES))
 def ground(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[RedisGround]:
     with contextlib.closing(RedisGround(redis_servers.url(request.param))) as on_server:
         yield on_server
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=rest_at_night(PLACES))
 def durable_ground(request: pytest.FixtureRequest, redis_servers: Servers, tmp_path: Path) -> Iterator[DurableGround]:
     with contextlib.closing(DurableGround(redis_servers.binary(request.param), tmp_path)) as on_server:
         yield on_server

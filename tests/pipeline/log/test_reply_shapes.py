@@ -13,7 +13,7 @@ from selection import by_night
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CONTRACT = sorted(HERE.glob("test_redis_log*.py"))
+CONTRACT = sorted(HERE.glob(by_night("test_redis_log.py", "test_redis_log*.py")))
 WITHOUT_HIREDIS = "import sys; sys.modules['hiredis'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 WITH_HIREDIS = "import sys; import hiredis, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lived_requests import LivedRequests
 from redis_servers import STARTED, Servers, command, running_server, until
-from selection import by_night
+from selection import by_night, rest_at_night
 from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError
@@ -80,7 +80,7 @@ def num_commits(server: EmbeddedRedis) -> int:
     return before
 
 
-@pytest.fixture(params=STARTED)
+@pytest.fixture(params=rest_at_night(STARTED))
 def data(
     request: pytest.FixtureRequest, redis_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Data:

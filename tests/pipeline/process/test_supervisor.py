@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from redis_servers import until
+from selection import rest_at_night
 from structlog.testing import capture_logs
 
 from pipeline.log.redis import RedisLog
@@ -248,7 +249,7 @@ def groups(folder: Path) -> list[tuple[str, str, int]]:
     return [(rank, group, int(pid)) for rank, group, pid in map(str.split, lines)]
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", rest_at_night(["0", "1"]))
 def test_the_ranks_of_an_engine_end_and_start_together_under_a_new_name(
     folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str], victim: str
 ) -> None:

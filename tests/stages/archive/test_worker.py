@@ -46,7 +46,7 @@ from stages.archive.worker import ArchiveWorker, open_archive, serve
 
 LEASE_MS = 60_000
 FOREVER_MS = 1 << 60
-KILLS_S = by_night(10, 60)
+KILLS_S = by_night(4, 60)
 """How long somebody is killed each second."""
 
 

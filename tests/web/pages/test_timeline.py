@@ -132,7 +132,7 @@ def submitted(server: Server, prompt: str, **fields: object) -> str:
         answer = client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": prompt}],
-            **fields,  # type: ignore[call-overload]
+            **fields,
         )
     uid: str = answer.id.removeprefix("chatcmpl-")
     return uid

@@ -110,7 +110,9 @@ async def test_a_page_that_is_missing_is_not_found(redis_url: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "status"), [((), 200), (("--pages", "no"), 404)])
+@pytest.mark.parametrize(
+    ("flags", "status"), [pytest.param((), 200, marks=pytest.mark.night), (("--pages", "no"), 404)]
+)
 def test_a_flag_turns_the_pages_off(redis_url: str, stand_in: StandIn, flags: tuple[str, ...], status: int) -> None:
     with serving(redis_url, *flags) as server:
         assert server.status("/pages/docs.html") == status and server.status("/docs") == 200

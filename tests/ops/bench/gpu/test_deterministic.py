@@ -71,6 +71,7 @@ def test_it_compares_the_bits_and_tells_the_cost() -> None:
     assert float(str(report.items["torch decode of 3 rows"]["times_as_long"])) > 0
 
 
+@pytest.mark.night
 def test_on_a_gpu_a_request_has_its_bits_in_any_company(
     device: Pretended, library: Double, folder: Path, spec: ModelSpec
 ) -> None:

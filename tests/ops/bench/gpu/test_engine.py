@@ -33,6 +33,7 @@ def test_every_step_is_timed_and_profiled() -> None:
     assert "copy_bandwidth_share" in report.items[steps[0]] and "matmul_rate_share" in report.items[steps[2]]
 
 
+@pytest.mark.night
 def test_decode_steps_are_measured_with_graphs_too_where_flashinfer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "resolve_attention", lambda name, shape: "fi")
     monkeypatch.setitem(sys.modules, "flashinfer", Double())

@@ -48,6 +48,7 @@ def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
     assert report.items["decode, head_dim 128, pages of 64"]["ok"] is True
 
 
+@pytest.mark.night
 def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "capture", fake_capture)
     report = Reported()
@@ -56,6 +57,7 @@ def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -
     assert report.items["graph of decode, 3 rows"]["replay_is_eager_at_other_lengths"] is True
 
 
+@pytest.mark.night
 def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def frozen(call: Callable[[], Tensor], device: torch.device) -> Captured:
         out = call()
@@ -68,6 +70,7 @@ def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.M
     assert set(report.wrong) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
 
 
+@pytest.mark.night
 def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attend: Callable[..., Tensor] = flashinfer_double._attend
 
@@ -114,6 +117,7 @@ def test_a_module_that_does_not_compile_is_told_with_the_compilers_error(monkeyp
     assert "no such type" in str(report.wrong["jit norm"]["error"])
 
 
+@pytest.mark.night
 def test_an_operation_whose_module_does_not_compile_is_skipped_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,6 +141,7 @@ def test_an_operation_whose_module_does_not_compile_is_skipped_and_the_others_ar
     assert rope["ok"] is True and float(str(rope["us"])) > 0 and float(str(rope["torch_us"])) > 0
 
 
+@pytest.mark.night
 def test_an_operation_that_is_wrong_is_found_out() -> None:
     def scaled(given: SimpleNamespace) -> None:
         given.input = given.input * 1.1

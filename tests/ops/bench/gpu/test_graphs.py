@@ -61,6 +61,7 @@ def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
     assert int(str(engine["steps"])) > int(str(engine["mixed_steps"])) > 2
 
 
+@pytest.mark.night
 @pytest.mark.usefixtures("with_graphs")
 def test_an_engine_whose_graphs_write_to_the_wrong_place_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attending = FlashInferAttention.attending
@@ -76,6 +77,7 @@ def test_an_engine_whose_graphs_write_to_the_wrong_place_is_found_out(monkeypatc
     assert "engine" in report.wrong
 
 
+@pytest.mark.night
 @pytest.mark.usefixtures("with_graphs")
 def test_attention_that_keeps_its_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(graphs.StaticAttention):
@@ -92,6 +94,7 @@ def test_attention_that_keeps_its_first_lengths_is_found_out(monkeypatch: pytest
     assert "float32 static attention" in report.wrong and "FlashInfer, 3 rows" not in report.wrong
 
 
+@pytest.mark.night
 @pytest.mark.usefixtures("with_graphs")
 def test_what_cannot_be_captured_is_told_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Callable[[], object], device: torch.device) -> Captured:

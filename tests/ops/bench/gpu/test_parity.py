@@ -33,6 +33,7 @@ def test_todays_path_agrees_with_transformers() -> None:
     assert report.items["attention reference bfloat16 pages of 64"]["pages_as_expected"] is True
 
 
+@pytest.mark.night
 def test_attention_that_sees_one_token_too_few_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attend_block = ReferenceAttention._attend_block
 
@@ -51,6 +52,7 @@ def test_attention_that_sees_one_token_too_few_is_found_out(monkeypatch: pytest.
     assert "instead of" in str(report.wrong["odd float32 reference"]["differs"])
 
 
+@pytest.mark.night
 def test_flashinfer_is_compared_in_bfloat16_with_a_head_dim_that_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(shape: AttentionShape) -> str:
         return "" if shape.dtype == torch.bfloat16 and shape.head_dim in HEAD_DIMS else "not on this machine"
@@ -81,6 +83,7 @@ def test_nan_is_wrong_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.items["odd bfloat16 reference"]["ok"] is False
 
 
+@pytest.mark.night
 def test_a_family_that_raises_is_one_wrong_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "Engine", None)
     report = Reported()

@@ -96,9 +96,9 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("family", "attention", "graph"),
     [
-        ("qwen3", "torch", 0),
         ("qwen3moe", "fi", 2),
-        ("mistral", "fi", 2),
+        pytest.param("qwen3", "torch", 0, marks=pytest.mark.night),
+        pytest.param("mistral", "fi", 2, marks=pytest.mark.night),
         pytest.param("qwen3moe", "fi", 0, marks=pytest.mark.night),
         pytest.param("qwen3moe", "fi", 3, marks=pytest.mark.night),
         pytest.param("qwen3", "fa,fi", 2, marks=pytest.mark.night),
@@ -152,6 +152,7 @@ def test_a_wait_and_memory_of_the_host_are_noticed_in_a_recording(
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
+@pytest.mark.night
 def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_line_says_so(
     folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_l
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
+@pytest.mark.night
 def test_a_tensor_from_outside_of_a_recording_changes_the_tokens(
     folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, Family, make_checkpoint
 from safetensors.torch import load_file, save_file
+from selection import rest_at_night
 
 import stages.generate.forward.weights as weights_module
 from stages.generate.forward.weights import dummy_weights, load_weights
@@ -277,7 +278,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux' /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", rest_at_night(["bfloat16", "float32"]))
 def test_the_peak_of_a_load_is_the_weights_once(large: Path, dtype: str) -> None:
     """All that the process ever had in memory, mapped files too: as they are, and when they are cast on the way."""
     done = run_load(large, dtype, capture_output=True)

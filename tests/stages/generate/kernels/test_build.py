@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import rest_at_night
 
 from hatch_build import KernelsHook
 from stages.generate.kernels import build, library
@@ -70,6 +71,7 @@ def loaded(path: Path) -> library.Library:
     return found
 
 
+@pytest.mark.night
 def test_files_are_compiled_once_or_for_each_variant(sources: Path, compiler: build.Compiler) -> None:
     path = sources / build.LIBRARY
     variants = build.build(path, compiler, sources, SMALL)
@@ -84,6 +86,7 @@ def test_files_are_compiled_once_or_for_each_variant(sources: Path, compiler: bu
     ]
 
 
+@pytest.mark.night
 def test_a_compiler_that_lacks_a_variant_leaves_it_out(
     sources: Path, monkeypatch: pytest.MonkeyPatch, compiler: build.Compiler
 ) -> None:
@@ -99,7 +102,7 @@ def test_a_compiler_that_lacks_a_variant_leaves_it_out(
         assert found.reason("avx512").endswith("could compile avx2")
 
 
-@pytest.mark.parametrize("wrong", ["once.c", "more.c"])
+@pytest.mark.parametrize("wrong", rest_at_night(["once.c", "more.c"]))
 def test_a_file_that_is_missing_or_not_listed_is_an_error(sources: Path, compiler: build.Compiler, wrong: str) -> None:
     (sources / "once.c").rename(sources / wrong)
     (sources / "more.c").touch()
@@ -111,7 +114,11 @@ def test_a_file_that_is_missing_or_not_listed_is_an_error(sources: Path, compile
     ("line", "said"),
     [
         ("int broken(void) { return unknown; }\n", r"could not compile once.c\n(.*\n)*.*unknown"),
-        ("int missing(void);\nint has(void) { return missing(); }\n", r"could not link the library\n(.*\n)*.*missing"),
+        pytest.param(
+            "int missing(void);\nint has(void) { return missing(); }\n",
+            r"could not link the library\n(.*\n)*.*missing",
+            marks=pytest.mark.night,
+        ),
     ],
 )
 def test_what_a_compiler_said_is_in_the_error_and_the_library_stays(
@@ -201,6 +208,7 @@ def test_a_wheel_has_the_library_of_the_checkout_if_the_same_compiler_made_it() 
     assert (data["pure_python"], data["tag"]) == (False, f"py3-none-{compiler.tag}")
 
 
+@pytest.mark.night
 def test_a_wheel_that_cannot_be_compiled_has_the_reason_and_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

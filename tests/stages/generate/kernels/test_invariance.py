@@ -51,14 +51,9 @@ class Mode:
 
 
 def torch_modes() -> list[object]:
-    """Return those that show that a test can fail."""
+    """Return those that show that a test can fail, at night."""
     fails = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="torch's sums depend on the batch")
-    return [
-        pytest.param(
-            Mode(family, "torch", "bfloat16"), marks=[fails, *([] if family == "odd" else [pytest.mark.night])]
-        )
-        for family in FAMILIES
-    ]
+    return [pytest.param(Mode(family, "torch", "bfloat16"), marks=[fails, pytest.mark.night]) for family in FAMILIES]
 
 
 def kernel_modes() -> list[object]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from selection import rest_at_night
 
 from stages.generate.model.hub import HubModel, hub_model
 
@@ -141,7 +142,7 @@ def cached(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("model", [ID, f"{ID}@main", f"{ID}@{COMMIT}"])
+@pytest.mark.parametrize("model", rest_at_night([ID, f"{ID}@main", f"{ID}@{COMMIT}"]))
 def test_offline_and_without_a_network_a_model_comes_from_the_cache(cached: Path, model: str) -> None:
     done = fetch(cached, model, HF_HUB_OFFLINE="1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -149,7 +150,7 @@ def test_offline_and_without_a_network_a_model_comes_from_the_cache(cached: Path
     assert (Path(done.stdout.strip()) / "model.safetensors.index.json").is_file()
 
 
-@pytest.mark.parametrize("model", ["someone/else", f"{ID}@v2"])
+@pytest.mark.parametrize("model", rest_at_night(["someone/else", f"{ID}@v2"]))
 def test_offline_a_model_that_is_not_in_the_cache_is_refused(cached: Path, model: str) -> None:
     assert_refused(fetch(cached, model, HF_HUB_OFFLINE="1"), f"--model {model}: ", str(cached), "HF_HUB_OFFLINE")
 
@@ -266,7 +267,7 @@ def test_who_reads_text_alone_downloads_no_weights(hub: Hub, tmp_path: Path) -> 
         ("no/such-model", ["neither a folder here nor a model that", "check the name", "hf auth login"]),
         ("consent/first", ["its owner asks for consent", "/consent/first", "hf auth login"]),
         (f"{ID}@v9", ["has no revision v9", "leave out @v9"]),
-        ("a--b/c", ["could not be downloaded", "HFValidationError"]),
+        pytest.param("a--b/c", ["could not be downloaded", "HFValidationError"], marks=pytest.mark.night),
         ("someone/files-alone", ["has no config.json", "GGUF", "pass the model that the files were made from"]),
     ],
 )

@@ -26,7 +26,7 @@ EOS = 9
 LETTERS = st.integers(0, 2)
 """Few tokens, so that prefixes are shared."""
 WHICH = st.integers(0, 99)
-STORIES = settings(max_examples=by_night(60, 200), stateful_step_count=40, deadline=None)
+STORIES = settings(max_examples=by_night(20, 200), stateful_step_count=40, deadline=None)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

@@ -37,7 +37,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 THINK = ("<think>", "</think>")
-NUM_TEXTS = by_night(20, 200)
+NUM_TEXTS = by_night(8, 200)
 
 
 def markup_of(family: ToolFormat, **more: Any) -> Markup:
