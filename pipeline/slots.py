@@ -275,7 +275,7 @@ class _Round(NamedTuple):
     give_up: GiveUp | None
 
 
-class Voice:
+class Heartbeat:
     """A thread, with a log of its own, that says how a worker is, three times within a lease and at each change."""
 
     def __init__(self, log: StreamLog, slot: str, owner: str, lease_ms: int) -> None:
@@ -310,7 +310,7 @@ class Voice:
             self._status = self._status.model_copy(update=changes)
             self._changed.notify()
 
-    def came_round(
+    def report_progress(
         self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
     ) -> None:
         """Tell the watchdog that the loop is alive. The next round may take *patience_s*, and *cpu_s* of CPU time.
@@ -359,7 +359,7 @@ class Voice:
         os._exit(EXIT_REPLACE)
 
 
-class Announcement(Voice):
+class Announcement(Heartbeat):
     """The status of a worker without a slot. It stands under the lowest free slot from *preferred* on."""
 
     def __init__(self, log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
@@ -378,7 +378,7 @@ class Announcement(Voice):
         self.leave()
 
 
-class SlotLease(Voice):
+class SlotLease(Heartbeat):
     """Holds a slot: renews the lease, publishes the status, watches the loop."""
 
     def __init__(
@@ -416,7 +416,7 @@ class SlotLease(Voice):
 
 
 class Says(Protocol):
-    """What publishes a status: a `Voice`, or what stands for several."""
+    """What publishes a status: a `Heartbeat`, or what stands for several."""
 
     def say(self, **changes: object) -> None: ...
 

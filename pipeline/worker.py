@@ -112,7 +112,7 @@ class WorkerProcess:
     def loading(self, detail: str, patience_s: float) -> Announcement:
         """Announce that the worker loads *detail*; the watchdog lets that take *patience_s*."""
         announcement = Announcement(self._lease_log, self._stage, self.lease_ms, preferred=self._preferred)
-        announcement.came_round(patience_s=patience_s)
+        announcement.report_progress(patience_s=patience_s)
         announcement.say(phase="loading", detail=detail)
         return announcement
 
@@ -159,7 +159,7 @@ def follow(
     reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order, most_tries, held)
     group_lost = True  # or not there yet
     while not stop and not slot_lease.lost.is_set():
-        slot_lease.came_round()
+        slot_lease.report_progress()
         try:
             if group_lost:
                 log.prepare(inbox)

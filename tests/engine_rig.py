@@ -152,7 +152,7 @@ class Scene:
             thread_log or self.another_log(),
             owner,
             lease_ms=lease_ms,
-            came_round=slot_lease.came_round,
+            report_progress=slot_lease.report_progress,
             measures=measures,
             serving=serving,
             commit_interval_s=commit_interval_s,

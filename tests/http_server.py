@@ -16,7 +16,7 @@ import web.connections
 from web.asgi import HttpConfig
 from web.connections import Connection, serve
 from web.listener import open_listener
-from web.seldom import Seldom
+from web.log_limiter import LogLimiter
 
 MOST = 100
 BODY_BYTES = 1 << 20
@@ -69,7 +69,7 @@ async def serving(
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
-    server = Server(0 if path else listener.getsockname()[1], HttpConfig(body_bytes, most, Seldom(), **more))
+    server = Server(0 if path else listener.getsockname()[1], HttpConfig(body_bytes, most, LogLimiter(), **more))
     stop = asyncio.Event()
     with _noting(server.connections):
         app: Any = answer if hasattr(answer, "startup") else Application(answer)

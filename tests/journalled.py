@@ -16,10 +16,10 @@ from pipeline.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
-from stages.generate.log_thread import Arrived, Ended, Flush, News
+from stages.generate.log_thread import Arrived, Ended, Flush, Update
 from stages.generate.pace import Pace
-from stages.generate.schedule.noted import NotedSchedule
 from stages.generate.schedule.plan import BatchPlan, Computed, RowScores, Work
+from stages.generate.schedule.recorded import RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, ScheduleLimits
 from stages.generate.worker import GenerateWorker
@@ -48,7 +48,7 @@ class Life:
 
     # as a log thread
 
-    def hear(self, timeout_s: float = 0.0) -> News | None:
+    def hear(self, timeout_s: float = 0.0) -> Update | None:
         chance = self.chance
         if self.here and chance.random() < 0.06:
             uid = self.here.pop(chance.randrange(len(self.here)))
@@ -93,7 +93,7 @@ class Life:
 
     # as a lease
 
-    def came_round(self, patience_s: float = 0.0) -> None: ...
+    def report_progress(self, patience_s: float = 0.0) -> None: ...
 
     def say(self, **_: Any) -> None: ...
 
@@ -138,10 +138,10 @@ def live(cache: str, num_steps: int, snapshot_every: int, seed: int = 0, *, over
     return life
 
 
-def run(life: Life, cache: str = "radix", snapshot_every: int = 1000, *, overlap: bool = False) -> NotedSchedule:
+def run(life: Life, cache: str = "radix", snapshot_every: int = 1000, *, overlap: bool = False) -> RecordedSchedule:
     """Let a worker live *life*; return its schedule."""
     limits = ScheduleLimits(64, 24, 6, max_running_requests=5, vocab_size=VOCABULARY)
-    schedule = NotedSchedule(make_cache(cache, 30, 4), limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
+    schedule = RecordedSchedule(make_cache(cache, 30, 4), limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
     silent = SimpleNamespace(**dict.fromkeys(("info", "warning", "error", "exception"), lambda *_, **__: None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.generate.worker.SNAPSHOT_EVERY", snapshot_every)

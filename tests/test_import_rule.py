@@ -29,7 +29,7 @@ WITH_TORCH = (
     "stages.generate.model.layers",
     "stages.generate.ranks.channel",
     "stages.generate.ranks.stores",
-    "stages.generate.ranks.ways",
+    "stages.generate.ranks.links",
     "stages.generate.resolve",
 )
 """Where tensors are. Everything else starts fast and small, and the schedule decides without them."""

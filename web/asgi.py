@@ -17,9 +17,9 @@ from hypercorn.protocol.events import Body, EndBody, Event, Request, Response, S
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import ConnectionState
 
-from web.crowd import BODIES_BYTES, LEAST_BYTES, Crowd, Proxies
+from web.connection_limit import BODIES_BYTES, LEAST_BYTES, ConnectionLimit, Proxies
 from web.keys import Keys
-from web.seldom import Seldom
+from web.log_limiter import LogLimiter
 
 __all__ = [
     "ASGIWrapper",
@@ -45,7 +45,7 @@ class HttpConfig(Config):
         self,
         max_body_bytes: int,
         most_connections: int,
-        seldom: Seldom,
+        log_limiter: LogLimiter,
         *,
         keys: Keys | None = None,
         proxies: Proxies | None = None,
@@ -58,4 +58,6 @@ class HttpConfig(Config):
         self.max_body_bytes = max_body_bytes
         self.keys, self.proxies = keys or Keys(), proxies or Proxies()
         most_bytes = max(BODIES_BYTES * max_body_bytes, LEAST_BYTES)
-        self.crowd = Crowd(most_connections, seldom, several_keys=self.keys.are_several, most_bytes=most_bytes)
+        self.connection_limit = ConnectionLimit(
+            most_connections, log_limiter, several_keys=self.keys.are_several, most_bytes=most_bytes
+        )

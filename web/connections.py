@@ -2,7 +2,7 @@
 
 while a request is answered  its client is read on, so that a disconnect is noticed at once
 an early answer              the rest of the body is read and dropped, for LINGER_S: closing would lose the answer
-no place                     see `web.crowd`; a probe is answered all the same
+no place                     see `web.connection_limit`; a probe is answered all the same
 
 A half-closed connection counts as a disconnect: a client that was killed sends nothing else.
 """
@@ -20,7 +20,7 @@ from quart import Quart
 from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, spread_s
 from web.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
-from web.crowd import address_of
+from web.connection_limit import address_of
 from web.listener import BACKLOG
 from web.live.turns import RoundRobin
 from web.protocol import RECEIVED_BYTES, Protocol, written
@@ -154,9 +154,9 @@ class Connection:
         """Why it may only ask for a probe, if so."""
 
     def takes_place(self) -> bool:
-        """Take a place in the crowd. If there is none, not even for a probe, refuse and close it."""
-        self.no_place = self.config.crowd.enter(self)
-        if self.no_place is None or self.config.crowd.keep(self):
+        """Take a place in the connection_limit. If there is none, not even for a probe, refuse and close it."""
+        self.no_place = self.config.connection_limit.enter(self)
+        if self.no_place is None or self.config.connection_limit.keep(self):
             return True
         with contextlib.suppress(OSError):
             self._socket.send(written(self.no_place, self.config))
@@ -178,9 +178,9 @@ class Connection:
         finally:
             self._head_came()
             self._stop_idle_timer()
-            self.config.crowd.waits(self)  # it may have to wait until the client has read its last answer
+            self.config.connection_limit.waits(self)  # it may have to wait until the client has read its last answer
             await self._close()
-            self.config.crowd.leave(self)
+            self.config.connection_limit.leave(self)
             self.no_place = None  # its traceback leads back here, and so does the protocol:
             self.__dict__.pop("protocol", None)  # only a full collection would free them
             self.__dict__.pop("_tasks", None)
@@ -197,13 +197,13 @@ class Connection:
         if self._is_cut:
             transport.abort()
         elif self.no_place is None:
-            self.config.crowd.waits(self)
+            self.config.connection_limit.waits(self)
             self._head_timer = loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
             self._idle_timer = loop.call_later(spread_s(IDLE_TIMEOUT_S), self._close_idle)
         else:
             self._head_timer = loop.call_later(KEPT_S, self.cut)
 
-    # as the crowd sees it
+    # as the connection limit sees it
 
     @property
     def is_exempt(self) -> bool:
@@ -229,9 +229,9 @@ class Connection:
             self.cut()
 
     def note_bytes(self) -> None:
-        """Tell the crowd how much it holds."""
+        """Tell the connection limit how much it holds."""
         num_bytes = self.protocol.num_bytes if self._lingering is None else 0
-        self.config.crowd.hold(self, num_bytes + self.writer.transport.get_write_buffer_size())
+        self.config.connection_limit.hold(self, num_bytes + self.writer.transport.get_write_buffer_size())
 
     # as its protocol sees it
 
@@ -251,8 +251,8 @@ class Connection:
         """Wait for a request from now on."""
         self._head_came()
         if self.is_proxy:
-            self.config.crowd.belongs(self, self._peer, self.config.crowd.most)
-        self.config.crowd.waits(self)
+            self.config.connection_limit.belongs(self, self._peer, self.config.connection_limit.most)
+        self.config.connection_limit.waits(self)
         self._stop_idle_timer()
         self._idle_timer = self._loop.call_later(spread_s(IDLE_TIMEOUT_S), self._close_idle)
         self._await_head()
@@ -262,7 +262,7 @@ class Connection:
         if self.no_place is None:
             self._head_came()
         self._stop_idle_timer()
-        self.config.crowd.works(self)
+        self.config.connection_limit.works(self)
 
     async def write(self, data: bytes) -> None:
         """Send *data*, and wait until the client has read most of it; without a lock where nobody waits for that."""
@@ -288,7 +288,7 @@ class Connection:
 
     async def close(self, *, lingers: bool) -> None:
         """Close it, once what was sent is gone, and if it *lingers*, the client has sent what it was about to."""
-        self.config.crowd.waits(self)
+        self.config.connection_limit.waits(self)
         await (self._linger() if lingers else self._close())
 
     # its end

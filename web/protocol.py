@@ -28,7 +28,7 @@ from web.asgi import (
     StreamClosed,
     TaskGroup,
 )
-from web.crowd import address_of
+from web.connection_limit import address_of
 from web.http1 import MOST_AHEAD_BYTES, Requests, refusal
 from web.keys import keys_in
 from web.routes.access import PLACE
@@ -96,7 +96,7 @@ class Protocol:
     async def turn(self) -> None:
         """Wait for a turn to look at what came."""
         if self._requests.their_state is h11.IDLE:
-            self._config.crowd.works(self._connection)  # it is not spare meanwhile
+            self._config.connection_limit.works(self._connection)  # it is not spare meanwhile
         await self._connection.turn()
 
     async def receive(self, data: bytes) -> None:
@@ -149,7 +149,7 @@ class Protocol:
 
     def views(self) -> None:
         """As Place.views."""
-        self._config.crowd.views(self._connection)
+        self._config.connection_limit.views(self._connection)
 
     def has_read(self) -> None:
         """As Place.has_read."""
@@ -188,7 +188,7 @@ class Protocol:
                 if isinstance(event, h11.Request):
                     await self._begin(event)
                 elif event is h11.NEED_DATA and self.has_begun_head:
-                    self._config.crowd.waits(self._connection)
+                    self._config.connection_limit.waits(self._connection)
                     break
                 elif isinstance(event, h11.ConnectionClosed) or event is h11.NEED_DATA or self._stream is None:
                     break
@@ -208,7 +208,7 @@ class Protocol:
         try:
             self._take_place(request)
         except RequestError as error:
-            await self.refuse(error, is_logged=False)  # there may be many, and the crowd has written a line
+            await self.refuse(error, is_logged=False)  # there may be many, and the connection limit has written a line
             return
         if connection.holder != holder:  # many may have come from this address, or proxy
             await connection.turn()
@@ -248,18 +248,18 @@ class Protocol:
             if path in PROBES:
                 return
             raise connection.no_place
-        crowd, keys = self._config.crowd, self._config.keys
+        connection_limit, keys = self._config.connection_limit, self._config.keys
         caller = keys.find(keys_in(request.headers)) if keys.exist else None
         if caller is not None and caller.scope:
-            crowd.belongs(connection, f"key {caller.scope}", crowd.key_share)
+            connection_limit.belongs(connection, f"key {caller.scope}", connection_limit.key_share)
         elif connection.is_proxy and connection.client is not None:
             said = [value.decode("latin1") for name, value in request.headers if name == b"x-forwarded-for"]
             client = self._config.proxies.client_of(connection.client[0], said)
-            crowd.belongs(connection, address_of(client), crowd.share)
+            connection_limit.belongs(connection, address_of(client), connection_limit.share)
         if path in VIEWS:
-            crowd.views(connection)
+            connection_limit.views(connection)
         if self.expects_more:
-            crowd.receives(connection)
+            connection_limit.receives(connection)
 
     async def _stream_send(self, event: Event) -> None:
         """Send what the application answers. An answer that comes before the end of its request closes the connection,

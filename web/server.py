@@ -31,16 +31,16 @@ from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
 from web.asgi import HttpConfig
 from web.config import ClientConfig, WebStageConfig
+from web.connection_limit import Proxies, read_proxies
 from web.connections import serve
-from web.crowd import Proxies, read_proxies
 from web.files import most_connections, raise_file_limit
 from web.keys import Keys, read_keys
 from web.listener import open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
+from web.log_limiter import LogLimiter
 from web.origins import Origins, read_origins
 from web.page_files import PAGES
-from web.seldom import Seldom
 
 logger = structlog.get_logger()
 
@@ -160,8 +160,8 @@ async def _serve(
     seat: Seat,
     hard_exit: threading.Timer,
 ) -> int:
-    seldom = Seldom()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: _log_loop_error(context, seldom))
+    log_limiter = LogLimiter()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _log_loop_error(context, log_limiter))
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
     frontend = Frontend(
@@ -188,7 +188,7 @@ async def _serve(
             listener,
             config.clients,
             config.requests.max_queued_requests,
-            seldom,
+            log_limiter,
             stop,
         ),
         name="server",
@@ -242,11 +242,11 @@ async def _listen(
     listener: socket.socket,
     clients: ClientConfig,
     max_queued: int,
-    seldom: Seldom,
+    log_limiter: LogLimiter,
     stop: asyncio.Event,
 ) -> None:
     most = most_connections(raise_file_limit(), max_queued)
-    config = HttpConfig(clients.max_body_bytes, most, seldom, keys=keys, proxies=proxies)
+    config = HttpConfig(clients.max_body_bytes, most, log_limiter, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
     await serve(app, listener, config, stop)
@@ -259,7 +259,7 @@ async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
     """
     retaking: asyncio.Task[None] | None = None
     while True:
-        seat.slot_lease.came_round()
+        seat.slot_lease.report_progress()
         if retaking is not None and retaking.done():
             try:
                 retaking.result()
@@ -292,10 +292,10 @@ async def _first_signal() -> None:
     await first.wait()
 
 
-def _log_loop_error(context: dict[str, Any], seldom: Seldom) -> None:
+def _log_loop_error(context: dict[str, Any], log_limiter: LogLimiter) -> None:
     """Log an error that no task has taken. Without a free file, asyncio reports many a second."""
     error, reason = context.get("exception"), context.get("message")
-    times = seldom.times(f"{reason} {error!r}"[:256])
+    times = log_limiter.times(f"{reason} {error!r}"[:256])
     if not times:
         return
     if isinstance(error, OSError):  # a client whose connection broke

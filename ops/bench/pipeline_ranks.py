@@ -18,8 +18,8 @@ from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import Follower, Leader, file_store
+from stages.generate.ranks.links import RankLinks, connect_links
 from stages.generate.ranks.steps import FollowingEngine, LeadingEngine
-from stages.generate.ranks.ways import Ways, connect_ways
 from stages.generate.resolve import resolve, resolve_device
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
@@ -46,9 +46,9 @@ def two_ranks(folder: Path, most_rows: int) -> Iterator[Compute]:
     meeting = folder / "ranks"
     command = [sys.executable, "-m", "ops.bench.pipeline_ranks", str(folder), str(most_rows)]
     with started(command, None):
-        ways = _connected(meeting, 0)
-        collectives = ways.collectives()
-        leader = Leader(ways.frames, lambda error: None)
+        links = _connected(meeting, 0)
+        collectives = links.collectives()
+        leader = Leader(links.frames, lambda error: None)
         engine = LeadingEngine(_engine(folder, most_rows, collectives), leader, collectives, LAYER.vocab_size)
         yield _computing(engine.forward)
         leader.leave()
@@ -73,15 +73,15 @@ def decodes(num_rows: int, num_steps: int) -> Iterator[BatchPlan]:
 
 def follow(folder: Path, most_rows: int) -> None:
     """Compute with rank 0 until it leaves."""
-    ways = _connected(folder / "ranks", 1)
-    engine = _engine(folder, most_rows, ways.collectives())
-    following = FollowingEngine(engine, Follower(ways.frames))
+    links = _connected(folder / "ranks", 1)
+    engine = _engine(folder, most_rows, links.collectives())
+    following = FollowingEngine(engine, Follower(links.frames))
     while following.follow():
         pass
 
 
-def _connected(meeting: Path, rank: int) -> Ways:
-    return connect_ways(file_store(meeting, NUM_RANKS), rank, NUM_RANKS, device=resolve_device("cpu"))
+def _connected(meeting: Path, rank: int) -> RankLinks:
+    return connect_links(file_store(meeting, NUM_RANKS), rank, NUM_RANKS, device=resolve_device("cpu"))
 
 
 def _engine(folder: Path, most_rows: int, collectives: Collectives) -> Engine:

@@ -28,8 +28,8 @@ from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import LogThread
-from stages.generate.schedule.noted import NotedSchedule
 from stages.generate.schedule.plan import BatchPlan, Computed
+from stages.generate.schedule.recorded import RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
@@ -184,8 +184,8 @@ class Way:
         self, slot_lease: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
         """Run the engine's loop in a thread until the block ends."""
-        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch, NotedSchedule)
-        log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
+        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch, RecordedSchedule)
+        log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, report_progress=slot_lease.report_progress)
         worker, stop, errors = GenerateWorker(engine, schedule, log_thread, slot_lease), Stop(), list[BaseException]()
 
         def run() -> None:
@@ -222,7 +222,7 @@ class Way:
         with contextlib.closing(self._log.another()) as lease_log:
             slot_lease = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
             try:
-                slot_lease.came_round(patience_s=READY_TIMEOUT_S)
+                slot_lease.report_progress(patience_s=READY_TIMEOUT_S)
                 slot_lease.say(phase="ready", models=("bench",), context=4096)
                 yield slot_lease
             finally:

@@ -52,10 +52,10 @@ Wrap: TypeAlias = Callable[[Forward], Forward]
 class UnwatchedSlot(SlotLease):
     """A slot without a watchdog, which would end the caller's process."""
 
-    def came_round(
+    def report_progress(
         self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
     ) -> None:
-        super().came_round(patience_s=math.inf)
+        super().report_progress(patience_s=math.inf)
 
     def _keep(self) -> None:
         try:
@@ -151,7 +151,7 @@ class Stages:
     @contextlib.contextmanager
     def _slot_lease(self, stage: str) -> Iterator[SlotLease]:
         slot_lease = UnwatchedSlot(self.log, acquire_slot(self.log, stage, LEASE_MS), LEASE_MS)
-        slot_lease.came_round()
+        slot_lease.report_progress()
         try:
             yield slot_lease
         finally:
@@ -173,7 +173,7 @@ class Stages:
                 self.log,
                 slot_lease.owner,
                 lease_ms=LEASE_MS,
-                came_round=slot_lease.came_round,
+                report_progress=slot_lease.report_progress,
                 commit_interval_s=model.settings.commit_interval_s,
             )
             log_thread.start()

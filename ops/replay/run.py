@@ -149,7 +149,7 @@ def exit_code(told: Mapping[str, Any]) -> int:
 def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Serves:
     """Return the server that --url names, or the one of *log*."""
     if run.url:
-        from ops.replay.elsewhere import RemoteComputer
+        from ops.replay.remote import RemoteComputer
 
         return RemoteComputer(run.url, run.key, at_once=run.at_once, timeout_s=timeout_s)
     return Computer(log, at_once=run.at_once)
@@ -178,12 +178,12 @@ def _computed_here(
         made = dict.fromkeys(_model_of(history) for history in histories)
         raise ConfigError(f"{error}; recorded: {', '.join(made)}") from error
 
-    from ops.replay.alone import compute_alone  # torch takes seconds, and is needed only here
-    from ops.replay.here import engine_here
+    from ops.replay.isolated import compute_isolated  # torch takes seconds, and is needed only here
+    from ops.replay.local import local_engine
 
     harmless = [history for history in histories if history.uid not in deadly]
-    told = {history.uid: compute_alone(history, engine, timeout_s) for history in histories if history.uid in deadly}
+    told = {history.uid: compute_isolated(history, engine, timeout_s) for history in histories if history.uid in deadly}
     if harmless:
-        with engine_here(*engine, at_once=run.at_once) as computer:
+        with local_engine(*engine, at_once=run.at_once) as computer:
             told |= {each["uid"]: each for each in reports_of(harmless, computer, run)}
     return [told[history.uid] for history in histories]

@@ -12,8 +12,8 @@ import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
 from ops.connection import columns, one_line, running_log, split_named
-from ops.replay.otherwise import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
 from ops.replay.source import Source
+from ops.replay.what_if import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
 from ops.trace import as_json
 from pipeline.archive.reader import open_archive
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
@@ -24,8 +24,8 @@ from pipeline.log.protocol import Entry, StreamLog
 from pipeline.names import parse_id
 from stages.generate.past import recorded_request
 from stages.generate.schedule.again import StepsMissing, differences
-from stages.generate.schedule.noted import snapshot_uids
 from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.recorded import snapshot_uids
 from stages.generate.schedule.request import NewRequest
 
 ABOUT: Final = """\
@@ -83,7 +83,7 @@ class LimitsConfig:
     )
 
     def given(self) -> dict[str, int]:
-        """Return the limits that differ, as `NotedSchedule.restored` takes them."""
+        """Return the limits that differ, as `RecordedSchedule.restored` takes them."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
         if "running_requests" in given:  # its field has a name of its own: unlike the engine's it has no default
             given["max_running_requests"] = given.pop("running_requests")

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, counted, one_line, split_named
+from ops.replay.late_tokens import company_at, why
 from ops.replay.report import short
 from ops.replay.source import open_source
-from ops.replay.waited import company_at, why
 from ops.trace import as_json, pairs_of, when
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain

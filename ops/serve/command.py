@@ -257,7 +257,7 @@ def _check_origins(config: ServerConfig | WebStageConfig) -> None:
     ConfigError."""
     import structlog
 
-    from web.crowd import read_proxies
+    from web.connection_limit import read_proxies
     from web.origins import ANY, read_origins
 
     read_proxies(config.clients.trusted_proxies)

@@ -75,15 +75,15 @@ class Archive:
         """
         return [place for _, place in self.located(since_ms, until_ms).values()]
 
-    def holding(self, uids: Collection[str], came_round: Callable[[], None]) -> Iterator[Volume]:
-        """Yield the files that have some of *uids*, each copy of them. *came_round* is called before each file.
+    def holding(self, uids: Collection[str], report_progress: Callable[[], None]) -> Iterator[Volume]:
+        """Yield the files that have some of *uids*, each copy of them. *report_progress* is called before each file.
 
         Raises:
             OSError: The folder cannot be read.
         """
         first, wanted = min(map(_first_hour, uids), default=""), {uid.encode() for uid in uids}
         for volume in volumes(self.folder):
-            came_round()
+            report_progress()
             lines = volume.lines() if volume.hour >= first else b""
             if any(line.partition(b" ")[0] in wanted for line in lines.splitlines()):
                 yield volume

@@ -74,10 +74,10 @@ class Writer:
         except OSError as error:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
 
-    def forget(self, uids: Collection[str], came_round: Callable[[], None] = lambda: None) -> int:
+    def forget(self, uids: Collection[str], report_progress: Callable[[], None] = lambda: None) -> int:
         """Take all copies of *uids* out of the files of all archivers; return how many there were.
 
-        *came_round* is called before each file.
+        *report_progress* is called before each file.
 
         Raises:
             ArchiveFull: A file cannot be written anew.
@@ -85,7 +85,7 @@ class Writer:
         """
         num_removed = 0
         try:
-            for volume in self._archive.holding(uids, came_round):
+            for volume in self._archive.holding(uids, report_progress):
                 # It makes room in the end. Until then it may take half of what must stay free.
                 self._check_room(volume.num_bytes(), share=0.5)
                 num_removed += volume.leave_out(uids)

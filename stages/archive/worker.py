@@ -98,7 +98,7 @@ class ArchiveWorker:
 
     def _handle_next(self) -> bool:
         """Handle the next entries; False if this worker is to end before that is done."""
-        self._came_round()
+        self._report_progress()
         entries, self._unhandled = self._unhandled[:MOST_READ], self._unhandled[MOST_READ:]
         uids = [uid_of(entry) for entry in entries]
         kept, absent = list[Recording](), list[Entry]()
@@ -158,7 +158,7 @@ class ArchiveWorker:
 
     def _forget(self) -> None:
         """Take what was erased out of the files, and consume its entries."""
-        removed = self._writer.forget({uid_of(entry) for entry in self._erased}, self._came_round)
+        removed = self._writer.forget({uid_of(entry) for entry in self._erased}, self._report_progress)
         if removed:
             logger.info("archive_forgot", requests=removed)
         for first in range(0, len(self._erased), READ_AHEAD):
@@ -172,8 +172,8 @@ class ArchiveWorker:
             with contextlib.suppress(ArchiveFull, VolumeBusy):
                 self._forget()
 
-    def _came_round(self) -> None:
-        self._slot_lease.came_round(patience_s=DISK_PATIENCE_S)
+    def _report_progress(self) -> None:
+        self._slot_lease.report_progress(patience_s=DISK_PATIENCE_S)
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """Consume an entry that ended its archiver so often, and keep it as a dead letter."""
@@ -196,7 +196,7 @@ class ArchiveWorker:
         self._measures.set(ARCHIVE_UNARCHIVED, self._log.num_unarchived())
         if time.monotonic() - self._tidied_s >= TIDY_EVERY_S:
             self._tidied_s = time.monotonic()
-            self._came_round()
+            self._report_progress()
             self._tidy()
 
     def drain(self) -> None:
@@ -243,7 +243,7 @@ class ArchiveWorker:
                     logger.error("archiving_stopped", error=str(error))
                 self._tidy()
                 meanwhile()
-            self._came_round()
+            self._report_progress()
             if self._stop.wait(pause_s) or self._slot_lease.lost.is_set():
                 return False
 

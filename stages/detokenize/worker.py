@@ -136,7 +136,7 @@ class DetokenizeWorker:
         uids = list(dict.fromkeys(row.uid for row in step.rows))
         place, deaths = divmod(tries - FIRST_ALONE, OF_ONE)
         for index, uid in enumerate(uids[place:], start=place):
-            self._slot_lease.came_round()
+            self._slot_lease.report_progress()
             part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "let_go": ()})
             if index == place and deaths >= ALONE:
                 self._end_poisonous(uid, entry)
@@ -248,7 +248,7 @@ class DetokenizeWorker:
         """Learn the histories of requests, some at a time: they can be long."""
         for first in range(0, len(uids), LEARNT_TOGETHER):
             some = uids[first : first + LEARNT_TOGETHER]
-            self._slot_lease.came_round()
+            self._slot_lease.report_progress()
             for uid, history in zip(some, self._log.histories(some), strict=True):
                 self._learn(uid, history)
 
@@ -256,7 +256,7 @@ class DetokenizeWorker:
         """Commit steps together. If one of them was consumed before, each is folded and committed alone."""
         if not folded:
             return
-        self._slot_lease.came_round()
+        self._slot_lease.report_progress()
         try:
             failpoint("detokenize.before_commit")
             is_done = self._produce(folded)
@@ -332,7 +332,7 @@ class DetokenizeWorker:
         for index, part in enumerate(parts, start=1):
             yield part
             if index % TURN == 0:
-                self._slot_lease.came_round()
+                self._slot_lease.report_progress()
 
     def _why_not_continued(self, moments: Sequence[Moment]) -> str:
         mine = self._slot_lease.serving

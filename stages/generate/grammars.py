@@ -22,8 +22,8 @@ import structlog
 from pipeline.events import Failed
 from pipeline.grammars import brief, is_limit, parser_limits, start_with_stack
 from pipeline.vocabulary import read_vocabulary
-from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Words
+from stages.generate.updates import Arrived
 
 if TYPE_CHECKING:  # it is imported in the thread that compiles, while the engine's loop begins
     from llguidance import LLMatcher, LLTokenizer

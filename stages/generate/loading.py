@@ -12,7 +12,7 @@ import structlog
 from stages.generate.config import GenerateConfig
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.engine import Engine
-from stages.generate.forward.room import Measure
+from stages.generate.forward.gpu_memory import Measure
 from stages.generate.model.spec import ModelSpec
 from stages.generate.resolve import Settings
 

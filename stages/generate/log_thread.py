@@ -26,13 +26,13 @@ from pipeline.serving import Serving
 from pipeline.slots import acquire_guest
 from pipeline.unreadable import UnreadableEntries, uids_of
 from stages.generate.log_clock import LogClock
-from stages.generate.news import Arrived as Arrived
-from stages.generate.news import Ended as Ended
-from stages.generate.news import Flush as Flush
-from stages.generate.news import Lost as Lost
-from stages.generate.news import News as News
 from stages.generate.outbox import Group, Idle, Outbox, Step
 from stages.generate.past import Past, past_of
+from stages.generate.updates import Arrived as Arrived
+from stages.generate.updates import Ended as Ended
+from stages.generate.updates import Flush as Flush
+from stages.generate.updates import Lost as Lost
+from stages.generate.updates import Update as Update
 
 logger = structlog.get_logger()
 
@@ -74,7 +74,7 @@ class _Guest:
 class LogThread:
     """Owns the engine's connection to the log.
 
-    *came_round* tells the watchdog that waiting for the log is progress. Only the engine's loop calls it, where it
+    *report_progress* tells the watchdog that waiting for the log is progress. Only the engine's loop calls it, where it
     waits for this thread: what this thread does by itself says nothing about a forward pass.
 
     It first adopts what the former owner of its slot had in hand, then serves the engine's loop. Beside that it is in
@@ -119,7 +119,7 @@ class LogThread:
         owner: Owner,
         *,
         lease_ms: int,
-        came_round: Callable[[], None],
+        report_progress: Callable[[], None],
         measures: Measures | None = None,
         serving: Serving | None = None,
         commit_interval_s: float = 0.0,
@@ -128,13 +128,13 @@ class LogThread:
 
         *commit_interval_s*: how long a step may wait for the next ones, to be committed together.
         """
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._num_told = 0
         self._num_heard = 0
         self._log = log
         self._owner = owner
         self._lease_ms = lease_ms
-        self._came_round = came_round
+        self._report_progress = report_progress
         self._measures = measures or Measures()
         self._serving = serving or Serving()
         self._inbox = Inbox.tokenized(log.names)
@@ -174,10 +174,10 @@ class LogThread:
         while not self._outbox.has_place(0.5):
             if not self._thread.is_alive():
                 return
-            self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
+            self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
         group = self._outbox.put(Step(number, event, tuple(ended), room, made_s), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
-            self._came_round()
+            self._report_progress()
 
     def idle(self, room: int) -> None:
         """Say that there is nothing to compute, so that the thread waits for news."""
@@ -187,7 +187,7 @@ class LogThread:
         """Say that there is nothing to compute yet, so that the thread looks once for news."""
         self._say_idle(Idle(room, self._num_heard, brief=True))
 
-    def hear(self, timeout_s: float = 0.0) -> News | None:
+    def hear(self, timeout_s: float = 0.0) -> Update | None:
         """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
         if not timeout_s and self._news.empty():
             return None  # as after nearly every step
@@ -200,14 +200,14 @@ class LogThread:
 
     def stop(self) -> None:
         """Commit the steps that were handed over, and end the thread."""
-        self._came_round()
+        self._report_progress()
         self._outbox.close()
         self._stopped.set()
         self._thread.join()
 
     def _say_idle(self, idle: Idle) -> None:
         while self._thread.is_alive() and not self._outbox.idle(idle, 0.5):
-            self._came_round()
+            self._report_progress()
 
     def _run(self) -> None:
         try:
@@ -238,7 +238,7 @@ class LogThread:
         if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
             self._keep_trying(lambda: self._take(room))
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: Update) -> None:
         self._num_told += 1
         self._news.put(news)
 

@@ -27,22 +27,22 @@ from pipeline.process.priority import give_way
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, progress_reporter, wait_until_it_fits
 from pipeline.worker import Stop, WorkerProcess
-from stages.generate.books import Books
 from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.flights import Flight, Flights, Forward
 from stages.generate.grammars import Grammars
 from stages.generate.kvcache import make_cache
 from stages.generate.loading import load_engine
-from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
+from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, Update
 from stages.generate.meter import EngineMeter, measure_cache
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.ends import end_tokens
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.pace import Pace
+from stages.generate.page_audit import PageAudit
 from stages.generate.resolve import Settings, resolve
-from stages.generate.schedule.noted import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, NotedSchedule
 from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.recorded import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule
 from stages.generate.suspects import Suspects
@@ -98,10 +98,10 @@ class GenerateWorker:
         self._suspects = Suspects()
         self._uncompiled: list[Arrived] = []
         """Those that came with a grammar that nobody has begun to compile."""
-        self._books = Books(schedule, slot_lease)
+        self._books = PageAudit(schedule, slot_lease)
         self._meter = EngineMeter(measures or Measures(), schedule)
         self._flights = Flights(engine, schedule, self._meter, pace)
-        self._snapshot = schedule.snapshot() if isinstance(schedule, NotedSchedule) else ""
+        self._snapshot = schedule.snapshot() if isinstance(schedule, RecordedSchedule) else ""
         """The schedule as it is before the next step, if that shall say it."""
         self._snapshot_from = SNAPSHOT_EVERY
         """The next one is taken after the step of this number .."""
@@ -113,7 +113,7 @@ class GenerateWorker:
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
         while not stop and not self._slot_lease.lost.is_set():
-            self._slot_lease.came_round(patience_s=STEP_TIMEOUT_S)
+            self._slot_lease.report_progress(patience_s=STEP_TIMEOUT_S)
             self._take_in()
             takes_over = self._resumed and self._schedule.may_admit
             ahead = self._overlap and not takes_over and not self._suspects
@@ -185,13 +185,13 @@ class GenerateWorker:
             self._grammars.wait(GRAMMAR_POLL_S)
             return
         while not stop and not self._slot_lease.lost.is_set():
-            self._slot_lease.came_round()
+            self._slot_lease.report_progress()
             news = self._log_thread.hear(timeout_s=0.2)
             if news is not None:
                 self._fold(news)
                 return
 
-    def _fold(self, news: News) -> None:
+    def _fold(self, news: Update) -> None:
         match news:
             case Arrived(request) as arrived:
                 if request.grammar:
@@ -315,7 +315,7 @@ class GenerateWorker:
         self, number: int, rows: Sequence[StepRow], ended: Sequence[str], *, settled: bool = False, **figures: Any
     ) -> None:
         schedule = self._schedule
-        given, chunks = schedule.note() if isinstance(schedule, NotedSchedule) else ((), ())
+        given, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
         held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
         said = {
             "rows": (*self._rows, *rows),
@@ -331,7 +331,7 @@ class GenerateWorker:
         self._rows, self._let_go, self._refused = [], [], []
         self._snapshot = ""
         due = number >= self._snapshot_from or time.monotonic() >= self._snapshot_s
-        if not isinstance(schedule, NotedSchedule) or not due or settled:
+        if not isinstance(schedule, RecordedSchedule) or not due or settled:
             return
         self._snapshot_is_due = bool(self._flights)
         if not self._flights:
@@ -386,7 +386,7 @@ class Loaded:
         *noted*: the steps say what it was given.
         """
         settings = self.settings
-        return (NotedSchedule if noted else Schedule)(
+        return (RecordedSchedule if noted else Schedule)(
             make_cache(settings.cache, settings.num_pages, settings.page_size),
             dataclasses.replace(settings.limits, context=serving.context),
             self.eos_ids,
@@ -434,7 +434,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             process.log,
             slot_lease.owner,
             lease_ms=process.lease_ms,
-            came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
+            report_progress=functools.partial(slot_lease.report_progress, patience_s=STEP_TIMEOUT_S),
             measures=measures,
             serving=serving,
             commit_interval_s=loaded.settings.commit_interval_s,

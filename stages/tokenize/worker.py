@@ -27,7 +27,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
-from pipeline.slots import Voice, read_statuses, wait_until_it_fits
+from pipeline.slots import Heartbeat, read_statuses, wait_until_it_fits
 from pipeline.unreadable import UnreadableEntries, uids_of
 from pipeline.walk import walk
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
@@ -90,7 +90,7 @@ class TokenizeWorker:
     def __init__(
         self,
         log: StreamLog,
-        slot_lease: Voice,
+        slot_lease: Heartbeat,
         encoder: PromptEncoder,
         measures: Measures | None = None,
         *,
@@ -135,7 +135,7 @@ class TokenizeWorker:
         """
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
-        self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
+        self.slot_lease.report_progress(patience_s=LONGEST_BATCH_S)
         self.learn_context()
         new = [entry for entry in entries if entry.id not in self._held]
         work = [ready for each in self._prepared(new) if (ready := self._with_grammar(each)) is not None]
@@ -390,7 +390,7 @@ class TokenizeWorker:
 
         The work on *entries* may take as much CPU time as the flag says.
         """
-        self.slot_lease.came_round(
+        self.slot_lease.report_progress(
             patience_s=LONGEST_BATCH_S, cpu_s=self._limit_cpu_s, give_up=partial(self._give_up, entries)
         )
         try:
@@ -403,7 +403,7 @@ class TokenizeWorker:
             logger.exception(name, uids=_uids(entries))
             return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
         finally:
-            self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
+            self.slot_lease.report_progress(patience_s=LONGEST_BATCH_S)
 
     def _give_up(self, entries: Sequence[Entry], log: StreamLog) -> None:
         """End the request that takes too long. Of several it is not known which: the next tokenizer tries each alone.
@@ -478,11 +478,11 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     return 0
 
 
-def _wait_for_context(worker: TokenizeWorker, slot_lease: Voice, stop: Stop) -> None:
+def _wait_for_context(worker: TokenizeWorker, slot_lease: Heartbeat, stop: Stop) -> None:
     """Wait for an engine: only engines know how long a prompt may be."""
     said = False
     while not stop and not worker.context:
-        slot_lease.came_round()
+        slot_lease.report_progress()
         try:
             worker.learn_context()
         except LogUnavailable as error:

@@ -434,7 +434,7 @@ def test_the_watchdog_gives_up_the_request_that_keeps_its_worker_and_has_the_pro
             if {is_log_away}:
                 raise LogUnavailable("connection refused")
 
-        slot_lease.came_round({limit}, give_up=give_up)
+        slot_lease.report_progress({limit}, give_up=give_up)
         {work}
     """)
     assert done.returncode == EXIT_REPLACE == 4
@@ -448,9 +448,9 @@ def test_a_round_that_comes_in_time_gives_up_nothing_also_under_a_long_lease() -
         slot_lease.leave()
         slot_lease = slots.SlotLease(log, slots.acquire_slot(log, "generate", 60_000), 60_000)
         for _ in range(5):
-            slot_lease.came_round(cpu_s=5, give_up=lambda log: print("the first is given up"))
+            slot_lease.report_progress(cpu_s=5, give_up=lambda log: print("the first is given up"))
             time.sleep(0.1)
-        slot_lease.came_round(patience_s=0.1, give_up=lambda log: print("given up", flush=True))
+        slot_lease.report_progress(patience_s=0.1, give_up=lambda log: print("given up", flush=True))
         time.sleep(20)
     """)
     assert (done.returncode, done.stdout) == (EXIT_REPLACE, "given up\n")
@@ -462,12 +462,12 @@ def test_a_round_that_comes_in_time_gives_up_nothing_also_under_a_long_lease() -
         """
         until_s = time.monotonic() + 0.6
         while time.monotonic() < until_s:
-            slot_lease.came_round(patience_s=0.2)
+            slot_lease.report_progress(patience_s=0.2)
             time.sleep(0.01)
         sys.exit(7)
         """,
         """
-        slot_lease.came_round(patience_s=30)
+        slot_lease.report_progress(patience_s=30)
         time.sleep(0.6)
         sys.exit(7)
         """,
@@ -492,7 +492,7 @@ def test_an_exception_in_the_thread_that_keeps_the_slot_ends_the_process_with_a_
         slot_lease.leave()
         slot_lease = slots.SlotLease(log, slots.acquire_slot(log, "generate", 60), 60, Measures())
         while True:
-            slot_lease.came_round()
+            slot_lease.report_progress()
             time.sleep(0.01)
     """)
     assert done.returncode == EXIT_BROKEN == 1

@@ -471,7 +471,7 @@ def test_what_a_worker_loads_is_announced_and_may_take_longer_than_a_round_of_it
     given_s = []
 
     class Watched(Announcement):
-        def came_round(
+        def report_progress(
             self, *, patience_s: float = WATCHDOG_S, cpu_s: float = 0.0, give_up: GiveUp | None = None
         ) -> None:
             given_s.append(patience_s)

@@ -30,7 +30,7 @@ from web.config import DEFAULT_BODY_BYTES
 from web.connections import serve
 from web.keys import Caller, Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
-from web.seldom import Seldom
+from web.log_limiter import LogLimiter
 
 ANN, BOB, ADMIN = "sk-ann-0123456789", "sk-bob/+~!", "sk-root"
 
@@ -525,7 +525,7 @@ async def client_of(here: Site, key: str, *, max_retries: int = 0) -> AsyncItera
     """Give the official client of a site that listens."""
     listener, stop = open_listener("127.0.0.1", 0), asyncio.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    serving = asyncio.create_task(serve(here.app, listener, HttpConfig(DEFAULT_BODY_BYTES, 100, Seldom()), stop))
+    serving = asyncio.create_task(serve(here.app, listener, HttpConfig(DEFAULT_BODY_BYTES, 100, LogLimiter()), stop))
     try:
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries) as client:
             yield client

@@ -121,16 +121,16 @@ async def test_a_process_that_waits_for_the_slot_of_a_dead_one_tells_its_watchdo
         return RedisLog(redis_url, Names())
 
     with closing(open_log()) as log, Seat(open_log, 90, 0, Measures()) as seat:
-        lost, came_round = seat.slot_lease, SlotLease.came_round
+        lost, report_progress = seat.slot_lease, SlotLease.report_progress
 
         def beat(lease: SlotLease, **patience: Any) -> None:
             nonlocal beats
             beats += lost.lost.is_set()
             if beats >= 20:
                 heard.set()
-            came_round(lease, **patience)
+            report_progress(lease, **patience)
 
-        monkeypatch.setattr(SlotLease, "came_round", beat)
+        monkeypatch.setattr(SlotLease, "report_progress", beat)
         while (dead := log.acquire("web-0", "dead", 60_000)) is None:
             log.release(lost.owner)
         beating = asyncio.create_task(_beat(seat, cast(Frontend, Named())))
@@ -151,7 +151,7 @@ async def test_a_bug_while_a_slot_is_taken_again_ends_the_beat(monkeypatch: pyte
     class Lost:
         lost = threading.Event()
 
-        def came_round(self) -> None:
+        def report_progress(self) -> None:
             self.lost.set()
 
     class Broken:

@@ -17,7 +17,7 @@ from stand_in_stages import StandIn
 from web_site import site, until
 
 from pipeline.errors import RequestError
-from web.crowd import KEPT, read_proxies
+from web.connection_limit import KEPT, read_proxies
 from web.http1 import MOST_AHEAD_BYTES, MOST_HEAD_BYTES, MOST_HEADERS
 from web.keys import read_keys
 from web.routes.access import PLACE
@@ -135,7 +135,7 @@ async def test_when_an_address_has_its_share_others_are_served_and_it_can_still_
         other = await clients.one("127.0.0.2")
         assert await other.ask(STREAM) == 200
         clients.all[0].writer.close()
-        await until(lambda: server.config.crowd.num_open == 12)
+        await until(lambda: server.config.connection_limit.num_open == 12)
         assert await (await clients.one()).ask(STREAM) == 200
 
 
@@ -170,7 +170,7 @@ async def test_of_several_keys_one_has_half_and_the_rest_of_its_connections_are_
         for each in await clients.several(8):
             assert await each.ask(get("/stream", bearer(BOB))) == 200
         clients.all[0].writer.close()
-        await until(lambda: server.config.crowd.num_open == MOST - 1)
+        await until(lambda: server.config.connection_limit.num_open == MOST - 1)
         assert await (await clients.one()).ask(get("/stream", bearer(ANN))) == 200
 
 
@@ -219,10 +219,10 @@ async def test_a_socket_in_the_file_system_is_served_and_has_no_share(tmp_path: 
 async def test_one_key_that_opens_all_the_streams_it_can_locks_nobody_out(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url, keys=read_keys([ANN, BOB], "", ADMIN)) as here:
         async with clients_of(here.app, keys=read_keys([ANN, BOB], "", ADMIN)) as (server, clients):
-            crowd = server.config.crowd
+            connection_limit = server.config.connection_limit
             several = await clients.several(3 * MOST)
             statuses = [await each.ask(get(PICTURES, bearer(ANN))) for each in several]
-            assert statuses.count(200) == crowd.viewers_share == 4 and set(statuses) <= {0, 200, 429}
+            assert statuses.count(200) == connection_limit.viewers_share == 4 and set(statuses) <= {0, 200, 429}
             for key in (BOB, ADMIN):
                 client = await clients.one()
                 assert await client.ask(get("/v1/models", bearer(key))) == 200
@@ -280,8 +280,8 @@ UNFINISHED: dict[str, Callable[[int], bytes]] = {
 async def test_requests_that_never_end_hold_no_more_than_the_budget_and_small_ones_of_others_stay(kind: str) -> None:
     num_bytes, budget = (60_000, 400_000) if kind == "a head" else (100_000, 1_000_000)
     async with clients_of(read_all, most=100) as (server, clients):
-        crowd = server.config.crowd
-        crowd.most_bytes = budget
+        connection_limit = server.config.connection_limit
+        connection_limit.most_bytes = budget
         small = await clients.one("127.0.0.2")
         small.writer.write(request(b"abc", length=6))
         large = await clients.several(15)
@@ -290,14 +290,14 @@ async def test_requests_that_never_end_hold_no_more_than_the_budget_and_small_on
         answers = {asyncio.create_task(each.status()): each for each in large}
         await until(lambda: sum(task.done() for task in answers) >= 15 - budget // num_bytes)
         refused = [each for task, each in answers.items() if task.done()]
-        assert {task.result() for task in answers if task.done()} == {503} and crowd.num_bytes <= budget
+        assert {task.result() for task in answers if task.done()} == {503} and connection_limit.num_bytes <= budget
         assert await small.ask(b"def") == 200
         for each in refused:
             each.writer.write_eof()
             assert (await each.error())["code"] == "overloaded"
         for each in large:
             each.writer.close()
-        await until(lambda: crowd.num_bytes == 0)
+        await until(lambda: connection_limit.num_bytes == 0)
 
 
 async def test_a_body_that_the_application_has_not_read_counts_also_once_it_is_whole() -> None:
@@ -308,14 +308,14 @@ async def test_a_body_that_the_application_has_not_read_counts_also_once_it_is_w
             pass
         await read.wait()
         scope["state"][PLACE].has_read()
-        assert server.config.crowd.num_bytes == 0
+        assert server.config.connection_limit.num_bytes == 0
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async with clients_of(waits) as (server, clients):
         client = await clients.one()
         client.writer.write(request(b"x" * 100_000))
-        await until(lambda: server.config.crowd.num_bytes == 100_000)
+        await until(lambda: server.config.connection_limit.num_bytes == 100_000)
         read.set()
         assert await client.status() == 200
 
@@ -327,7 +327,7 @@ async def test_a_body_behind_an_answer_is_dropped_and_holds_nothing() -> None:
         assert b"connection: close" in client.head
         client.writer.write(b"x" * 200_000)
         await client.writer.drain()
-        await until(lambda: server.config.crowd.num_bytes == 0)
+        await until(lambda: server.config.connection_limit.num_bytes == 0)
 
 
 async def test_answers_that_nobody_reads_count_and_the_largest_is_cut() -> None:
@@ -338,12 +338,12 @@ async def test_answers_that_nobody_reads_count_and_the_largest_is_cut() -> None:
         await send({"type": "http.response.body", "body": large})
 
     async with clients_of(answer) as (server, clients):
-        crowd = server.config.crowd
-        crowd.most_bytes = 20 << 20
+        connection_limit = server.config.connection_limit
+        connection_limit.most_bytes = 20 << 20
         for each in await clients.several(6):
             each.writer.write(get("/"))
-        await until(lambda: len(server.connections) == 6 and crowd.num_open <= 3)
-        assert crowd.num_bytes <= crowd.most_bytes
+        await until(lambda: len(server.connections) == 6 and connection_limit.num_open <= 3)
+        assert connection_limit.num_bytes <= connection_limit.most_bytes
 
 
 async def test_of_a_client_that_nobody_reads_little_is_taken() -> None:
@@ -351,8 +351,8 @@ async def test_of_a_client_that_nobody_reads_little_is_taken() -> None:
         client = await clients.one()
         assert await client.ask(STREAM + get("/x")) == 200
         client.writer.write(b"GET /" + b"x" * 10_000_000)
-        await until(lambda: server.config.crowd.num_bytes >= MOST_AHEAD_BYTES)
-        assert server.config.crowd.num_bytes == MOST_AHEAD_BYTES
+        await until(lambda: server.config.connection_limit.num_bytes >= MOST_AHEAD_BYTES)
+        assert server.config.connection_limit.num_bytes == MOST_AHEAD_BYTES
 
 
 # turns
@@ -418,7 +418,7 @@ async def test_of_connections_that_are_cut_while_they_wait_for_their_turn_nothin
             if (one := each()) is not None:
                 one.cut()
         before = begun
-        await until(lambda: not server.config.crowd.num_open)
+        await until(lambda: not server.config.connection_limit.num_open)
         assert begun <= before + len(server.connections) // 10
 
 

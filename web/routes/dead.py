@@ -17,7 +17,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
 from web.live.frontend import Frontend, reaching
 from web.live.refusals import refusal
-from web.live.unheard import submit_unheard
+from web.live.without_client import submit_without_client
 from web.routes.access import check_admin
 from web.routes.answers import json_response
 from web.routes.listing import limit_asked
@@ -76,7 +76,7 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
             with reaching("letter_not_read"):
                 letter = await _letter(frontend, name)
                 event = await _request(frontend.log, letter)
-            uid = await submit_unheard(frontend, event, letter=letter.id)
+            uid = await submit_without_client(frontend, event, letter=letter.id)
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code)
             raise

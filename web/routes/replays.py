@@ -13,7 +13,7 @@ from pipeline.names import GENERATE
 from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
 from web.live.frontend import Frontend, reaching
-from web.live.unheard import submit_unheard
+from web.live.without_client import submit_without_client
 from web.routes.access import caller, known_caller, place
 from web.routes.answers import json_response, name_unknown
 from web.routes.named import history_of, uid_in
@@ -42,7 +42,7 @@ def replay_routes(frontend: Frontend) -> Blueprint:
                 async with frontend.folding.turn():
                     history = await history_of(frontend, uid, who, "replay")
                 await _check_engine(frontend)
-            new_uid = await submit_unheard(frontend, _again(history, asked), caller().quota)
+            new_uid = await submit_without_client(frontend, _again(history, asked), caller().quota)
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code, param=error.param)
             raise

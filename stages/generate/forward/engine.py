@@ -25,10 +25,10 @@ from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.masks import mask_of
 from stages.generate.forward.packing import pack_weights, packs
-from stages.generate.forward.room import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.sampler import AGAIN, best, draw, draw_again, is_drawn_again
 from stages.generate.forward.scores import blocks_of, score
 from stages.generate.forward.shaping import on_device

@@ -26,17 +26,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A holding, as the books name it."""
+    """A holding, as a snapshot names it."""
 
     node: int
-    """Index of the last shared page on its way, in the books' order; -1: it shares none."""
+    """Index of the last shared page on its way, in the snapshot's order; -1: it shares none."""
     num_pages: int
     is_private: bool
     """Its next pages will not be shared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class CacheSnapshot:
     """Which tokens the shared pages hold and who holds them: enough to hand out as many pages again.
 
     Page numbers are left out. Shared pages come in the order of their last use, the earliest first.
@@ -84,6 +84,6 @@ class PrefixCache(Protocol):
         """Return what is wrong with the books if *holdings* are all that exist; an empty list: nothing is."""
         ...
 
-    def books(self, holdings: Sequence[Holding]) -> Books:
+    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
         """Return what a copy of this cache needs, with *holdings*, which are all that exist."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.generate.kvcache.base import Books, Held, Holding
+from stages.generate.kvcache.base import CacheSnapshot, Held, Holding
 from stages.generate.kvcache.pages import PagePool
 
 
@@ -49,5 +49,5 @@ class NaiveCache:
             found.append(f"{len(held)} pages held and {self._pool.num_free} free of {self.num_pages}")
         return found
 
-    def books(self, holdings: Sequence[Holding]) -> Books:
-        return Books(tuple(Held(-1, len(holding.pages), is_private=False) for holding in holdings))
+    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
+        return CacheSnapshot(tuple(Held(-1, len(holding.pages), is_private=False) for holding in holdings))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from stages.generate.kvcache.base import Books, Held, Holding
+from stages.generate.kvcache.base import CacheSnapshot, Held, Holding
 from stages.generate.kvcache.pages import PagePool
 
 DIGEST_BYTES: Final = 8
@@ -145,7 +145,7 @@ class RadixCache:
             found.append("the count of pages that may be evicted is wrong")
         return found
 
-    def books(self, holdings: Sequence[Holding]) -> Books:
+    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
         nodes = sorted(self._nodes(), key=attrgetter("used"))
         index = {id(node): at for at, node in enumerate(nodes)}
         index[id(self._root)] = -1
@@ -157,7 +157,7 @@ class RadixCache:
             last = index[id(holding.path[-1])] if holding.path else -1
             held.append(Held(last, len(holding.pages), holding.is_private))
         parents = array("i", [index[id(node.parent)] for node in nodes])
-        return Books(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
+        return CacheSnapshot(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
 
     def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
@@ -217,23 +217,23 @@ class RadixCache:
 
 
 class DigestCache(RadixCache):
-    """A copy of a RadixCache from its books. It knows pages by the digests of their tokens, not by the tokens."""
+    """A copy of a RadixCache from its snapshot. It knows pages by the digests of their tokens, not by the tokens."""
 
-    def __init__(self, num_pages: int, page_size: int, books: Books) -> None:
+    def __init__(self, num_pages: int, page_size: int, snapshot: CacheSnapshot) -> None:
         super().__init__(num_pages, page_size)
         self.holdings: list[Holding] = []
-        """Those of the books, in their order."""
-        parents = array("i", books.parents)
+        """Those of the snapshot, in their order."""
+        parents = array("i", snapshot.parents)
         nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
         for at, (node, parent) in enumerate(zip(nodes, _little(parents), strict=True)):
-            digest = books.digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
+            digest = snapshot.digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
             node.tokens = (int.from_bytes(digest),)
             node.parent = nodes[parent] if parent >= 0 else self._root
             node.parent.children[node.tokens] = node
             node.used = at + 1
         self._counter = len(nodes)
         self._num_unlocked = len(nodes)
-        for held in books.held:
+        for held in snapshot.held:
             holding = RadixHolding(is_private=held.is_private)
             node = nodes[held.node] if held.node >= 0 else self._root
             while node.parent is not None:

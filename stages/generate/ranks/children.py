@@ -27,9 +27,9 @@ from stages.generate.loading import load_engine
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.model.ends import end_tokens
 from stages.generate.ranks.channel import TIMEOUT_S, Follower, Leader, least
+from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.steps import FollowingEngine, leading_engine
 from stages.generate.ranks.stores import memory_store, reached_store
-from stages.generate.ranks.ways import connect_ways
 from stages.generate.resolve import resolve
 from stages.generate.worker import LOAD_TIMEOUT_S, Loaded
 
@@ -56,12 +56,12 @@ def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[R
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)
     with _other_ranks(config, folder) as store:
-        ways = connect_ways(store, 0, size, device=settings.device)
-        settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
-        collectives = ways.collectives()
+        links = connect_links(store, 0, size, device=settings.device)
+        settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
+        collectives = links.collectives()
         engine = load_engine(config, spec, folder, settings, lambda progress: None, collectives)
-        least(ways.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
-        leader = Leader(ways.frames, on_lost, bodies=ways.bodies)
+        least(links.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
+        leader = Leader(links.frames, on_lost, bodies=links.bodies)
         leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
         yield Loaded(leading, settings.with_fused(engine.fused), end_tokens(folder, spec))
         with contextlib.suppress(RankLost):  # one that is gone needs not be told
@@ -133,11 +133,11 @@ def _follow(config: GenerateConfig, store: str) -> None:
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()
     os.dup2(2, 1)  # nobody reads the pipe from now on, and what libraries print would fill it
-    ways = connect_ways(reached_store(store, size), rank, size, device=settings.device)
-    settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
-    engine = load_engine(config, spec, folder, settings, lambda progress: None, ways.collectives())
-    least(ways.frames, 0, LOAD_TIMEOUT_S)
-    following = FollowingEngine(engine, Follower(ways.frames, bodies=ways.bodies))
+    links = connect_links(reached_store(store, size), rank, size, device=settings.device)
+    settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
+    engine = load_engine(config, spec, folder, settings, lambda progress: None, links.collectives())
+    least(links.frames, 0, LOAD_TIMEOUT_S)
+    following = FollowingEngine(engine, Follower(links.frames, bodies=links.bodies))
     while following.follow():
         pass
 

@@ -23,9 +23,9 @@ from pipeline.log.ranks import Formation, RankLog, formation_to_join
 from pipeline.names import rank_stage
 from pipeline.slots import Ends, SlotLease, read_statuses, slot_leases
 from pipeline.worker import Stop
+from stages.generate.ranks.links import RankLinks
 from stages.generate.ranks.presence import Holders
 from stages.generate.ranks.stores import opened_store, reached_store
-from stages.generate.ranks.ways import Ways
 
 logger = structlog.get_logger()
 
@@ -70,12 +70,12 @@ class RankSlot:
             if self._lease is not None:
                 self._lease.say(**changes)
 
-    def came_round(self, patience_s: float) -> None:
+    def report_progress(self, patience_s: float) -> None:
         """Tell the watchdog that the rank is alive. Its next round may take *patience_s*."""
         self._patience_s = patience_s
         lease = self._lease  # the other thread may change it
         if lease is not None:
-            lease.came_round(patience_s=patience_s)
+            lease.report_progress(patience_s=patience_s)
 
     def leave(self) -> None:
         """Give the slot back."""
@@ -94,7 +94,7 @@ class RankSlot:
         leases = slot_leases(log, lease_log, self._stage, self._lease_ms, preferred=self._preferred, stop=self._stop)
         for lease in leases:
             with self._changed:
-                lease.came_round(patience_s=self._patience_s)
+                lease.report_progress(patience_s=self._patience_s)
                 lease.say(**self._said)
                 self._lease = lease
                 self._changed.notify_all()
@@ -162,7 +162,7 @@ def terms_of(fingerprint: str, settings: str) -> Terms:
     return Terms(fingerprint, VERSION, settings)
 
 
-Connect: TypeAlias = Callable[[Any, int, int], Ways]
+Connect: TypeAlias = Callable[[Any, int, int], RankLinks]
 """Connects a rank of so many with the others, who meet in a store."""
 
 
@@ -177,7 +177,7 @@ def formed(
     *,
     nonce: str,
     address: str = "",
-) -> Iterator[Ways]:
+) -> Iterator[RankLinks]:
     """Commit a formation as rank 0 and wait until all ranks have come. The block ends once nobody needs the store.
 
     *address* is that of this machine, if there are ranks on others.
@@ -194,7 +194,7 @@ def formed(
         yield connect(store, 0, size)
 
 
-def joined(formation: Formation, rank: int, connect: Connect) -> Ways:
+def joined(formation: Formation, rank: int, connect: Connect) -> RankLinks:
     """Join a formation as another rank, once all ranks have come.
 
     Raises:

@@ -37,9 +37,9 @@ from stages.generate.ranks.group import (
     joined,
     terms_of,
 )
+from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.presence import start_of, wait_for_others, wait_until_single
 from stages.generate.ranks.steps import FollowingEngine, leading_engine
-from stages.generate.ranks.ways import connect_ways
 from stages.generate.resolve import Settings, resolve
 from stages.generate.worker import GIVES_WAY, LOAD_TIMEOUT_S, STEP_TIMEOUT_S, Loaded, run_engine
 
@@ -103,19 +103,19 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
             others, connect, address = range(1, size), _connect(config, settings), config.nodes.rank_address
             slot.say(phase="waiting", detail=", ".join(map(rank_stage, others)))
             log = cast(RankLog, open_log())
-            with formed(log, owner, group, size, terms, connect, nonce=nonce, address=address) as ways:
-                settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
+            with formed(log, owner, group, size, terms, connect, nonce=nonce, address=address) as links:
+                settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
             watch = RankWatch(open_log, start_of(group, nonce), others, end_process, loading=True)
             until_the_end.callback(watch.leave)
             slot.say(group=start_of(group, nonce), phase="loading", detail="weights")
-            collectives = ways.collectives()
+            collectives = links.collectives()
             engine = load_engine(config, spec, folder, settings, report, collectives)
             _give_way(settings)
-            least(ways.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
+            least(links.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
             loading.over()
             watch.all_have_loaded()
             slot.say(phase="ready", detail="")
-            leader = Leader(ways.frames, end_process, bodies=ways.bodies)
+            leader = Leader(links.frames, end_process, bodies=links.bodies)
             until_the_end.push(partial(_leave, leader))
             until_the_end.callback(watch.leave)  # before the others leave
             leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
@@ -126,7 +126,7 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
 
 def _connect(config: GenerateConfig, settings: Settings) -> Connect:
     """Return what connects a rank with the others."""
-    return partial(connect_ways, device=settings.device, address=config.nodes.rank_address or LOOPBACK)
+    return partial(connect_links, device=settings.device, address=config.nodes.rank_address or LOOPBACK)
 
 
 def _give_way(settings: Settings) -> None:
@@ -158,28 +158,28 @@ def _follow(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: P
     owner, entry, formation = found
     structlog.contextvars.bind_contextvars(slot=owner.slot)
     spec, settings, _ = _resolved(config, folder)  # it may have waited for long: other memory is free now
-    ways = joined(formation, rank, _connect(config, settings))
-    settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
+    links = joined(formation, rank, _connect(config, settings))
+    settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
     ack(log, owner, group, entry)
     start = start_of(group, formation.nonce)
     slot.say(group=start)
-    slot.came_round(LOAD_TIMEOUT_S)
+    slot.report_progress(LOAD_TIMEOUT_S)
     watch = RankWatch(open_log, start, [0], end_process, loading=True) if is_far else None
     report = progress_reporter(slot, "weights")
-    engine = load_engine(config, spec, folder, settings, report, ways.collectives())
+    engine = load_engine(config, spec, folder, settings, report, links.collectives())
     _give_way(settings)
-    least(ways.frames, 0, LOAD_TIMEOUT_S)
+    least(links.frames, 0, LOAD_TIMEOUT_S)
     loading.over()
     if watch is not None:
         watch.all_have_loaded()
     slot.say(phase="ready", detail="")
 
     def heard() -> None:
-        slot.came_round(STEP_TIMEOUT_S + PATIENCE_S)
+        slot.report_progress(STEP_TIMEOUT_S + PATIENCE_S)
         if is_far and stop:
             raise _NodeEnds
 
-    following = FollowingEngine(engine, Follower(ways.frames, bodies=ways.bodies, heard=heard))
+    following = FollowingEngine(engine, Follower(links.frames, bodies=links.bodies, heard=heard))
     logger.info("rank_follows", rank=rank, ranks=size, group=group)
     with contextlib.suppress(_NodeEnds):
         while following.follow():

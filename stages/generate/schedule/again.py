@@ -12,8 +12,8 @@ from pipeline.errors import MiniSGLError, UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
 from pipeline.journal import Step
 from pipeline.log.entries import clipped
-from stages.generate.schedule.noted import LANDED, LITERAL, USUAL, NotedSchedule
 from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.recorded import LANDED, LITERAL, USUAL, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 
 NOTHING: Final = BatchPlan(0, (), 0)
@@ -36,7 +36,7 @@ class Again:
             UndecodableEvent: The snapshot does not decode.
         """
         self._request_of = request_of
-        self.schedule = NotedSchedule.restored(first.schedule, first.number, request_of)
+        self.schedule = RecordedSchedule.restored(first.schedule, first.number, request_of)
         self._next = first.epoch, first.number
         self.plan = NOTHING
         """That of the last step that has landed."""

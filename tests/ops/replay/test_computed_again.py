@@ -22,7 +22,7 @@ from selection import by_night, rest_at_night
 from ops.offline import stages as offline_stages
 from ops.offline.stages import LIMITS, Wrap
 from ops.replay.compute import Computer
-from ops.replay.here import engine_here
+from ops.replay.local import local_engine
 from ops.replay.report import computed_report, lines_of
 from pipeline import VERSION
 from pipeline.errors import MiniSGLError
@@ -191,10 +191,10 @@ def record(log: MemoryLog, model: Path, dtype: str) -> list[History]:
     """Have requests of every kind computed by an engine that dies, and by another one, with overlap."""
     config = replace(SMALL, dtype=dtype)
     dies = partial(Disturbed, dies_in=60)
-    with engine_here(ModelConfig(str(model)), config, at_once=1, wrap=dies) as first:
+    with local_engine(ModelConfig(str(model)), config, at_once=1, wrap=dies) as first:
         uids = all_kinds(log)
         until(lambda: has_died(first), timeout_s=20)
-    with engine_here(ModelConfig(str(model)), replace(config, overlap="on"), at_once=1):
+    with local_engine(ModelConfig(str(model)), replace(config, overlap="on"), at_once=1):
         until(lambda: tokens_of(log, uids[-1]) > 3, timeout_s=20)
         log.end(uids[-1], Cancelled(by="client"), frontend="")
         until(lambda: not log.alive(uids), timeout_s=60)
@@ -238,7 +238,7 @@ def test_requests_of_every_kind_are_computed_again_alone_and_all_at_once(
     histories = record(log, model, dtype)
     assert_of_every_kind(histories)
     events = [again(history) for history in histories]
-    with engine_here(ModelConfig(str(model)), replace(ROOMY, dtype=dtype), at_once=1) as alone:
+    with local_engine(ModelConfig(str(model)), replace(ROOMY, dtype=dtype), at_once=1) as alone:
         together = Computer(alone.log, at_once=ALL, check=alone.check)
         for computer in (alone, together):
             replays = computer.compute(events)
@@ -259,7 +259,7 @@ LONG = 150
 
 def served(model: Path, config: EngineConfig, indices: Sequence[int], wrap: Wrap = lambda each: each) -> list[History]:
     """Return what requests get that are sent as clients send them."""
-    with engine_here(ModelConfig(str(model)), config, at_once=1, wrap=wrap) as computer:
+    with local_engine(ModelConfig(str(model)), config, at_once=1, wrap=wrap) as computer:
         return computer.compute([longer(index) for index in indices])
 
 
@@ -269,7 +269,7 @@ def longer(index: int) -> Submitted:
 
 
 def reports(model: Path, config: EngineConfig, recorded: Sequence[History]) -> list[dict[str, Any]]:
-    with engine_here(ModelConfig(str(model)), config, at_once=ALL) as computer:
+    with local_engine(ModelConfig(str(model)), config, at_once=ALL) as computer:
         replays = computer.compute([again(history) for history in recorded])
         return [computed_report(history, [now], computer) for history, now in zip(recorded, replays, strict=True)]
 

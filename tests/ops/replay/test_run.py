@@ -18,9 +18,9 @@ from redis_servers import until
 from whole_pipeline import Pipeline
 
 from minisgl import main
-from ops.replay import alone
-from ops.replay.elsewhere import body_of
+from ops.replay import isolated
 from ops.replay.files import write_dump
+from ops.replay.remote import body_of
 from ops.replay.report import lines_of
 from pipeline.errors import ConfigError
 from pipeline.events import (
@@ -294,9 +294,9 @@ def test_a_command_line_without_a_uid_is_refused(run: Run) -> None:
 
 
 def died(code: str, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60) -> dict[str, object]:
-    monkeypatch.setattr(alone, "PROGRAM", (sys.executable, "-c", code))
+    monkeypatch.setattr(isolated, "PROGRAM", (sys.executable, "-c", code))
     pairs = entries((97,), end=Failed(status=500, code="poisonous", message="No."))  # it died in the prompt
-    return alone.compute_alone(history(pairs), (ModelConfig(), EngineConfig()), timeout_s)
+    return isolated.compute_isolated(history(pairs), (ModelConfig(), EngineConfig()), timeout_s)
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ else:
 if mode in ("crashing", "replaced"):
     until = time.monotonic() + 0.1
     while time.monotonic() < until:
-        slot_lease.came_round()
+        slot_lease.report_progress()
     os._exit(7 if mode == "crashing" else 4)
 while not stop.wait(0.05):
-    slot_lease.came_round()
+    slot_lease.report_progress()
 with (folder / "ends").open("a") as ends:
     ends.write(f"{stage}\\n")
 slot_lease.leave()

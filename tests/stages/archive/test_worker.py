@@ -208,9 +208,9 @@ def test_many_requests_are_forgotten_together(
     asked = list[int]()
     forget = archiver.writer.forget
 
-    def counted(uids: set[str], came_round: Callable[[], None]) -> int:
+    def counted(uids: set[str], report_progress: Callable[[], None]) -> int:
         asked.append(len(uids))
-        return forget(uids, came_round)
+        return forget(uids, report_progress)
 
     monkeypatch.setattr(archiver.writer, "forget", counted)
     gone = [finish(lived) for _ in range(12)]

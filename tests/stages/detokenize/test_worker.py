@@ -329,7 +329,7 @@ def test_who_learns_long_histories_shows_progress_all_the_time(rig: Rig, monkeyp
         return DECODER.plain(token_ids)
 
     monkeypatch.setattr(rig.log, "histories", read)
-    monkeypatch.setattr(rig.slot_lease, "came_round", lambda **_: work.append("round"))
+    monkeypatch.setattr(rig.slot_lease, "report_progress", lambda **_: work.append("round"))
     fold = DetokenizeFold(dataclasses.replace(DECODER, plain=plain))
     worker = DetokenizeWorker(rig.log, rig.slot_lease, fold, "generate-0")
     worker.handle([rig.step(1, *(row(501 if uid == uids[0] else 1, "x", uid=uid) for uid in uids))])

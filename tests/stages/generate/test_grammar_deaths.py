@@ -19,8 +19,8 @@ from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
 from stages.generate.grammars import GrammarMatcher, Grammars
-from stages.generate.news import Arrived
 from stages.generate.past import past_of
+from stages.generate.updates import Arrived
 
 DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 DEADLY, GOOD = "deadly", "good"

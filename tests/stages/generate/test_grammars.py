@@ -19,8 +19,8 @@ import stages.generate.grammars
 from pipeline.events import Failed
 from stages.generate.forward.masks import unpacked
 from stages.generate.grammars import GrammarMatcher, Grammars, _Spelled
-from stages.generate.news import Arrived
 from stages.generate.schedule.plan import Matcher
+from stages.generate.updates import Arrived
 
 DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 VOCAB = 1056

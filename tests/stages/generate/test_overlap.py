@@ -26,12 +26,12 @@ from pipeline.journal import JournalWriter, steps
 from pipeline.log.protocol import Entry
 from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
-from stages.generate.log_thread import Arrived, Ended, Flush, News
+from stages.generate.log_thread import Arrived, Ended, Flush, Update
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.steps import FollowingEngine, LaunchingEngine
 from stages.generate.schedule.again import differences
-from stages.generate.schedule.noted import NotedSchedule
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, RowScores, Sample
+from stages.generate.schedule.recorded import RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, ScheduleLimits
 from stages.generate.worker import GenerateWorker
@@ -337,7 +337,7 @@ class Told:
 
     # as a log thread
 
-    def hear(self, timeout_s: float = 0.0) -> News | None:
+    def hear(self, timeout_s: float = 0.0) -> Update | None:
         self._rounds += 1
         assert self._rounds < MOST_ROUNDS, "something waits for ever"
         while self._returns and self._returns[0].uid not in self._left:
@@ -353,7 +353,7 @@ class Told:
         self._quiet = 0
         return self._next(self._happens.popleft())
 
-    def _next(self, event: Arrival | Cancel | FlushCache | Death) -> News | None:
+    def _next(self, event: Arrival | Cancel | FlushCache | Death) -> Update | None:
         match event:
             case Arrival(request=request, resumed=resumed, suspect=suspect):
                 return self._arrived(request, resumed, suspect)
@@ -409,7 +409,7 @@ class Told:
 
     # as a lease
 
-    def came_round(self, patience_s: float = 0.0) -> None: ...
+    def report_progress(self, patience_s: float = 0.0) -> None: ...
 
     def say(self, **_: Any) -> None: ...
 
@@ -432,7 +432,7 @@ class Told:
         return dataclasses.replace(self.came[uid], output_ids=tuple(self.tokens[uid][:n]))
 
 
-class Checked(NotedSchedule):
+class Checked(RecordedSchedule):
     """A schedule that checks its books after each step."""
 
     def complete(self, token_ids: Sequence[int], scores: Mapping[int, RowScores] | None = None) -> list[TokenRow]:

@@ -41,7 +41,7 @@ from stages.generate.config import GenerateConfig
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.log_thread import Arrived, LogThread, News
+from stages.generate.log_thread import Arrived, LogThread, Update
 from stages.generate.pace import Pace
 from stages.generate.past import past_of
 from stages.generate.schedule.request import NewRequest
@@ -409,17 +409,17 @@ def test_a_forward_pass_that_hangs_gets_no_sign_of_life_from_the_thread_that_wai
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     scene, engine, asked = waiting_for_a_detokenizer(monkeypatch, closes_after=5)
-    alive, came_round = list[str](), SlotLease.came_round
+    alive, report_progress = list[str](), SlotLease.report_progress
 
     def noted(slot_lease: SlotLease, **patience: Any) -> None:
         alive.append(threading.current_thread().name)
-        came_round(slot_lease, **patience)
+        report_progress(slot_lease, **patience)
 
     def away(*_: object, **__: object) -> StepCommitted:
         asked.append(0)
         raise LogUnavailable("connection refused")
 
-    monkeypatch.setattr(SlotLease, "came_round", noted)
+    monkeypatch.setattr(SlotLease, "report_progress", noted)
     with scene.running(engine=engine, commit_interval_s=0.0):
         scene.send(10, max_tokens=40)
         until(lambda: not engine.gate.is_set())
@@ -519,7 +519,7 @@ def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
 
 def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices of a long prompt take little more memory than one."""
-    told: list[News] = []
+    told: list[Update] = []
     monkeypatch.setattr(LogThread, "_tell", lambda _, news: told.append(news))
     owner = scene.log.acquire("generate-0", "n", LEASE_MS)
     assert owner is not None
@@ -527,7 +527,7 @@ def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatc
         scene.send(*prompt)
     scene.log.prepare(scene.tokenized)
     entries = scene.log.take(owner, 8, control_cursor="0-0").entries
-    LogThread(scene.log, owner, lease_ms=LEASE_MS, came_round=lambda: None)._bring(entries, resumed=False)
+    LogThread(scene.log, owner, lease_ms=LEASE_MS, report_progress=lambda: None)._bring(entries, resumed=False)
     first, second, third = (news.request for news in told if isinstance(news, Arrived))
     assert first.prompt_ids == (1000, 1001) and first.prompt_ids is second.prompt_ids
     assert third.prompt_ids == (1000,) and first.uid != second.uid
@@ -549,7 +549,7 @@ def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
 
     owner = log.acquire("generate-0", "n", LEASE_MS)
     assert owner is not None
-    log_thread = LogThread(log, owner, lease_ms=LEASE_MS, came_round=lambda: None)
+    log_thread = LogThread(log, owner, lease_ms=LEASE_MS, report_progress=lambda: None)
     for name in ("step", "forsaken"):
         monkeypatch.setattr(log, name, noted(name, getattr(log, name)))
     log_thread.start()

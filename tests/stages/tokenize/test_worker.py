@@ -193,7 +193,7 @@ class Rig:
         """Handle all that waits; a worker whose work never ends is given up. Return how many there were."""
         limits: list[tuple[float, GiveUp | None]] = []
 
-        def came_round(
+        def report_progress(
             *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
         ) -> None:
             assert patience_s == LONGEST_BATCH_S
@@ -205,7 +205,7 @@ class Rig:
             give_up(self.log)
             raise SystemExit(EXIT_REPLACE)
 
-        monkeypatch.setattr(self.slot_lease, "came_round", came_round)
+        monkeypatch.setattr(self.slot_lease, "report_progress", report_progress)
         self.encoder.too_slow = too_slow
         batches = [self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10)]
         for num_given_up in itertools.count():

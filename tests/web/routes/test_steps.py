@@ -13,7 +13,7 @@ from web_site import Site, code_of, site
 
 import web.live.company
 import web.live.folding
-from ops.replay.waited import why
+from ops.replay.late_tokens import why
 from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
 from pipeline.journal import JournalWriter
 from pipeline.log.protocol import Entry

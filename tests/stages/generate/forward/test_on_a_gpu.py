@@ -27,7 +27,7 @@ from stages.generate.attention.flashinfer import FlashInferAttention, Run
 from stages.generate.forward import graphs
 from stages.generate.forward.batch import PageTables
 from stages.generate.forward.engine import Engine
-from stages.generate.forward.room import REMEDY, Measure
+from stages.generate.forward.gpu_memory import REMEDY, Measure
 from stages.generate.forward.shaping import on_device
 from stages.generate.schedule.plan import PlanRow
 from stages.generate.schedule.request import NewRequest

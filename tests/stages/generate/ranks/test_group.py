@@ -29,8 +29,8 @@ from stages.generate.ranks import group as group_module
 from stages.generate.ranks import worker
 from stages.generate.ranks.channel import LOOPBACK, least
 from stages.generate.ranks.group import RankSlot, RankWatch, Terms, ack, formation_of, formed, joined
+from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.stores import reached_store
-from stages.generate.ranks.ways import connect_ways
 
 TERMS = Terms("f1", "1.0", "float32")
 LEASE_MS = 90
@@ -74,20 +74,20 @@ def test_ranks_find_each_other_and_leave_no_file_and_no_port(log: MemoryLog, add
             assert found is not None
             owner, entry, formation = found
             stores.append(formation.store)
-            ways = joined(formation, 1, connect)
-            least_of.append(least(ways.frames, 7, 20))
+            links = joined(formation, 1, connect)
+            least_of.append(least(links.frames, 7, 20))
             ack(log, owner, "g", entry)
             assert formation_of(log, slot, "g", 1, TERMS, _soon()) is None, "it joins once"
 
-    connect = partial(connect_ways, device=torch.device("cpu"), address=address or LOOPBACK)
+    connect = partial(connect_links, device=torch.device("cpu"), address=address or LOOPBACK)
     before = set(listens())
     thread = threading.Thread(target=follow)
     thread.start()
     with (
         slot_of(log, 0) as slot,
-        formed(log, owner_of(slot), "g", 2, TERMS, connect, nonce="n", address=address) as ways,
+        formed(log, owner_of(slot), "g", 2, TERMS, connect, nonce="n", address=address) as links,
     ):
-        least_of.append(least(ways.frames, 9, 20))
+        least_of.append(least(links.frames, 9, 20))
         opened = set(listens()) - before
         assert {ip for ip, _ in opened} == {address or "127.0.0.1"}
     thread.join(30)
@@ -114,7 +114,7 @@ def test_a_rank_0_that_lost_its_slot_forms_no_group_and_says_so(log: MemoryLog) 
     owner = log.acquire("rank-0-0", "paused", LEASE_MS)
     assert owner is not None
     take_from(log, owner)
-    connect = partial(connect_ways, device=torch.device("cpu"))
+    connect = partial(connect_links, device=torch.device("cpu"))
     with (
         pytest.raises(RankLost, match=r"rank 0 lost its slot before the ranks came, and all start again: .*rank-0"),
         formed(log, owner, "g", 2, TERMS, connect, nonce="n"),

@@ -12,7 +12,7 @@ from selection import by_night
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
 from pipeline.journal import Step, steps
-from stages.generate.log_thread import Arrived, Ended, News
+from stages.generate.log_thread import Arrived, Ended, Update
 from stages.generate.schedule.again import Again, StepsMissing, differences
 from stages.generate.schedule.request import NewRequest
 
@@ -110,7 +110,7 @@ def test_a_snapshot_that_does_not_decode_is_an_error(life: Life, journal: list[S
 class Leaves(Life):
     """A request that breaks the engine comes, and leaves while the step that took it over is on its way."""
 
-    def hear(self, timeout_s: float = 0.0) -> News | None:
+    def hear(self, timeout_s: float = 0.0) -> Update | None:
         if not self.came:
             self.came["a"] = NewRequest("a", (5, POISON), (4,), SamplingParams())
             self.made["a"] = [4]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from ops.replay.compute import OF_ENGINES
-from ops.replay.here import engine_here
+from ops.replay.local import local_engine
 from ops.replay.report import computed_report, report
 from pipeline.errors import ConfigError
 from pipeline.flags import flags_for, parse_flags
@@ -26,14 +26,14 @@ from pipeline.views.recorded import History
 from stages.generate.past import TOKENS_IN_DOUBT
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PROGRAM: Final = (sys.executable, "-P", "-X", "faulthandler", "-m", "ops.replay.alone")
+PROGRAM: Final = (sys.executable, "-P", "-X", "faulthandler", "-m", "ops.replay.isolated")
 """The command line of this module: Python shows the stack of a process that a signal ends."""
 EXIT_CONFIG: Final = 2
 LINES_SHOWN: Final = 40
 """Of what the process wrote before it died: the last ones."""
 
 
-def compute_alone(history: History, engine: Sequence[Any], timeout_s: float) -> dict[str, Any]:
+def compute_isolated(history: History, engine: Sequence[Any], timeout_s: float) -> dict[str, Any]:
     """Compute *history* in a process of its own, with the flags in *engine*; return the report of it.
 
     If the process dies, the report has `died`, how, and `output`, what it wrote. If not, it has `beyond`: how many more
@@ -83,7 +83,7 @@ def main() -> None:
     history = History(decode_recording(sys.stdin.buffer.read()))
     event = again(history, beyond=TOKENS_IN_DOUBT)
     try:
-        with engine_here(model, engine, at_once=1) as computer:
+        with local_engine(model, engine, at_once=1) as computer:
             (now,) = computer.compute([event])
             told = computed_report(history, [now], computer)
             told["beyond"] = len(now.tokens) - len(history.tokens)

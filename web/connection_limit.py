@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeAlias
 import structlog
 
 from pipeline.errors import ConfigError, RequestError
-from web.seldom import Seldom
+from web.log_limiter import LogLimiter
 
 logger = structlog.get_logger()
 
@@ -36,7 +36,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Member(Protocol):
-    """A connection, as the crowd sees it."""
+    """A connection, as the connection limit sees it."""
 
     holder: str
     """For whom it counts: a key or an address."""
@@ -73,17 +73,19 @@ class _Holding:
             several.pop(one, None)
 
 
-class Crowd:
+class ConnectionLimit:
     """The open connections of a process, of which there are never too many, and which never hold too much."""
 
-    def __init__(self, most: int, seldom: Seldom, *, several_keys: bool = False, most_bytes: int = LEAST_BYTES) -> None:
+    def __init__(
+        self, most: int, log_limiter: LogLimiter, *, several_keys: bool = False, most_bytes: int = LEAST_BYTES
+    ) -> None:
         self.most = most
         self.share = most * 3 // 4
         """Most connections of an address, or of a key that is the only one."""
         self.key_share = most // 2 if several_keys else self.share
         self.viewers_share = max(most // 4, 1)
         self.most_bytes = most_bytes
-        self._seldom = seldom
+        self._log_limiter = log_limiter
         self._holdings: dict[str, _Holding] = {}
         self._num_open = 0
         self._kept: dict[Member, None] = {}
@@ -214,19 +216,19 @@ class Crowd:
                 return None
             if holding is own:
                 break
-        if times := self._seldom.times("too_many_connections refused"):
+        if times := self._log_limiter.times("too_many_connections refused"):
             logger.warning("too_many_connections", most=self.most, refused=True, times=times)
         message = f"All {self.most} connections of this server are in use; send it again later."
         return RequestError(message, code="overloaded", status=503)
 
     def _close(self, one: Member) -> None:
-        if times := self._seldom.times("too_many_connections closed"):
+        if times := self._log_limiter.times("too_many_connections closed"):
             logger.warning("too_many_connections", most=self.most, refused=False, times=times)
         self.leave(one)
         one.cut()
 
     def _refused(self, message: str) -> RequestError:
-        if times := self._seldom.times("share_of_connections"):
+        if times := self._log_limiter.times("share_of_connections"):
             logger.warning("share_of_connections", reason=message, times=times)
         return RequestError(message, code="too_many_connections", status=429)
 
@@ -241,7 +243,7 @@ class Crowd:
         while self._num_bytes > self.most_bytes:
             loser, its_bytes, of_holder = self._largest()
             self.hold(loser, 0)
-            if times := self._seldom.times("too_many_bytes"):
+            if times := self._log_limiter.times("too_many_bytes"):
                 logger.warning("too_many_bytes", most=self.most_bytes, times=times)
             loser.let_go(
                 RequestError(

@@ -18,8 +18,8 @@ import numpy as np
 from pipeline.events import Preempted
 from pipeline.journal import Step
 from stages.generate.pace import Pace
-from stages.generate.schedule.noted import NotedSchedule, snapshot_uids
 from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.recorded import RecordedSchedule, snapshot_uids
 from stages.generate.schedule.request import NewRequest
 
 FEWEST_FITTED: Final = 20
@@ -156,7 +156,7 @@ def lived_again(
     leaves when it left.
     """
     first = steps[0]
-    schedule = NotedSchedule.restored(first.schedule, first.number, request_of, **other_limits)
+    schedule = RecordedSchedule.restored(first.schedule, first.number, request_of, **other_limits)
     schedule.isolate(None)
     paced = any(step.figures.mixed_prefill_length is not None for step in steps)
     pace = Pace() if paced and "mixed_prefill_length" not in other_limits else None

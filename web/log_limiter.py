@@ -10,7 +10,7 @@ EVERY_S: Final = 10.0
 MOST_KINDS: Final = 1000
 
 
-class Seldom:
+class LogLimiter:
     """Counts what happens by its kind, so that each kind gets one line in 10 s."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:

@@ -40,4 +40,4 @@ class Lost:
     error: Exception
 
 
-News = Arrived | Ended | Flush | Lost
+Update = Arrived | Ended | Flush | Lost

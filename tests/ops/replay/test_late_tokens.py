@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from log_contract import put
 
-from ops.replay.waited import why
+from ops.replay.late_tokens import why
 from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
 from pipeline.journal import JournalWriter
 from pipeline.log.memory import MemoryLog

@@ -23,7 +23,7 @@ from stages.generate.forward.collectives import ALONE, NcclCollectives
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind
-from stages.generate.ranks.ways import Ways, connect_gpus, connect_nccl
+from stages.generate.ranks.links import RankLinks, connect_gpus, connect_nccl
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 SUMS, BODIES = 0, 1
@@ -37,6 +37,12 @@ def plan_of(step: int, num_tokens: int, num_pages: int) -> BatchPlan:
 PLANS = (plan_of(1, 1, 0), plan_of(2, 2 * SIZE, 3), plan_of(3, 1, 2 * LONG_LIST))
 BODY_SIZES = (6 + 1, 6 + 2 * SIZE + 3, 6 + 2 * LONG_LIST, 6 + 1)
 """Ints of the frames but their headers. The long list goes ahead in a frame of its own."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint, made before there is a double of NCCL: transformers imports more, and names what that replaces."""
+    return make_checkpoint(tmp_path, "odd")
 
 
 @pytest.fixture
@@ -56,11 +62,11 @@ class Doorbell:
         return work
 
 
-def connected(size: int, nccl: Nccl) -> list[Ways]:
-    """Return the ways of all ranks."""
+def connected(size: int, nccl: Nccl) -> list[RankLinks]:
+    """Return the links of all ranks."""
     store, doorbells = gloo_groups.memory_store(), gloo_groups.connected(size)
 
-    def connect(rank: int) -> Ways:
+    def connect(rank: int) -> RankLinks:
         return connect_gpus(store, rank, size, CPU, Doorbell(doorbells[rank], rank, nccl))
 
     with ThreadPoolExecutor(size) as threads:
@@ -95,15 +101,14 @@ def test_a_body_follows_its_header_on_a_communicator_and_a_stream_of_its_own(ncc
         assert calls == [*chain.from_iterable(frames), header], "the last one says that rank 0 leaves, and has no body"
 
 
-def test_engines_with_sums_over_nccl_compute_what_one_computes(nccl: Nccl, tmp_path: Path) -> None:
+def test_engines_with_sums_over_nccl_compute_what_one_computes(folder: Path, nccl: Nccl) -> None:
     """On the stream of the forward pass: two sums a layer and one for the embeddings, and the logits of both."""
-    folder = make_checkpoint(tmp_path, "odd")
     alone = gloo_rank.logits_of(ALONE, folder, "torch")
-    ways = connected(2, nccl)
+    links = connected(2, nccl)
     nccl.calls.clear()
 
     def compute(rank: int) -> list[torch.Tensor]:
-        return gloo_rank.logits_of(NcclCollectives(ways[rank].sums), folder, "torch")
+        return gloo_rank.logits_of(NcclCollectives(links[rank].sums), folder, "torch")
 
     with ThreadPoolExecutor(2) as threads:
         together, _ = threads.map(compute, range(2))

@@ -17,7 +17,7 @@ cost of a check grows with them.
 """
 
 
-class Books:
+class PageAudit:
     """The books of one engine. What is wrong is in the log and in the status, and the engine goes on.
 
     A lost page costs memory. An engine that ended because of it would cost every request.

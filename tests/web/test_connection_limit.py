@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from pipeline.errors import ConfigError, RequestError
-from web.crowd import KEPT, Crowd, Proxies, address_of, read_proxies
-from web.seldom import Seldom
+from web.connection_limit import KEPT, ConnectionLimit, Proxies, address_of, read_proxies
+from web.log_limiter import LogLimiter
 
 
 class One:
@@ -29,128 +29,128 @@ class One:
         self.error = error
 
 
-def crowd_of(most: int, *, several_keys: bool = False, most_bytes: int = 1000) -> Crowd:
-    return Crowd(most, Seldom(), several_keys=several_keys, most_bytes=most_bytes)
+def limit_of(most: int, *, several_keys: bool = False, most_bytes: int = 1000) -> ConnectionLimit:
+    return ConnectionLimit(most, LogLimiter(), several_keys=several_keys, most_bytes=most_bytes)
 
 
-def enter(crowd: Crowd, num: int, holder: str, *, working: bool = True) -> list[One]:
+def enter(connection_limit: ConnectionLimit, num: int, holder: str, *, working: bool = True) -> list[One]:
     members = [One(holder) for _ in range(num)]
     for one in members:
-        assert crowd.enter(one) is None
+        assert connection_limit.enter(one) is None
         if not working:
-            crowd.waits(one)
+            connection_limit.waits(one)
     return members
 
 
-def belong(crowd: Crowd, members: list[One], key: str) -> None:
+def belong(connection_limit: ConnectionLimit, members: list[One], key: str) -> None:
     for one in members:
-        crowd.belongs(one, key, crowd.key_share)
+        connection_limit.belongs(one, key, connection_limit.key_share)
 
 
 def test_an_address_has_three_quarters_and_others_have_the_rest() -> None:
-    crowd = crowd_of(16)
-    enter(crowd, 12, "address a")
-    error = crowd.enter(One("address a"))
+    connection_limit = limit_of(16)
+    enter(connection_limit, 12, "address a")
+    error = connection_limit.enter(One("address a"))
     assert error is not None and (error.status, error.code) == (429, "too_many_connections")
     assert "12 open connections" in error.message and "12 of 16" in error.message and "address a" in error.message
-    enter(crowd, 4, "address b")
-    error = crowd.enter(One("address c"))
+    enter(connection_limit, 4, "address b")
+    error = connection_limit.enter(One("address c"))
     assert error is not None and (error.status, error.code) == (503, "overloaded")
 
 
 def test_a_new_connection_over_the_share_takes_the_place_of_an_idle_one_of_the_same_client() -> None:
-    crowd = crowd_of(16)
-    first, second, third, *rest = enter(crowd, 12, "address a", working=False)
-    crowd.waits(first)  # after its next request
-    (other,) = enter(crowd, 1, "address b", working=False)
+    connection_limit = limit_of(16)
+    first, second, third, *rest = enter(connection_limit, 12, "address a", working=False)
+    connection_limit.waits(first)  # after its next request
+    (other,) = enter(connection_limit, 1, "address b", working=False)
     new = One("address a")
-    assert crowd.enter(new) is None
+    assert connection_limit.enter(new) is None
     assert second.is_cut and not first.is_cut and not other.is_cut
     for one in (*rest, first, third, new):
-        crowd.works(one)
-    crowd.receives(third)
-    assert crowd.enter(One("address a")) is None
+        connection_limit.works(one)
+    connection_limit.receives(third)
+    assert connection_limit.enter(One("address a")) is None
     assert third.is_cut and not other.is_cut
 
 
 def test_who_holds_most_loses_first_an_idle_connection_then_a_viewer_never_another_answer() -> None:
-    crowd = crowd_of(16)
-    much = enter(crowd, 8, "address a")
-    some = enter(crowd, 6, "address b", working=False)
-    little = enter(crowd, 2, "address c", working=False)
-    crowd.waits(much[5])
-    crowd.views(much[3])
+    connection_limit = limit_of(16)
+    much = enter(connection_limit, 8, "address a")
+    some = enter(connection_limit, 6, "address b", working=False)
+    little = enter(connection_limit, 2, "address c", working=False)
+    connection_limit.waits(much[5])
+    connection_limit.views(much[3])
     new = [One(f"address {number}") for number in range(3)]
-    assert [crowd.enter(one) for one in new] == [None, None, None]
+    assert [connection_limit.enter(one) for one in new] == [None, None, None]
     assert [one.is_cut for one in much] == [False, False, False, True, False, True, False, False]
     assert [one.is_cut for one in some] == [True, *[False] * 5]  # nothing of the largest is spare any more
     assert not any(one.is_cut for one in [*little, *new])
-    assert crowd.num_open == 16
+    assert connection_limit.num_open == 16
 
 
 def test_a_newcomer_of_who_holds_most_is_refused_itself_rather_than_cutting_a_viewer_or_others() -> None:
-    crowd = crowd_of(16)
-    much = enter(crowd, 10, "address a")
-    crowd.views(much[0])
-    little = enter(crowd, 6, "address b", working=False)
-    error = crowd.enter(One("address a"))
+    connection_limit = limit_of(16)
+    much = enter(connection_limit, 10, "address a")
+    connection_limit.views(much[0])
+    little = enter(connection_limit, 6, "address b", working=False)
+    error = connection_limit.enter(One("address a"))
     assert error is not None and error.status == 503
     assert not any(one.is_cut for one in much + little)
 
 
 def test_of_several_keys_one_has_half_and_a_single_one_has_three_quarters() -> None:
     for several, share in ((True, 8), (False, 12)):
-        crowd = crowd_of(16, several_keys=several)
-        members = enter(crowd, share, "address a")
-        belong(crowd, members, "key k")
-        more = enter(crowd, 1, "address a")
+        connection_limit = limit_of(16, several_keys=several)
+        members = enter(connection_limit, share, "address a")
+        belong(connection_limit, members, "key k")
+        more = enter(connection_limit, 1, "address a")
         with pytest.raises(RequestError, match=f"This API key has {share} open connections with requests") as caught:
-            belong(crowd, more, "key k")
+            belong(connection_limit, more, "key k")
         assert caught.value.code == "too_many_connections" and more[0].holder == "address a"
-        crowd.waits(members[3])
-        belong(crowd, more, "key k")
+        connection_limit.waits(members[3])
+        belong(connection_limit, more, "key k")
         assert members[3].is_cut and more[0].holder == "key k"
 
 
 def test_connections_of_a_key_do_not_count_for_the_address_that_others_share() -> None:
-    crowd = crowd_of(16, several_keys=True)
-    belong(crowd, enter(crowd, 8, "address nat"), "key k")
-    belong(crowd, enter(crowd, 7, "address nat"), "key l")
-    assert crowd.enter(One("address nat")) is None
+    connection_limit = limit_of(16, several_keys=True)
+    belong(connection_limit, enter(connection_limit, 8, "address nat"), "key k")
+    belong(connection_limit, enter(connection_limit, 7, "address nat"), "key l")
+    assert connection_limit.enter(One("address nat")) is None
 
 
 def test_a_quarter_may_be_viewers_until_they_end() -> None:
-    crowd = crowd_of(16)
-    members = enter(crowd, 5, "address a")
+    connection_limit = limit_of(16)
+    members = enter(connection_limit, 5, "address a")
     for one in members[:4]:
-        crowd.views(one)
+        connection_limit.views(one)
     with pytest.raises(RequestError, match=r"4 open streams of events, of at most 4 \(a quarter of 16") as caught:
-        crowd.views(members[4])
+        connection_limit.views(members[4])
     assert caught.value.status == 429
-    crowd.waits(members[0])
-    crowd.views(members[4])
+    connection_limit.waits(members[0])
+    connection_limit.views(members[4])
 
 
 def test_sockets_of_the_file_system_and_trusted_proxies_have_no_share_but_count() -> None:
-    crowd = crowd_of(4)
+    connection_limit = limit_of(4)
     for _ in range(4):
         one = One("socket", is_exempt=True)
-        assert crowd.enter(one) is None
-        crowd.works(one)
-    assert crowd.enter(One("address a")) is not None
+        assert connection_limit.enter(one) is None
+        connection_limit.works(one)
+    assert connection_limit.enter(One("address a")) is not None
 
 
 def test_kept_places_are_few_and_come_back() -> None:
-    crowd = crowd_of(1)
+    connection_limit = limit_of(1)
     several = [One() for _ in range(KEPT + 1)]
-    assert [crowd.keep(one) for one in several] == [*[True] * KEPT, False]
-    crowd.leave(several[0])
-    assert crowd.keep(several[-1])
+    assert [connection_limit.keep(one) for one in several] == [*[True] * KEPT, False]
+    connection_limit.leave(several[0])
+    assert connection_limit.keep(several[-1])
 
 
 def test_whatever_happens_nobody_is_counted_twice_or_forgotten() -> None:
     drawn = random.Random(3)
-    crowd = crowd_of(20, several_keys=True, most_bytes=500)
+    connection_limit = limit_of(20, several_keys=True, most_bytes=500)
     there: list[One] = []
     for _ in range(5000):
         one = drawn.choice(there) if there else None
@@ -158,36 +158,36 @@ def test_whatever_happens_nobody_is_counted_twice_or_forgotten() -> None:
         with contextlib.suppress(RequestError):
             if what == "enter" or one is None:
                 new = One(f"address {drawn.randrange(4)}")
-                if crowd.enter(new) is None:
+                if connection_limit.enter(new) is None:
                     there.append(new)
             elif what == "belongs":
-                crowd.belongs(one, f"key {drawn.randrange(3)}", crowd.key_share)
+                connection_limit.belongs(one, f"key {drawn.randrange(3)}", connection_limit.key_share)
             elif what == "hold":
-                crowd.hold(one, drawn.randrange(200))
+                connection_limit.hold(one, drawn.randrange(200))
             elif what == "leave":
-                crowd.leave(one)
+                connection_limit.leave(one)
                 there.remove(one)
             else:
-                getattr(crowd, what)(one)
+                getattr(connection_limit, what)(one)
         there = [each for each in there if not each.is_cut]
-        assert crowd.num_open == len(there) <= 20 and crowd.num_bytes <= 500
+        assert connection_limit.num_open == len(there) <= 20 and connection_limit.num_bytes <= 500
         counts = Counter(each.holder for each in there)
         assert all(num <= (10 if holder.startswith("key") else 15) for holder, num in counts.items())
 
 
 def test_who_holds_most_bytes_loses_its_largest_request_and_the_small_one_of_another_stays() -> None:
-    crowd = crowd_of(16, most_bytes=1000)
-    attacker, others = enter(crowd, 3, "address a"), enter(crowd, 2, "address b")
-    crowd.hold(others[0], 400)  # the largest request, but not of the largest holder
+    connection_limit = limit_of(16, most_bytes=1000)
+    attacker, others = enter(connection_limit, 3, "address a"), enter(connection_limit, 2, "address b")
+    connection_limit.hold(others[0], 400)  # the largest request, but not of the largest holder
     for one, num_bytes in zip(attacker, (200, 300, 90), strict=True):
-        crowd.hold(one, num_bytes)
-    crowd.hold(others[1], 50)
+        connection_limit.hold(one, num_bytes)
+    connection_limit.hold(others[1], 50)
     assert attacker[1].error is not None and attacker[1].error.code == "overloaded"
     assert "590 bytes" in attacker[1].error.message and "300" in attacker[1].error.message
     assert [one.error for one in (*others, attacker[0], attacker[2])] == [None] * 4
-    assert crowd.num_bytes == 740
-    crowd.leave(others[0])
-    assert crowd.num_bytes == 340
+    assert connection_limit.num_bytes == 740
+    connection_limit.leave(others[0])
+    assert connection_limit.num_bytes == 340
 
 
 def test_the_client_behind_trusted_proxies_is_the_last_address_that_is_none_of_them() -> None:

@@ -1,4 +1,4 @@
-"""The ways between the ranks of an engine. On CPUs all are over gloo.
+"""The links between the ranks of an engine. On CPUs all are over gloo.
 
 On GPUs sums and the bodies of frames go over NCCL. Its kernels spin until all ranks take part. So headers go over gloo,
 and a body only after its header: then all ranks take part at once, and nothing spins while nobody sends.
@@ -25,7 +25,7 @@ NCCL_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class RankLinks:
     """How the ranks of a group reach each other. Frames are sent while sums may be awaited, so each has its own way."""
 
     frames: Any
@@ -38,8 +38,8 @@ class Ways:
         return (GlooCollectives if self.bodies is None else NcclCollectives)(self.sums)
 
 
-def connect_ways(store: Any, rank: int, size: int, *, device: torch.device, address: str = LOOPBACK) -> Ways:
-    """Return the ways of the rank with *device* once all *size* ranks are there. *store* is not needed later.
+def connect_links(store: Any, rank: int, size: int, *, device: torch.device, address: str = LOOPBACK) -> RankLinks:
+    """Return the links of the rank with *device* once all *size* ranks are there. *store* is not needed later.
 
     A GPU becomes the current device of this thread.
 
@@ -49,18 +49,18 @@ def connect_ways(store: Any, rank: int, size: int, *, device: torch.device, addr
 
     frames = connect(_part(store, "frames"), rank, size, address=address)
     if device.type == "cpu":
-        return Ways(frames, connect(_part(store, "sums"), rank, size, address=address))
+        return RankLinks(frames, connect(_part(store, "sums"), rank, size, address=address))
     torch.cuda.set_device(device)
     if address == LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # else NCCL listens at the first other interface
     return connect_gpus(store, rank, size, device, frames)
 
 
-def connect_gpus(store: Any, rank: int, size: int, device: torch.device, frames: Any) -> Ways:
-    """As `connect_ways`, where headers go over *frames*, and all else over NCCL."""
+def connect_gpus(store: Any, rank: int, size: int, device: torch.device, frames: Any) -> RankLinks:
+    """As `connect_links`, where headers go over *frames*, and all else over NCCL."""
     sums = connect_nccl(_part(store, "sums"), rank, size, device)
     bodies = connect_nccl(_part(store, "bodies"), rank, size, device, max_ctas=1)
-    return Ways(frames, sums, Bodies(bodies, device))
+    return RankLinks(frames, sums, Bodies(bodies, device))
 
 
 def _part(store: Any, name: str) -> Any:

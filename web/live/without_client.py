@@ -13,7 +13,9 @@ from web.live.refusals import REFUSALS, refusal
 logger = structlog.get_logger()
 
 
-async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = "") -> str:
+async def submit_without_client(
+    frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = ""
+) -> str:
     """Submit *event* and return its uid. With *quota*, it counts as sent by that API key.
 
     Where it sends the dead letter *letter* again, that is dropped.

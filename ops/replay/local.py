@@ -17,7 +17,7 @@ from stages.generate.model.folder import model_folder
 
 
 @contextlib.contextmanager
-def engine_here(
+def local_engine(
     model: ModelConfig, engine: EngineConfig, *, at_once: int, wrap: Wrap = lambda engine: engine
 ) -> Iterator[Computer]:
     """Load *model*, and give what has requests computed with it.

@@ -19,7 +19,7 @@ from web_process import Server, serving
 from web_site import CHAT, chat
 
 from web.files import MOST_CONNECTIONS, MOST_FILES, OTHER_FILES, most_connections, raise_file_limit
-from web.seldom import EVERY_S, MOST_KINDS, Seldom
+from web.log_limiter import EVERY_S, MOST_KINDS, LogLimiter
 
 slow = pytest.mark.slow
 
@@ -194,11 +194,11 @@ def test_a_limit_that_is_high_enough_stays() -> None:
 
 def test_of_equal_lines_one_is_written_in_ten_seconds_and_says_how_many_there_were() -> None:
     now_s = 0.0
-    seldom = Seldom(lambda: now_s)
-    assert [seldom.times("a") for _ in range(1000)] == [1, *[0] * 999]
-    assert seldom.times("b") == 1
+    log_limiter = LogLimiter(lambda: now_s)
+    assert [log_limiter.times("a") for _ in range(1000)] == [1, *[0] * 999]
+    assert log_limiter.times("b") == 1
     now_s = EVERY_S
-    assert seldom.times("a") == 1000
-    assert seldom.times("a") == 0
+    assert log_limiter.times("a") == 1000
+    assert log_limiter.times("a") == 0
     for kind in range(2 * MOST_KINDS):
-        assert seldom.times(str(kind)) == 1
+        assert log_limiter.times(str(kind)) == 1

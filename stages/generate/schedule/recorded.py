@@ -18,7 +18,7 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Chunk, Failed, StepRow, TokenRow
 from stages.generate.kvcache import cache_name, remade
-from stages.generate.kvcache.base import Books, Held, Holding, PrefixCache
+from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
@@ -35,7 +35,7 @@ LANDED: Final = frozenset({"complete", "start over"})
 """After one of these a step is no longer in flight."""
 
 
-class NotedSchedule(Schedule):
+class RecordedSchedule(Schedule):
     """A schedule that notes its calls until somebody asks for the note."""
 
     def __init__(self, cache: PrefixCache, limits: ScheduleLimits, eos_ids: Sequence[int], identity: Identity) -> None:
@@ -131,7 +131,7 @@ class NotedSchedule(Schedule):
     def snapshot(self) -> str:
         """Return the schedule in JSON. No step is in flight."""
         assert not self._flights, "a snapshot has no place for tokens that are not known"
-        books = self._cache.books([request.holding for request in self._running])
+        snapshot = self._cache.snapshot([request.holding for request in self._running])
         plain = {
             "v": SNAPSHOT_VERSION,
             "identity": dataclasses.asdict(self.identity),
@@ -146,9 +146,9 @@ class NotedSchedule(Schedule):
                 [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still]
                 for one in (*self._running, *self._waiting)
             ],
-            "held": [[held.node, held.num_pages, held.is_private] for held in books.held],
-            "parents": b64encode(books.parents).decode(),
-            "digests": b64encode(books.digests).decode(),
+            "held": [[held.node, held.num_pages, held.is_private] for held in snapshot.held],
+            "parents": b64encode(snapshot.parents).decode(),
+            "digests": b64encode(snapshot.digests).decode(),
         }
         return orjson.dumps(plain).decode()
 
@@ -161,7 +161,7 @@ class NotedSchedule(Schedule):
         *,
         num_pages: int = 0,
         **other_limits: int,
-    ) -> NotedSchedule:
+    ) -> RecordedSchedule:
         """Return the schedule of a snapshot, before step *number*. *request_of* gives a request with n output tokens.
 
         *num_pages* and *other_limits* replace those of the snapshot. With fewer pages, or where fewer requests may run,
@@ -175,8 +175,8 @@ class NotedSchedule(Schedule):
             if plain["v"] > SNAPSHOT_VERSION:
                 raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
             parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
-            books = Books(tuple(Held(*held) for held in plain["held"]), parents, digests)
-            cache, holdings = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], books)
+            cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests)
+            cache, holdings = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
