@@ -1,7 +1,7 @@
 """In any company and under any setting, a request gets the tokens that transformers generates.
 
-Engine and schedule show it in this process for every family under every setting. Over HTTP it is one family on every
-change, under the hardest setting; the others at night.
+Engine and schedule show it in this process for every family under every setting, and servers at night. By day
+test_demo_model compares what a server says with transformers.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ SETTINGS = {
     "four ranks, steps ahead": ("--tp", "4", "--overlap", "on", *HARD),
 }
 AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16, TWO_RANKS, FOUR_RANKS = SETTINGS
-ON_EVERY_CHANGE = {("qwen3moe", FEW_SHARED)}
-"""What is asked over HTTP by day."""
 IMPOSSIBLE = {("odd", FOUR_RANKS)}
 """Its six heads cannot be divided by four."""
 
@@ -84,7 +82,7 @@ IMPOSSIBLE = {("odd", FOUR_RANKS)}
 def over_http(*settings: str) -> pytest.MarkDecorator:
     """Ask each family's server under each of *settings*."""
     pairs = [(family, setting) for family in FAMILIES for setting in settings if (family, setting) not in IMPOSSIBLE]
-    params = [pytest.param(*pair, marks=() if pair in ON_EVERY_CHANGE else pytest.mark.night) for pair in pairs]
+    params = [pytest.param(*pair, marks=pytest.mark.night) for pair in pairs]
     return pytest.mark.parametrize(("asked", "setting"), params, indirect=True)
 
 
