@@ -1,7 +1,7 @@
 """In any company and under any setting, a request gets the tokens that transformers generates.
 
-Engine and schedule show it in this process for every family under every setting. Over HTTP it is one family on every
-change, under the hardest setting; the others at night.
+Engine and schedule show it in this process for every family under every setting, and servers at night. By day
+test_demo_model compares what a server says with transformers.
 """
 
 from __future__ import annotations
@@ -75,10 +75,6 @@ SETTINGS = {
     "four ranks, steps ahead": ("--tp", "4", "--overlap", "on", *HARD),
 }
 AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16, TWO_RANKS, FOUR_RANKS = SETTINGS
-ON_EVERY_CHANGE = {("qwen3moe", FEW_SHARED)}
-"""What is asked over HTTP by day."""
-CHANGING = next(iter(FAMILIES))
-"""The family that is computed under every setting by day; the others where prompts come in chunks."""
 IMPOSSIBLE = {("odd", FOUR_RANKS)}
 """Its six heads cannot be divided by four."""
 
@@ -86,7 +82,7 @@ IMPOSSIBLE = {("odd", FOUR_RANKS)}
 def over_http(*settings: str) -> pytest.MarkDecorator:
     """Ask each family's server under each of *settings*."""
     pairs = [(family, setting) for family in FAMILIES for setting in settings if (family, setting) not in IMPOSSIBLE]
-    params = [pytest.param(*pair, marks=() if pair in ON_EVERY_CHANGE else pytest.mark.night) for pair in pairs]
+    params = [pytest.param(*pair, marks=pytest.mark.night) for pair in pairs]
     return pytest.mark.parametrize(("asked", "setting"), params, indirect=True)
 
 
@@ -521,27 +517,27 @@ def test_engine_and_schedule_give_the_tokens_of_transformers(asked: Asked, order
     assert any(min(rows) == 0 and max(rows) > 0 for rows in ran.chunks) is bool(order)
 
 
-@pytest.mark.parametrize(
-    ("asked", "setting"),
-    [
-        pytest.param(family, each, marks=() if each == IN_CHUNKS or family == CHANGING else pytest.mark.night)
-        for family in FAMILIES
-        for each in (IN_CHUNKS, FEW_PAGES, FEW_SHARED)
-    ],
-    indirect=["asked"],
-)
-def test_engine_and_schedule_give_the_tokens_of_transformers_under_any_setting(asked: Asked, setting: str) -> None:
-    """The last prompt comes once more, when the others are computed."""
+def run_under(asked: Asked, setting: str) -> tuple[Ran, list[str]]:
+    """Compute all prompts, and see that the tokens are right; return who was preempted, too."""
     ran = run_here(asked, asked.prompts, SETTINGS[setting])
     assert ran.tokens == list(asked.expected)
     preempted = [mark.uid for mark in ran.marks if isinstance(mark.event, Preempted)]
     admitted = [mark.uid for mark in ran.marks if isinstance(mark.event, Admitted)]
     assert Counter(admitted) == Counter(preempted) + Counter(map(str, range(NUM_REQUESTS)))
-    if setting == IN_CHUNKS:
-        assert max(map(max, ran.chunks)) >= 3
-        assert any(min(rows) == 0 and max(rows) > 0 for rows in ran.chunks)
-    else:
-        assert preempted
+    return ran, preempted
+
+
+def test_engine_and_schedule_give_the_tokens_of_transformers_in_chunks(asked: Asked) -> None:
+    ran, _ = run_under(asked, IN_CHUNKS)
+    assert max(map(max, ran.chunks)) >= 3
+    assert any(min(rows) == 0 and max(rows) > 0 for rows in ran.chunks)
+
+
+@first_family
+@pytest.mark.parametrize("setting", [FEW_PAGES, FEW_SHARED])
+def test_engine_and_schedule_give_the_tokens_of_transformers_with_few_pages(asked: Asked, setting: str) -> None:
+    _, preempted = run_under(asked, setting)
+    assert preempted
 
 
 def test_a_prompt_that_comes_again_is_found_in_the_cache_and_answered_the_same(asked: Asked) -> None:

@@ -13,26 +13,26 @@ import httpx
 import pytest
 from checkpoints import TEXT, make_checkpoint
 from kernel_variants import DTYPES, VARIANTS
-from selection import by_night
 from servers import Server, eventually, serve
 from streams import Stream, events_of, num_of
 
 from pipeline.events import Preempted, TakenOver, TokensProduced
 from pipeline.names import GENERATE
 
-pytestmark = pytest.mark.slow
+# By day tests/stages/generate/kernels/test_invariance.py has the bits, and test_parity.py a seed.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
-NUM_REQUESTS = by_night(8, 16)
-NUM_TOKENS = by_night(200, 300)
-NUM_OTHERS = by_night(4, 8)
-COMPANIES = by_night(2, 4)
-KILLED = by_night(1, 2)
+NUM_REQUESTS = 16
+NUM_TOKENS = 300
+NUM_OTHERS = 8
+COMPANIES = 4
+KILLED = 2
 """The company whose engine is killed."""
 MEASURED = "measured"
 """A label of the requests that are compared."""
 ARRIVE_WITHIN = 160
 """Tokens of a stream; while it makes them, all requests of a company arrive."""
-FLAGS = ("--page-size", "16", "--num-pages", by_night("80", "120"), "--lease", "1")
+FLAGS = ("--page-size", "16", "--num-pages", "120", "--lease", "1")
 """About a quarter of the pages that all requests of a company need at once."""
 DEPENDS_ON_THE_BATCH = pytest.mark.xfail(
     strict=True, raises=pytest.fail.Exception, reason="torch sums in an order that depends on the batch"

@@ -18,7 +18,7 @@ from checkpoints import make_checkpoint
 from chunks import documents, put_together
 from dialects import make_tokenizer
 from kernel_variants import VARIANTS
-from selection import by_night, rest_at_night
+from selection import by_night
 from servers import eventually, serve
 from tokenizers import Tokenizer
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 NUM_EACH: Final = by_night(4, 60)
 BUDGETS: Final = (0, 1, 3, 16, None)
-NUM_OVER_HTTP: Final = by_night(2, 30)
+NUM_OVER_HTTP: Final = 30
 MOST_TOKENS: Final = 400
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "1600")
 NEEDS_KERNELS: Final = pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens")
@@ -319,7 +319,7 @@ class Client:
         return documents(response.content) if body.get("stream") else response.json()
 
 
-@pytest.fixture(scope="module", params=rest_at_night(["qwen3", "qwq"]))
+@pytest.fixture(scope="module", params=["qwen3", "qwq"])
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("served")
     checkpoint = Checkpoint(folder / request.param, request.param)
@@ -348,6 +348,7 @@ def streamed(chunks: Sequence[Mapping[str, Any]], index: int) -> Answer:
     return said | {"ids": list(itertools.chain(*ids))}
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("wish", ["schema", "tools"])
 def test_over_http_thinking_keeps_to_its_budget_and_the_answer_to_its_schema_or_tools(
     client: Client, wish: str
@@ -381,7 +382,7 @@ def test_over_http_thinking_keeps_to_its_budget_and_the_answer_to_its_schema_or_
         return choices, details[0]["reasoning_tokens"]
 
     with ThreadPoolExecutor(8) as pool:
-        for budget in by_night((0, 16), (0, 16, None)):
+        for budget in (0, 16, None):
             answers = list(pool.map(lambda seed, most=budget: ask(seed, most), range(NUM_OVER_HTTP)))
             thoughts = [[client.checkpoint.thought(each["ids"]) for each in choices] for choices, _ in answers]
             assert [num for _, num in answers] == [sum(map(len, both)) for both in thoughts]
