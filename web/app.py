@@ -16,6 +16,7 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTim
 
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
+from web.asgi import OneTask
 from web.config import DEFAULT_BODY_BYTES
 from web.keys import Caller, Keys, keys_in
 from web.live.frontend import Frontend
@@ -77,6 +78,7 @@ def create_app(
     origins = origins or Origins()
     app = Quart(__name__, static_folder=None)
     app.request_class = _Request
+    app.asgi_http_class = OneTask
     app.config |= {
         "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
         "BODY_TIMEOUT": None,  # _Request has its own

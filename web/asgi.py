@@ -1,4 +1,5 @@
-"""What stands between a request and its application: Hypercorn's streams and tasks. Only this file imports Hypercorn.
+"""What stands between a request and its application: Hypercorn's streams and tasks, and Quart's. Only this file imports
+Hypercorn.
 
 Neither its server nor its protocols are used, and nothing of it is replaced. `tests/web/test_hypercorn.py` has the
 names, with what they take.
@@ -6,6 +7,7 @@ names, with what they take.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Final
 
@@ -15,7 +17,8 @@ from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.protocol.events import Body, EndBody, Event, Request, Response, StreamClosed
 from hypercorn.protocol.http_stream import HTTPStream
-from hypercorn.typing import ConnectionState
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ConnectionState
+from quart.asgi import ASGIHTTPConnection
 
 from web.connection_limit import BODIES_BYTES, LEAST_BYTES, ConnectionLimit, Proxies
 from web.keys import Keys
@@ -29,6 +32,7 @@ __all__ = [
     "Event",
     "HTTPStream",
     "HttpConfig",
+    "OneTask",
     "Request",
     "Response",
     "StreamClosed",
@@ -61,3 +65,32 @@ class HttpConfig(Config):
         self.connection_limit = ConnectionLimit(
             most_connections, log_limiter, several_keys=self.keys.are_several, most_bytes=most_bytes
         )
+
+
+class OneTask(ASGIHTTPConnection):
+    """Answers a request in the task that it has already. Quart starts one more, which costs each request a turn of the
+    event loop, and waits for both."""
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        """As ASGIHTTPConnection: its client's disconnect cancels it."""
+        request, answering = self._create_request_from_scope(send), asyncio.current_task()
+        assert answering is not None
+        receiving = asyncio.ensure_future(self.handle_messages(request, receive))
+        has_left = is_over = False
+
+        def leave(_: object) -> None:
+            nonlocal has_left
+            if not is_over:
+                has_left = answering.cancel()
+
+        receiving.add_done_callback(leave)
+        try:
+            await self.handle_request(request, send)
+        except asyncio.CancelledError:
+            if not has_left:
+                raise  # the server ends
+            answering.uncancel()
+        finally:
+            is_over = True
+            if not receiving.cancel():
+                receiving.result()  # raises what was wrong with a message

@@ -232,3 +232,39 @@ async def test_nothing_keeps_the_bytes_of_a_body_that_was_not_read_to_its_end(re
         error = bodies[0]._must_raise
         assert (error is not None) is (way == "too large")
         assert error is None or error.__traceback__ is None
+
+
+@pytest.mark.parametrize("leaves", ["never", "with the last byte", "early"])
+async def test_a_request_is_answered_in_the_task_that_it_has_until_its_client_leaves(
+    redis_url: str, leaves: str
+) -> None:
+    tasks, left, sent = [], asyncio.Event(), list[str]()
+
+    async def receive() -> dict[str, object]:
+        if tasks:
+            await left.wait()
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(str(message["type"]))
+        if leaves == "with the last byte" and not message.get("more_body", True):
+            left.set()
+            await asyncio.sleep(0)
+
+    async with site(redis_url, ready=False) as here:
+
+        async def slow() -> str:
+            tasks.append(asyncio.current_task())
+            if leaves == "early":
+                left.set()
+                await asyncio.sleep(60)
+            return "done"
+
+        here.app.add_url_rule("/slow", view_func=slow)
+        scope = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/slow"}
+        scope |= {"query_string": b"", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1)}
+        await here.app.asgi_app(scope, receive, send)  # type: ignore[arg-type]
+        assert tasks == [asyncio.current_task()]
+        await asyncio.sleep(0)  # no cancellation is left over
+        assert sent[:1] == ([] if leaves == "early" else ["http.response.start"])

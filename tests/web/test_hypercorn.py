@@ -25,6 +25,8 @@ USED = {
     "hypercorn.protocol.events.Response": "stream_id headers status_code",
     "hypercorn.protocol.events.StreamClosed": "stream_id",
     "hypercorn.protocol.http_stream.HTTPStream": "app config context task_group ssl client server send stream_id",
+    "hypercorn.typing.ASGIReceiveCallable": None,  # for annotations
+    "hypercorn.typing.ASGISendCallable": None,
     "hypercorn.typing.ConnectionState": None,  # a dict
 }
 """Name -> its arguments."""
