@@ -80,6 +80,7 @@ def serve(config: ServerConfig) -> int:
         config = _with_model(config, folder)
         if archive:  # only now: a server that cannot start leaves no folder behind
             _make_archive(Path(archive), f"--archive {archive}", processes.url, config.log.namespace)
+        _say_redis(config)
         # First, because it takes longest to be ready.
         _add_engines(processes, config, shares)
         _add_web(processes, config, listener.fileno())
@@ -274,16 +275,12 @@ def _check_origins(config: ServerConfig | WebStageConfig) -> None:
 @contextlib.contextmanager
 def _with_redis(config: ServerConfig) -> Iterator[Processes]:
     """Give the processes of a server on the Redis of --redis-url, or on an embedded one, which ends with the block."""
-    import structlog
-
     if config.log.redis_url:
-        from pipeline.log.address import parse_address
         from pipeline.log.check import check_server
 
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
         check_server(config.log.redis_url, config.clients.max_log_bytes or 0, config.log.namespace)
-        structlog.get_logger().info("redis_ready", url=parse_address(config.log.redis_url).shown)
         yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis
@@ -294,11 +291,20 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
         is_repair_allowed=config.data.repair,
         max_memory_bytes=max_log_bytes + max_log_bytes // 3,  # so web processes refuse requests long before Redis does
     )
-    structlog.get_logger().info("redis_ready", data=str(config.data_dir))
     try:
         yield Processes(config, server.url, server.watch)
     finally:
         server.stop()
+
+
+def _say_redis(config: ServerConfig) -> None:
+    import structlog
+
+    from pipeline.log.address import parse_address
+
+    url = config.log.redis_url
+    where = {"url": parse_address(url).shown} if url else {"data": str(config.data_dir)}
+    structlog.get_logger().info("redis_ready", **where)
 
 
 def _is_demo(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from importlib.metadata import version
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -238,7 +239,7 @@ async def test_nothing_keeps_the_bytes_of_a_body_that_was_not_read_to_its_end(re
 async def test_a_request_is_answered_in_the_task_that_it_has_until_its_client_leaves(
     redis_url: str, leaves: str
 ) -> None:
-    tasks, left, sent = [], asyncio.Event(), list[str]()
+    tasks, left, sent = list[object](), asyncio.Event(), list[str]()
 
     async def receive() -> dict[str, object]:
         if tasks:
@@ -262,7 +263,13 @@ async def test_a_request_is_answered_in_the_task_that_it_has_until_its_client_le
             return "done"
 
         here.app.add_url_rule("/slow", view_func=slow)
-        scope = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/slow"}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": "/slow",
+        }
         scope |= {"query_string": b"", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1)}
         await here.app.asgi_app(scope, receive, send)  # type: ignore[arg-type]
         assert tasks == [asyncio.current_task()]

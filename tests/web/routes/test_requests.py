@@ -533,10 +533,12 @@ async def test_a_full_redis_refuses_no_reader(redis_url: str, stages: Stages) ->
 
 async def test_a_reader_has_a_canonical_line(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, _ = await streamed(here, chat())
         with capture_logs() as lines:
+            uid, _ = await streamed(here, chat())
+            await until(lambda: len(request_lines(lines)) == 1)
             await read(here, events(uid))
-        (line,) = request_lines(lines)
+            await until(lambda: len(request_lines(lines)) == 2)
+        line = request_lines(lines)[1]
         assert (line["uid"], line["reader"], line["status"], line["completion_tokens"]) == (uid, True, 200, 3)
 
 
