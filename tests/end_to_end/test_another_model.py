@@ -48,6 +48,7 @@ def test_other_weights_are_refused_beside_a_living_server(plain_server: Server, 
     assert plain_server.post({"prompt": "still there", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.night  # by day other weights are
 def test_another_tokenizer_is_refused_beside_a_living_server(plain_server: Server, tmp_path: Path) -> None:
     line = refusal(tmp_path, "stage", "tokenize", "--redis-url", plain_server.redis_url)  # of the demo model
     assert line.startswith("minisgl: --namespace minisgl: its ") and "(tokenizer " in line

@@ -158,6 +158,7 @@ def test_a_client_that_leaves_is_counted_where_it_was_and_where_its_request_was_
     assert since.count("e2e_request_latency_seconds_count") == 0
 
 
+@pytest.mark.night  # by day test_takeover has who took over
 def test_the_counts_of_an_engine_that_died_begin_anew_and_it_says_whom_it_took_over(server: Server) -> None:
     stream = Stream(server, "Go on, whatever happens.", max_tokens=CONTEXT // 8)
     eventually(lambda: stream.num_frames > 3, "it has begun")

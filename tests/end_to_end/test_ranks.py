@@ -142,6 +142,7 @@ def test_ranks_are_shown_and_listen_on_this_machine_alone(server: Server, capsys
 
 
 @pytest.mark.parametrize("redis", rest_at_night(["runs", "stands still"]))
+@pytest.mark.night  # seconds without a request
 def test_ranks_stay_together_while_nobody_asks_for_anything(server: Server, redis: str) -> None:
     """For longer than a rank waits for a frame."""
     before = ranks_of(server)

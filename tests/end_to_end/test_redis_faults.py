@@ -120,6 +120,7 @@ def test_a_redis_that_is_killed_and_comes_back_with_its_data_costs_nothing(
         assert_all_is_as_undisturbed(plain_server, streams, undisturbed, takeovers=1)
 
 
+@pytest.mark.night  # by day a Redis comes back with its data, and empty
 def test_a_redis_that_comes_back_with_older_data_costs_only_what_is_computed_again(
     plain_server: Server, undisturbed: Answers
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_full_redis_takes_no_new_work_and_lets_the_rest_drain_or_be_cancelled(
         assert plain_server.post(body("And now?", max_tokens=3)).status_code == 200
 
 
+@pytest.mark.night  # by day test_redis_faults misses its replicas
 def test_a_redis_that_forgot_the_scripts_or_is_read_only_after_a_failover_is_waited_for(
     plain_server: Server, undisturbed: Answers
 ) -> None:

@@ -33,6 +33,7 @@ def driven(capsys: pytest.CaptureFixture[str], file: Path, server: Server, *flag
     return document
 
 
+@pytest.mark.night  # by day tests/ops/replay drives a stand-in
 def test_recorded_traffic_gets_the_same_answers_at_another_pace(
     llama3_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ MOST_S: Final = by_night(50.0, 10.0)
 LETTERS: Final = {"structured_outputs": {"regex": "([a-z]{3} ){80,90}"}, "temperature": 1, "max_tokens": 500}
 
 
+@pytest.mark.night  # by day chaos kills engines, and test_grammar_deaths follows grammars through deaths
 def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def ask() -> list[Stream]:
         return [Stream(plain_server, f"Letters {seed}", seed=seed, ignore_eos=True, **LETTERS) for seed in range(4)]

@@ -261,6 +261,7 @@ def assert_ended(family: list[psutil.Process], port: int) -> None:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.night  # a server for one sentence
 def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None:
     port = free_port()
     flags = ("--model", str(nonsense.ensure(tmp_path)))
