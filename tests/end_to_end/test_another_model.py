@@ -40,6 +40,7 @@ def with_other_weights(folder: Path) -> Path:
     return model
 
 
+@pytest.mark.night  # by day the contract of the log has it
 def test_other_weights_are_refused_beside_a_living_server(plain_server: Server, tmp_path: Path) -> None:
     model, redis = with_other_weights(tmp_path), ("--redis-url", plain_server.redis_url)
     line = refusal(tmp_path, "stage", "generate", "--model", str(model), *redis)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from checkpoints import STOP
 from fields import EOS, FIELDS, PROMPT, Field, Said
+from selection import AT_NIGHT
 from servers import Server
 from streams import events_of
 from transformers import PreTrainedTokenizerFast
@@ -73,9 +74,9 @@ def test_a_field_does_what_its_row_says(server: Server, log: RedisLog, eos: str,
     asked = {**row.base, row.name: row.value, **row.more(without)}
     said = ask(server, log, eos, asked, completions=row.completions)
     assert row.shows(without, said), (row.effect, without, said)
-    assert ask(server, log, eos, asked, completions=row.completions).token_ids == said.token_ids, (
-        "the same request gives the same answer"
-    )
+    if AT_NIGHT:
+        again = ask(server, log, eos, asked, completions=row.completions)
+        assert again.token_ids == said.token_ids, "the same request gives the same answer"
 
 
 @pytest.mark.parametrize("certain", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}], ids=lambda field: next(iter(field)))

@@ -256,6 +256,7 @@ def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
 
 
 @pytest.mark.xdist_group("llama3_server")
+@pytest.mark.night  # by day a client parses one
 def test_over_http_a_bound_answer_is_the_same_whole_and_streamed_and_in_a_replay(
     llama3_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

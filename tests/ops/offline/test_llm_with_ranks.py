@@ -38,6 +38,7 @@ def others() -> list[psutil.Process]:
     return [child for child in children if is_alive(child) and "stages.generate.ranks.children" in child.cmdline()]
 
 
+@pytest.mark.night  # by day test_ranks has two ranks over HTTP
 def test_two_ranks_answer_as_transformers_does_and_the_other_process_ends_with_the_model(folder: Path) -> None:
     with two_ranks(folder) as llm:
         completions = llm.generate(PROMPTS, GREEDY)

@@ -324,6 +324,7 @@ def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow  # it loads a model in another process
+@pytest.mark.night  # by day a stand-in of that process dies
 def test_a_request_that_killed_its_engine_is_computed_in_a_process_of_its_own(
     lived: LivedRequests, run: Run, tmp_path: Path
 ) -> None:

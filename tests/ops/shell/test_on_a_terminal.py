@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk, usage_chunk
+from selection import rest_at_night
 from servers import free_port
 from terminal import Terminal, on_a_terminal
 
@@ -59,6 +60,7 @@ def test_a_text_cannot_send_orders_to_the_terminal(shell: Terminal, server: Open
     assert b"\x1b[2J" not in shell.sent and b"\x1b]0;" not in shell.sent and b"\x07" not in shell.sent
 
 
+@pytest.mark.night  # by day test_lines.py and test_reply.py have it without a terminal
 def test_thoughts_are_dim_and_before_the_answer(shell: Terminal, server: OpenAIStandIn) -> None:
     thought = data({"choices": [{"index": 0, "delta": {"reasoning_content": "Hm.\x1b[5m"}}]})
     server.script = lambda body: [thought, text_chunk("So."), FINISH, DONE]
@@ -112,6 +114,7 @@ def test_a_line_that_was_typed_comes_again_also_in_the_next_shell_and_only_its_o
         shell.until_shown("1: alpha beta")
 
 
+@pytest.mark.night  # by day test_lines.py and test_reply.py have it without a terminal
 def test_tab_completes_commands(shell: Terminal) -> None:
     shell.until_asking()
     shell.press("/re\t")
@@ -122,6 +125,7 @@ def test_tab_completes_commands(shell: Terminal) -> None:
     shell.until_shown("the conversation is empty")
 
 
+@pytest.mark.night  # by day test_lines.py and test_reply.py have it without a terminal
 def test_an_unknown_command_is_not_sent(shell: Terminal, server: OpenAIStandIn) -> None:
     assert "/rest is not a command and was not sent; did you mean /reset" in shell.said("/rest")
     assert not server.bodies
@@ -239,7 +243,7 @@ def test_a_server_that_comes_later_is_found(tmp_path: Path) -> None:
         assert b"\x1b[31m" not in shell.sent and b"\x1b[1;31m" not in shell.sent
 
 
-@pytest.mark.parametrize("place", ["prompt", "search", "answer"])
+@pytest.mark.parametrize("place", rest_at_night(["prompt", "search", "answer"]))
 def test_sigterm_gives_the_terminal_back_as_it_was(shell: Terminal, server: OpenAIStandIn, place: str) -> None:
     before = termios.tcgetattr(shell.child.child_fd)
     server.gate = hold = Hold()
