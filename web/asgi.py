@@ -87,9 +87,8 @@ class OneTask(ASGIHTTPConnection):
         try:
             await self.handle_request(request, send)
         except asyncio.CancelledError:
-            if not has_left:
+            if not has_left or answering.uncancel():
                 raise  # the server ends
-            answering.uncancel()
         finally:
             is_over = True
             if not receiving.cancel():

@@ -77,8 +77,8 @@ class ClientConfig:
         default=False,
         parse=yes_or_no,
         help=(
-            "return 404 to a request whose `model` is no served name; without it, the served model answers, and the "
-            "header x-minisgl-model has its name"
+            "return 404 for a `model` that is not served; without the flag, the served model answers, and the header "
+            "x-minisgl-model names it"
         ),
     )
     trusted_proxies: tuple[str, ...] = flag(

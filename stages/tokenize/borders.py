@@ -171,7 +171,7 @@ class _Joins:
 
 
 def _joins_of(tokenizer: Tokenizer) -> _Joins:
-    """Return what a model may join. That is known of a BPE of characters whose tokens come of joining alone."""
+    """Return which characters a model may join. Only a BPE that makes each token by joining two others shows that."""
     model = tokenizer.model
     last: State = next(reversed(_flat(tokenizer.pre_tokenizer, "pretokenizers")), {"type": ""})
     if not isinstance(model, models.BPE) or last["type"] == "ByteLevel":

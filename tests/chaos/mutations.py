@@ -40,7 +40,7 @@ class Mutation:
     old: str
     new: str
     caught_by: tuple[str, ...]
-    """Tests each of which must fail; `{server}` is the Redis that is there."""
+    """Each of these tests must fail; `{server}` stands for the Redis of the run."""
 
 
 def contract(file: str, test: str, case: str = "") -> str:

@@ -27,7 +27,7 @@ logger = structlog.get_logger()
 APART_S: Final = 0.5
 """Least time between two pictures."""
 SHARE: Final = 0.005
-"""Most of a core that reading takes: where a picture is much work, they come more log_limiter."""
+"""Most of a core that reading takes: where a picture is much work, they come less often."""
 LONGEST_S: Final = 2.0
 """But at least so often."""
 SILENT_S: Final = 5.0
