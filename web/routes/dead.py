@@ -14,7 +14,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Submitted
 from pipeline.log.protocol import Entry, Submission
 from pipeline.log.redis import AsyncRedisLog
-from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
+from pipeline.views.history import REQUEUED_FROM, plain_letter, sent_again
 from web.live.frontend import Frontend, reaching
 from web.live.refusals import refusal
 from web.live.without_client import submit_without_client
