@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import orjson
@@ -31,9 +31,10 @@ from web.routes.answers import checked_response, json_response, name_unknown, st
 from web.routes.named import absent, find_of, is_id, several, uid_in
 from web.routes.operations import EVENTS, operation
 from web.wire.endpoints import frames_for
-from web.wire.frames import EventFrames
+from web.wire.frames import EventFrames, Frames
 from web.wire.known import AFTER_CHARACTERS, CHARACTERS, Known, check_countable, num_known
 from web.wire.sglang.schemas import AbortRequest, parse_abort
+from web.wire.story import StoryFrames
 from web.wire.uids import uid_of
 
 logger = structlog.get_logger()
@@ -41,6 +42,11 @@ logger = structlog.get_logger()
 PATH: Final = "/v1/requests/<name>"
 LAST_EVENT_ID: Final = "Last-Event-ID"
 CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
+FORMATS: Final[Mapping[str, Callable[[], Frames]]] = {
+    "events": functools.partial(EventFrames, ids=True),
+    "story": StoryFrames,
+}
+"""Streams of all of a history."""
 MOST_STORIES_BYTES: Final = 16 << 20
 """Longest answer with the stories of several siblings."""
 
@@ -104,7 +110,10 @@ def request_routes(frontend: Frontend) -> Blueprint:
         "The stream of a request, from the start, after an event or after some characters",
         answers=(EVENTS,),
         query={
-            "format": {"description": "`events`: every event of the history", "enum": ["events"]},
+            "format": {
+                "description": "`events`: every event of the history; `story`: what each changes in its story",
+                "enum": [*FORMATS],
+            },
             "starting_after": CURSOR,
             AFTER_CHARACTERS: CHARACTERS,
         },
@@ -114,9 +123,9 @@ def request_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         uid = uid_in(name)
         frontend.admit()
-        whole = _asks_for_events(request.args.get("format"))
+        form = _form(request.args.get("format"))
         after, where = _cursor()
-        has = _known(whole=whole, after=after)
+        has = _known(form, after=after)
         with reaching("request_not_read", uid=uid):
             found = await frontend.ask(find_of(frontend, uid, who))
             if has is not None:
@@ -125,21 +134,19 @@ def request_routes(frontend: Frontend) -> Blueprint:
                 raise several(found.uids)
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        return await _stream(frontend, uid, found, whole=whole, after=after, has=has)
+        return await _stream(frontend, uid, found, form, after=after, has=has)
 
     return routes
 
 
-async def _stream(
-    frontend: Frontend, uid: str, found: Lookup, *, whole: bool, after: str, has: Known | None
-) -> Response:
-    """Return the stream of a request that was *found*: its frames or, if the client wants the *whole*, its events.
+async def _stream(frontend: Frontend, uid: str, found: Lookup, form: str, *, after: str, has: Known | None) -> Response:
+    """Return the stream of a request that was *found*: its frames or, in a *form* of FORMATS, all of its history.
 
     Raises:
         RequestError: It has no frames, or too many clients view such streams, or the client cannot resume so.
     """
-    submitted = found.submitted
-    frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True, known=has)
+    submitted, whole = found.submitted, form in FORMATS
+    frames = FORMATS[form]() if whole else frames_for(uid, [submitted], ids=True, known=has)
     if frames is None:
         message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
         raise RequestError(message, param="format", code="invalid_value")
@@ -215,11 +222,12 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 
 
-def _asks_for_events(given: str | None) -> bool:
-    """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
-    if given not in (None, "events"):
-        raise RequestError("format: should be `events`, or left out", param="format", code="invalid_value")
-    return given is not None
+def _form(given: str | None) -> str:
+    """Return the form of the stream that a client has *given*; "" for the frames of the endpoint. Raises RequestError
+    for anything else."""
+    if given not in (None, *FORMATS):
+        raise RequestError("format: should be `events` or `story`, or left out", param="format", code="invalid_value")
+    return given or ""
 
 
 def _cursor() -> tuple[str, str]:
@@ -236,17 +244,17 @@ def _cursor() -> tuple[str, str]:
     return "", ""
 
 
-def _known(*, whole: bool, after: str) -> Known | None:
+def _known(form: str, *, after: str) -> Known | None:
     """Return the characters after which the client wants to resume; None if it does not say that.
 
-    Raises RequestError if it says several places, or wants raw events, which are not divided into characters.
+    Raises RequestError if it says several places, or wants the history, which are not divided into characters.
     """
     given = request.args.get(AFTER_CHARACTERS)
     if given is None:
         return None
     num = num_known(given)
-    if whole or request.args.get("starting_after"):
-        other = "format=events" if whole else "starting_after"
+    if form or request.args.get("starting_after"):
+        other = f"format={form}" if form else "starting_after"
         message = f"{AFTER_CHARACTERS}: cannot be combined with {other}; leave one of them out"
         raise RequestError(message, param=AFTER_CHARACTERS, code="invalid_value")
     return None if after else Known(num)  # a browser that reconnects says the id after which it wants the rest
