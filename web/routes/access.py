@@ -1,19 +1,17 @@
-"""Who may do what: each key its own requests, and the admin key everything. `web.keys` says who has which key."""
+"""Who may do what: each key its own requests, and the admin key everything. `web.http.keys` says who has which key."""
 
 from __future__ import annotations
 
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 import structlog
 from quart import g, request
 
 from pipeline.errors import RequestError
-from web.keys import Caller
+from web.http.asgi import PLACE
+from web.http.keys import Caller
 
 logger = structlog.get_logger()
-
-PLACE: Final = "minisgl.place"
-"""Where the state of an ASGI scope may have the connection that the request came on."""
 
 
 class Place(Protocol):

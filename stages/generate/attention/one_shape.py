@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
-from stages.generate.forward.batch import ForwardBatch, seen_by_tokens
-from stages.generate.forward.shaping import on_device
+from stages.generate.batch import ForwardBatch, on_device, seen_by_tokens
+from stages.generate.model.attention import Attend, AttentionShape, places_of, write_pages
 from stages.generate.model.layers.blocks import padded
 
 # T = packed tokens, R = rows of a block, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,

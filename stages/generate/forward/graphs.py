@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from stages.generate.attention.flashinfer import FlashInferAttention, padded_rows
-from stages.generate.forward.batch import ForwardBatch, PageTables
-from stages.generate.forward.shaping import on_device
+from stages.generate.batch import ForwardBatch, PageTables, on_device
 from stages.generate.model.decoder import Decoder
 
 # R = rows of a graph, B = decode rows of a step, E = hidden size, L = layers, P = pages, K = kv heads,
