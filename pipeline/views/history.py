@@ -273,7 +273,8 @@ class Story:
             case Admitted():
                 self._begin_bar(f"{event.engine} epoch {event.epoch}", "prefill", at_ms, "prefill")
                 self._bar["step"] = f"{event.engine}/{event.epoch}-{event.step}"
-                self._first_bars = self._first_bars or [(self._num_bars - 2, bar), (self._num_bars - 1, self._bar)]
+                if bar and not self._first_bars:
+                    self._first_bars = [(self._num_bars - 2, bar), (self._num_bars - 1, self._bar)]
             case Preempted():
                 says = "preempted: its pages went to more important requests"
                 self._begin_bar(QUEUE, "preempted", at_ms, says)
@@ -288,7 +289,7 @@ class Story:
         if isinstance(event, Answered) and self._bar:
             self._bar["says"] = "the tokenizer answers"
         self._close_bar(at_ms)
-        if isinstance(event, Finished) and len(self._first_bars) == 2:  # the commit came at the end of a step
+        if isinstance(event, Finished) and self._first_bars:  # the commit came at the end of a step
             (_, wait), (_, prefill) = self._first_bars
             wait["to_ms"] = prefill["from_ms"] = max(event.timings.admitted_ms, wait["from_ms"])
             prefill.pop("step", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import orjson
@@ -39,10 +40,12 @@ def asked_of(event: Submitted) -> dict[str, Any]:
     """Return what was asked as plain data. `body`, as text, makes the same request again, seed included: a number in a
     browser would not hold it. Where no body can be made, what was asked is beside it.
     """
-    can_be_sent = event.endpoint in ENDPOINTS and not (event.endpoint == CHAT_ENDPOINT and event.prompt_ids)
-    body = orjson.dumps(request_body([event]), option=orjson.OPT_INDENT_2).decode() if can_be_sent else ""
+    body = ""
+    if event.endpoint in ENDPOINTS and not (event.endpoint == CHAT_ENDPOINT and event.prompt_ids):
+        with contextlib.suppress(orjson.JSONDecodeError):  # a constraint that somebody imported may be none
+            body = orjson.dumps(request_body([event]), option=orjson.OPT_INDENT_2).decode()
     sampling = event.sampling.model_dump(mode="json")
-    plain = as_plain(event, without=PROMPT if can_be_sent else ())
+    plain = as_plain(event, without=PROMPT if body else ())
     return {
         "body": body,
         "sampling": {name: orjson.dumps(value).decode() for name, value in sampling.items() if value not in (None, [])},

@@ -324,6 +324,27 @@ async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see
         assert (await received(reader, DONE)).count(b"id: ") == 2
 
 
+# the story as it comes
+
+
+async def test_the_changes_come_to_the_story_and_a_client_resumes_after_any(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat(user="ann"))
+        stream = await read(here, events(uid, "?format=story"))
+        story = await (await here.get(f"/v1/requests/{uid}")).get_json()
+        said = documents(stream)
+        facts = {name: value for each in said for name, value in each.items() if name in story and name != "moments"}
+        moments = {place: moment for each in said for place, moment in each.get("moments", ())}
+        told = [token for each in said for token in each.get("tokens", ())]
+        text = "".join(token["text"] for token in told)
+        assert facts | {"uid": uid, "text": text, "moments": [*moments.values()]} == story
+        assert [token["n"] for token in told] == [1, 2, 3] and said[0]["labels"] == {"user": "ann"}
+        frames = split(stream)
+        for cut, frame in enumerate(frames[:-1], 1):
+            rest = await read(here, events(uid, "?format=story"), **{"Last-Event-ID": id_of(frame)})
+            assert rest == b"".join(frames[cut:])
+
+
 # what is not there
 
 
