@@ -2,8 +2,8 @@
 process. With keys, one of another owner does not exist.
 
 GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start, after an event,
-or after the characters that the client has. The uid that siblings share stands for all of them. POST /abort_request
-cancels, as in SGLang.
+or after the characters that the client has. POST .../replay computes it again on this server, as `minisgl replay run`
+has it done. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ import structlog
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled
+from pipeline.events import Cancelled, Failed, Submitted
 from pipeline.log.protocol import Entry
+from pipeline.names import GENERATE
+from pipeline.replaying import NotComputed, again
 from pipeline.views.history import story
+from pipeline.views.recorded import History
 from web.http.keys import Caller
 from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
-from web.live.open_request import read_archived, read_request
-from web.routes.access import check_admin, known_caller, place
+from web.live.open_request import read_archived, read_request, submit_without_client
+from web.routes.access import caller, check_admin, known_caller, place
 from web.routes.answers import checked_response, json_response, name_unknown, stream_response
-from web.routes.named import absent, find_of, is_id, several, uid_in
-from web.routes.operations import EVENTS, operation
+from web.routes.named import absent, find_of, history_of, is_id, several, uid_in
+from web.routes.openapi import EVENTS, operation
+from web.wire import fields
 from web.wire.endpoints import frames_for
 from web.wire.frames import EventFrames, Frames
 from web.wire.known import AFTER_CHARACTERS, CHARACTERS, Known, check_countable, num_known
+from web.wire.openai.strict import Strict, parsed
 from web.wire.sglang.schemas import AbortRequest, parse_abort
 from web.wire.story import StoryFrames
 from web.wire.uids import uid_of
@@ -262,3 +267,73 @@ def _known(form: str, *, after: str) -> Known | None:
 
 def _asked(name: str) -> tuple[str, str | None]:
     return name, request.args.get(name)
+
+
+class ReplayRequest(Strict):
+    """The body of POST /v1/requests/{name}/replay; it may be empty."""
+
+    cached: bool = False
+    """It may read pages of the prefix cache. Without, all of its prompt is computed."""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The first unknown fields, sorted."""
+        return fields.first_of(self.extra)
+
+
+def parse_replay(body: bytes) -> ReplayRequest:
+    """Return what *body* asks for. Raises RequestError: the first thing that is wrong."""
+    return parsed(ReplayRequest, body) if body else ReplayRequest()
+
+
+DEADLY: Final = "poisonous"
+"""The code of a request that killed its workers."""
+
+
+def replay_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("replays", __name__)
+
+    @routes.post("/v1/requests/<name>/replay")
+    @operation("Compute a request again", ReplayRequest, body_is_optional=True)
+    async def replay(name: str) -> Response:
+        who = known_caller()
+        try:
+            asked = parse_replay(await request.get_data(False, False, False))
+            place().has_read()
+            uid = uid_in(name)
+            frontend.admit()
+            with reaching("request_not_read", uid=uid):
+                async with frontend.folding.turn():
+                    history = await history_of(frontend, uid, who, "replay")
+                await _check_engine(frontend)
+            new_uid = await submit_without_client(frontend, _again(history, asked), caller().quota)
+        except RequestError as error:
+            logger.info("request", status=error.status, error=error.code, param=error.param)
+            raise
+        logger.info("request_replayed", uid=new_uid, of=uid)
+        response = json_response({"uid": new_uid, "of": uid})
+        response.headers["x-minisgl-uid"] = new_uid
+        name_unknown(response, asked.unknown)
+        return response
+
+    return routes
+
+
+def _again(history: History, asked: ReplayRequest) -> Submitted:
+    """Return the request that computes *history* again. Raises RequestError if it cannot be."""
+    if isinstance(history.end, Failed) and history.end.code == DEADLY:
+        message = (
+            "This request killed its engine, so the server does not compute it again; `minisgl replay run` does, in a "
+            "process of its own, if you pass --model."
+        )
+        raise RequestError(message, code="not_replayable")
+    try:
+        return again(history, cached=asked.cached)
+    except NotComputed as error:
+        raise RequestError(f"It cannot be computed again: {error}", code="not_replayable") from None
+
+
+async def _check_engine(frontend: Frontend) -> None:
+    """Raise RequestError where no engine lives that could compute. Raises as the log does."""
+    if not await frontend.log.statuses(GENERATE):
+        raise RequestError("No engine lives now; send it again later.", code="loading", status=503)

@@ -30,9 +30,9 @@ from support.web_site import (
     until,
 )
 
+import web.live.counts
 import web.live.listener
 import web.live.open_request
-import web.live.readers
 from pipeline.events import Markup, SamplingParams, Submitted, new_uid
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
@@ -501,7 +501,7 @@ async def test_a_history_with_a_hole_ends_the_stream_before_the_hole(redis_url: 
 async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
     redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web.live.readers, "REFRESH_S", 0.05)
+    monkeypatch.setattr(web.live.counts, "REFRESH_S", 0.05)
     uid = await begun(stages)
     key = Names().reader(uid)
     async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
