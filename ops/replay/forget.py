@@ -26,7 +26,7 @@ from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled
 from pipeline.flags import flag, parse_flags, split_names
-from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Told, uids_in
+from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Unconsumed, uids_in
 from pipeline.log.protocol import Entry
 from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, parse_id
 from pipeline.process.failpoints import failpoint
@@ -341,7 +341,7 @@ def _forget_archived(log: ForgettingLog, archive: Archive | None, uids: Collecti
 
     Return which requests the archive still has.
     """
-    told, is_there = Told("", 0), True
+    told, is_there = Unconsumed("", 0), True
 
     def is_done() -> bool:
         """Say whether nothing waits, or something has happened since it was asked, or nobody is there."""

@@ -136,7 +136,7 @@ class DetokenizeWorker:
         place, deaths = divmod(tries - FIRST_ALONE, OF_ONE)
         for index, uid in enumerate(uids[place:], start=place):
             self._slot_lease.report_progress()
-            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "let_go": ()})
+            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "released": ()})
             if index == place and deaths >= ALONE:
                 self._end_poisonous(uid, entry)
             folded = _Folded(entry, part, self._folded_alone(entry, part, uid))

@@ -222,7 +222,7 @@ class Connection:
         if hasattr(self, "protocol"):
             self.protocol.stop()
 
-    def let_go(self, error: RequestError) -> None:
+    def released(self, error: RequestError) -> None:
         """As Member.let_go."""
         if self._lingering is None and hasattr(self, "protocol") and self.protocol.can_refuse:
             self._tasks.spawn(self.protocol.refuse, error)
