@@ -504,6 +504,6 @@ def _text_fields(model: type[Event]) -> frozenset[str]:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Say whether it is text, or one of several words."""
+    """Return whether it is text, or one of several words."""
     words = get_args(annotation)
     return annotation is str or (bool(words) and all(isinstance(word, str) for word in words))

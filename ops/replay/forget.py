@@ -179,7 +179,7 @@ class Requests:
             self.archived.add(recording.uid)
 
     def has(self, base: str) -> bool:
-        """Say whether something is kept of a request, or of one that computes it again."""
+        """Return whether something is kept of a request, or of one that computes it again."""
         return base in self._family or base in self._again
 
     def chosen(self, bases: Collection[str]) -> list[str]:
@@ -344,7 +344,7 @@ def _forget_archived(log: ForgettingLog, archive: Archive | None, uids: Collecti
     told, is_there = Unconsumed("", 0), True
 
     def is_done() -> bool:
-        """Say whether nothing waits, or something has happened since it was asked, or nobody is there."""
+        """Return whether nothing waits, or something has happened since it was asked, or nobody is there."""
         nonlocal told, is_there
         before, told = told, log.told(uids)
         is_there = bool(read_statuses(log, ARCHIVE))

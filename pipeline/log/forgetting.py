@@ -79,7 +79,7 @@ class ForgettingLog(ArchiverLog, Protocol):
         """Have the server write its files anew, without what it does not hold any more. False: not now, ask again."""
 
     def are_rewritten(self) -> bool:
-        """Say whether it has done that. Raises LogUnavailable if it failed."""
+        """Return whether it has done that. Raises LogUnavailable if it failed."""
 
 
 def tombstone(*, finished: bool) -> Cancelled:

@@ -165,7 +165,7 @@ class DetokenizeFold:
         return produced
 
     def holds_text(self, step: StepCompleted) -> bool:
-        """Say whether text of a request in *step* is held back, inside a character or a possible stop string."""
+        """Return whether text of a request in *step* is held back, inside a character or a possible stop string."""
         requests = (self._requests.get(row.uid) for row in step.rows)
         return any(request is not None and (request.text.holds or request.stops.holds) for request in requests)
 

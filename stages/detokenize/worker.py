@@ -293,7 +293,7 @@ class DetokenizeWorker:
             self.forget()
 
     def _is_no_step(self, entry: Entry) -> bool:
-        """Say whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
+        """Return whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
         epoch, holder = parse_id(entry.id)[0], self._log.lease(self._engine).holder
         return epoch == self._read_epoch or (holder != "" and epoch > int(holder.partition(":")[0]))
 

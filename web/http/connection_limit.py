@@ -271,7 +271,7 @@ class Proxies:
         self._networks = tuple(networks)
 
     def trust(self, address: str) -> bool:
-        """Say whether *address* is one of them."""
+        """Return whether *address* is one of them."""
         if not self._networks:
             return False
         parsed = _address_of(address)

@@ -238,7 +238,7 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Say whether bytes have come that the protocol has not got."""
+        """Return whether bytes have come that the protocol has not got."""
         return self._receiver.num_received > self._num_read
 
     async def turn(self) -> None:

@@ -55,7 +55,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A holding, as a snapshot names it."""
+    """An allocation, as a snapshot names it."""
 
     node: int
     """Index of the last shared page on its way, in the snapshot's order; -1: it shares none."""
@@ -90,7 +90,7 @@ class PrefixCache(Protocol):
         ...
 
     def begin(self, token_ids: Sequence[int]) -> Allocation:
-        """Return a holding with the pages of the longest cached prefix of *token_ids*, short of its last token."""
+        """Return an allocation with the pages of the longest cached prefix of *token_ids*, short of its last token."""
         ...
 
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:

@@ -3,12 +3,12 @@
 A page is shared as soon as the plan that fills it is made. A step writes keys and values before it reads any, so
 requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
 
-| pages of a holding | owner | at the end |
+| pages of an allocation | owner | at the end |
 |---|---|---|
-| 0 .. len(path) | the tree; this holding has locked them | unlocked; may be evicted once no holding locks them |
-| len(path) .. end | this holding: not full yet, or another holding filled the same tokens first | freed |
+| 0 .. len(path) | the tree; this allocation has locked them | unlocked; may be evicted once no allocation locks them |
+| len(path) .. end | this allocation: not full yet, or another allocation filled the same tokens first | freed |
 
-A holding locks only pages that it uses. So alone it can always grow to the size of the cache.
+An allocation locks only pages that it uses. So alone it can always grow to the size of the cache.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Node:
 
 @dataclass(slots=True)
 class RadixAllocation(Allocation):
-    """A holding and its way down the tree: `path[i]` owns `pages[i]`."""
+    """An allocation and its way down the tree: `path[i]` owns `pages[i]`."""
 
     path: list[_Node] = field(default_factory=list)
     is_private: bool = False
-    """Another holding put the same tokens into the tree first, so the following pages stay outside of it."""
+    """Another allocation put the same tokens into the tree first, so the following pages stay outside of it."""
 
 
 class RadixCache:
@@ -131,7 +131,7 @@ class RadixCache:
                 locks[id(node)] = locks.get(id(node), 0) + 1
             private += allocation.pages[len(path) :]
             if [node.page for node in path] != allocation.pages[: len(path)]:
-                found.append("a holding's pages are not those of its way down the tree")
+                found.append("an allocation's pages are not those of its way down the tree")
         nodes = self._nodes()
         pages = [node.page for node in nodes] + private
         if len(set(pages)) != len(pages):
@@ -139,7 +139,7 @@ class RadixCache:
         if len(pages) + self._pool.num_free != self.num_pages:
             found.append(f"{len(pages)} pages owned and {self._pool.num_free} free of {self.num_pages}")
         if any(node.num_locks != locks.pop(id(node), 0) for node in nodes) or locks:
-            found.append("the locks in the tree are not those of the holdings")
+            found.append("the locks in the tree are not those of the allocations")
         if self._num_unlocked != sum(node.num_locks == 0 for node in nodes):
             found.append("the count of pages that may be evicted is wrong")
         return found

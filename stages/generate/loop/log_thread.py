@@ -435,7 +435,7 @@ class LogThread:
                 self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
 
     def _is_readable(self, entry: Entry) -> bool:
-        """Say whether an entry brings a request; if not, bury or leave it."""
+        """Return whether an entry brings a request; if not, bury or leave it."""
         try:
             uid, _ = request_of(entry)
         except UndecodableEvent as error:

@@ -199,7 +199,7 @@ def scene(server: EmbeddedRedis, tmp_path: Path) -> Iterator[Scene]:
 
 
 def nothing_is_left(scene: Scene, uids: Sequence[str]) -> bool:
-    """Say whether no byte of a text of *uids* is left, and no uid but where a tombstone keeps it."""
+    """Return whether no byte of a text of *uids* is left, and no uid but where a tombstone keeps it."""
     log, secret = scene.log, SECRET.encode()
     keys = [key for key in command(scene.url, "KEYS", "*") if not key.startswith(NAMES.request("").encode())]
     values = b"".join(command(scene.url, "DUMP", key) or b"" for key in keys if b":ended" not in key)

@@ -310,7 +310,7 @@ PLACES = (*STREAMS, "replies", "control")
 
 
 def is_bad(place: str, fields: Mapping[bytes, bytes]) -> bool:
-    """Say whether an entry must not go by unnoticed: none that is neither a request, nor a step, nor a reply."""
+    """Return whether an entry must not go by unnoticed: none that is neither a request, nor a step, nor a reply."""
     if place == "control":
         return False
     if place == "steps":

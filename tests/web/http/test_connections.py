@@ -104,7 +104,7 @@ class Scene:
             assert json.loads(client.answer().body)["cancelled"]
 
     def holds_nothing(self) -> bool:
-        """Say whether the server has no socket, no connection and no listener but those of the long stream."""
+        """Return whether the server has no socket, no connection and no listener but those of the long stream."""
         left = json.loads(self.get("/left").body)
         process = psutil.Process(self.server.process.pid)
         sockets = sum(one.laddr.port == self.server.port and bool(one.raddr) for one in process.net_connections("tcp"))

@@ -57,7 +57,7 @@ def scene(redis_servers: Servers, tmp_path: Path, request: pytest.FixtureRequest
 
 
 def is_closed(client: Client) -> bool:
-    """Say whether the server has closed a connection, once what it had sent is read."""
+    """Return whether the server has closed a connection, once what it had sent is read."""
     client.connection.settimeout(0.1)
     try:
         while client.connection.recv(1 << 16):

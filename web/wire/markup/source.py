@@ -90,7 +90,7 @@ class Sink(Protocol):
     tools: Mapping[str, ToolParameters]
 
     def allows(self, name: str, *, bare: bool = False) -> bool:
-        """Say whether a call of *name* counts. A *bare* one, which nothing marks as a call, needs a known tool."""
+        """Return whether a call of *name* counts. A *bare* one, which nothing marks as a call, needs a known tool."""
         ...
 
     def begin(self, name: str) -> None:

@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def waits(self) -> bool:
-        """Say whether another choice has not told yet what belongs to this one."""
+        """Return whether another choice has not told yet what belongs to this one."""
         return self.scorer is not None and self.scorer.prompt is None and self.scorer.finished is None
 
     @property
