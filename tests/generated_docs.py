@@ -29,7 +29,7 @@ from web.wire.sglang.schemas import AbortRequest, SGLangRequest, SGLangSampling
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("tokenize", "generate", "detokenize", "web", "archive")
-BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "attack", "gpu")
+BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "gpu")
 
 
 class _Found(BaseException):

@@ -10,7 +10,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ops.bench.attack.wire import CHAT, COMPLETIONS, request
+from chaos.attack.wire import CHAT, COMPLETIONS, request
 
 Requests = Mapping[str, Sequence[bytes]]
 LARGEST_BODY: Final = 4 << 20
