@@ -17,7 +17,7 @@ from typing import Final
 from ops.bench import pipeline_clients
 from ops.bench.pipeline_clients import DONE, Order
 from ops.bench.pipeline_way import PROMPT, PipelineStuck, Way
-from ops.bench.processes import started
+from ops.bench.processes import cpu_s, started
 from pipeline.names import WEB
 from web.listener import open_listener
 
@@ -36,11 +36,6 @@ class WebTimes:
     """Per streamed request of one token."""
     whole_us: float
     """Per request of one token that is not streamed."""
-
-
-def cpu_s(pid: int) -> float:
-    """Return the user and system CPU time of a process with all its threads; /proc has it only in steps of 10 ms."""
-    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), as Linux numbers these clocks
 
 
 class WebProcess:
