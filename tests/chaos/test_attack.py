@@ -19,7 +19,18 @@ from chaos.attack.clients import Newcomers, Reading, Streams, Told, attacker, he
 from chaos.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
 from chaos.attack.target import Server, read_deaths
 from chaos.attack.wire import ATTACKERS_HOST
-from openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk, usage_chunk, whole
+from support.openai_stand_in import (
+    DONE,
+    Body,
+    Frames,
+    Hold,
+    OpenAIStandIn,
+    data,
+    listening,
+    text_chunk,
+    usage_chunk,
+    whole,
+)
 
 from ops.bench import nonsense
 

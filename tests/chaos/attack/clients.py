@@ -24,7 +24,7 @@ from chaos.attack.kinds import KINDS, PAUSE_S, Attack, Order
 from chaos.attack.wire import ADMIN, ANSWER_TIMEOUT_S, CHAT, HOST, INNOCENT, NO_ANSWER, ask, connected, request
 
 from pipeline.process.priority import LOWEST, give_way
-from web.files import raise_file_limit
+from web.http.files import raise_file_limit
 
 HEALTH, STREAMS, NEWCOMERS = "health", "streams", "newcomers"
 HEALTH_EVERY_S: Final = 0.05
