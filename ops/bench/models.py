@@ -1,13 +1,13 @@
 """Random Qwen3 checkpoints, made on the spot without a download: for the benchmarks, and for whatever needs any model.
 
-Every word of their tokenizer is one token, so a text can have exactly as many tokens as are wanted. The checkpoints of
-`checkpoints.py` come from transformers and test other formats; these need only the tokenizers library and torch.
+Every word of their tokenizer is one token, so a text can have exactly as many tokens as are wanted.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import string
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,6 +49,12 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "95m": Shape(768, 12, 12, 4, 64, 2304, 16_000, 10_000.0, 8192),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # the shape of Qwen3-0.6B
 }
+NONSENSE: Final = Shape(
+    128, 2, 4, 2, 32, 384, 256 + len(SPECIAL_TOKENS), 10_000.0, 4096, tie_embeddings=False, dtype="float32"
+)
+"""A small model that writes letters without sense, and as many as are asked for. Its tokens are the 256 bytes and the
+special ones. It takes a second of numpy and 2 MB, and no torch."""
+NONSENSE_ID: Final = "minisgl-nonsense"
 SHAPE_8B: Final = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 1_000_000.0, 40_960, tie_embeddings=False)
 """That of Qwen3-8B, for weights that no file holds."""
 
@@ -86,6 +92,11 @@ def ensure(name: str, parent: Path) -> Path:
     if name not in SHAPES:
         raise ConfigError(f"{name}: no such benchmark checkpoint; expected one of {', '.join(SHAPES)}")
     return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
+
+
+def nonsense(parent: Path) -> Path:
+    """Return the folder of the model NONSENSE under *parent*; write it first if it is missing."""
+    return made_once(parent / NONSENSE_ID, lambda folder: write_nonsense(folder))
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -127,6 +138,33 @@ def write(shape: Shape, folder: Path) -> None:
         else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
         for name, size in tensor_shapes(read_spec(folder)).items()
     }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_nonsense(folder: Path) -> None:
+    """Write config, tokenizer and weights of NONSENSE into *folder*.
+
+    The weights prefer some tokens, so that the output can be read, if not understood: component 0 of every embedding is
+    large and survives the layers. The head's component 0 is positive for the wanted tokens and negative for all others.
+    """
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from stages.generate.model.spec import read_spec, tensor_shapes
+
+    vocabulary = write_all_but_weights(NONSENSE, folder)
+    wanted = [vocabulary[token] for token in (*string.ascii_lowercase, "Ġ", ".", ",", STOP)]
+    generator, shapes = np.random.default_rng(SEED), tensor_shapes(read_spec(folder))
+    scales = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.2}
+    weights = {
+        name: np.ones(shapes[name], np.float32)
+        if "norm" in name
+        else (generator.standard_normal(shapes[name]) * scales.get(name, 0.05)).astype(np.float32)
+        for name in dict.fromkeys((*scales, *shapes))
+    }
+    weights["model.embed_tokens.weight"][:, 0] = 8.0
+    weights["lm_head.weight"][:, 0] = -1.0
+    weights["lm_head.weight"][wanted, 0] = 1.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

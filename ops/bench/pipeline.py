@@ -22,7 +22,8 @@ import structlog
 from rich.console import Console
 from rich.status import Status
 
-from ops.bench import nonsense, report
+from ops.bench import report
+from ops.bench.models import nonsense
 from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
 from ops.bench.pipeline_frames import other_rank
 from ops.bench.pipeline_host import host_times_us
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
     """Give the URL of the Redis to use and a folder with the random model; remove the folder afterwards."""
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch, contextlib.ExitStack() as stack:
-        folder = nonsense.ensure(Path(scratch))
+        folder = nonsense(Path(scratch))
         if config.redis_url:
             yield config.redis_url, folder
             return

@@ -32,7 +32,7 @@ from support.openai_stand_in import (
     whole,
 )
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 
 SEEN = Seen(
     length_s=10.0,
@@ -199,7 +199,7 @@ def test_the_kinds_that_are_measured_alone_use_up_nothing_that_all_share() -> No
 
 
 def test_stop_strings_almost_match_the_answer(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(nonsense.ensure(tmp_path) / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(nonsense(tmp_path) / "tokenizer.json"))
     assert tokenizer.decode([LETTER_A]) == "a" and tokenizer.decode([NO_CHARACTER]) == "\ufffd"
     told = sent(bodies.stops())
     for longest in (1800, 3900, 1024):

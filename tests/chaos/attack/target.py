@@ -17,7 +17,7 @@ import redis
 from chaos.attack.kinds import Order
 from chaos.attack.wire import ADMIN, ATTACKER, INNOCENT
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from ops.bench.peers import our_server
 from ops.bench.processes import ROOT, started, tree_of
 from pipeline.errors import MiniSGLError
@@ -77,7 +77,7 @@ def target(program: Path, model: Path, flags: Sequence[str]) -> Iterator[Target]
     """Run the server of *program* with a small model below the folder *model*."""
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-attack-", ignore_cleanup_errors=True) as folder,
-        our_server(Path(folder), ["--model", str(nonsense.ensure(model)), *KEYS, *flags], program=program) as (
+        our_server(Path(folder), ["--model", str(nonsense(model)), *KEYS, *flags], program=program) as (
             served,
             _,
         ),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import minisgl
-from ops.bench import nonsense
 from ops.bench.cost import CASES, Half, table
+from ops.bench.models import nonsense
 
 
 def test_pairs_are_compared_and_not_the_medians_of_all() -> None:
@@ -24,7 +24,7 @@ def test_pairs_are_compared_and_not_the_medians_of_all() -> None:
 @pytest.mark.night
 @pytest.mark.parametrize("of", CASES)
 def test_a_server_is_measured_with_it_and_without_it(of: str, tmp_path: Path) -> None:
-    flags = ["--model", str(nonsense.ensure(tmp_path)), "--pairs", "1", "--requests", "2", "--tokens", "40"]
+    flags = ["--model", str(nonsense(tmp_path)), "--pairs", "1", "--requests", "2", "--tokens", "40"]
     output = str(tmp_path / "out.json")
     assert minisgl.main(["bench", "cost", "--of", of, *flags, "--output", output]) == 0
     (pair,) = json.loads(Path(output).read_text())["pairs"]
