@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final
 
 from pipeline.events import (
     Cancelled,
@@ -22,7 +24,6 @@ from pipeline.events import (
 from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
 
-COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")
 MOST_TAKEN: Final = 8
 """Most requests per `take`, as in an engine."""
 STEPS_OF_A_LIFE: Final = 4
@@ -32,23 +33,6 @@ FRONTEND: Final = "web-0"
 LEASE_MS: Final = 600_000
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=2, max_queued=sys.maxsize)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class Stopwatch:
-    """Times of commits, by their name."""
-
-    def __init__(self) -> None:
-        self.times_us: dict[str, list[float]] = {name: [] for name in COMMITS}
-
-    def time(self, commit: str, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Do *work* and note how long it took."""
-        began_s = time.perf_counter()
-        done = work(*arguments, **options)
-        self.times_us[commit].append((time.perf_counter() - began_s) * 1e6)
-        return done
-
 
 class Lives:
     """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
@@ -56,6 +40,7 @@ class Lives:
     def __init__(self, log: StreamLog, num_rows: int) -> None:
         self._log = log
         self._num_rows = num_rows
+        self._times_us: defaultdict[str, list[float]] = defaultdict(list)
         self._engine, self._detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
         self._submitted = Inbox.submitted(log.names)
         self._steps = Inbox.steps(log.names, self._engine.slot)
@@ -70,62 +55,63 @@ class Lives:
             self._log.release(owner)
 
     def times_us(self, num_samples: int) -> dict[str, list[float]]:
-        """Run until there are *num_samples* steps; return the times of each commit."""
-        self._live(Stopwatch())  # the scripts are loaded, the connection is open
-        watch = Stopwatch()
+        """Run until there are *num_samples* steps; return commit -> times."""
+        self._live()  # the scripts are loaded, the connection is open
+        self._times_us.clear()
         for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
-            self._live(watch)
-        return watch.times_us
+            self._live()
+        return dict(self._times_us)
 
-    def _live(self, watch: Stopwatch) -> None:
-        self._log.open_replies(FRONTEND)
-        uids = [new_uid() for _ in range(self._num_rows)]
-        self._submit(uids, watch)
-        entry_ids = self._take(watch)
-        for n in range(1, STEPS_OF_A_LIFE + 1):
-            self._step(uids, n, watch)
-        for uid in uids:
-            watch.time("end", self._log.end, uid, Cancelled(by="bench"), frontend=FRONTEND)
-        self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
-        self._log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
+    @contextlib.contextmanager
+    def _timed(self, commit: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._times_us[commit].append((time.perf_counter() - began_s) * 1e6)
 
-    def _submit(self, uids: list[str], watch: Stopwatch) -> None:
-        log = self._log
+    def _live(self) -> None:
+        log, uids = self._log, [new_uid() for _ in range(self._num_rows)]
+        log.open_replies(FRONTEND)
         submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=SamplingParams())
         for uid in uids:
-            watch.time("submit", log.submit, uid, [submitted])
-        tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=slot_name(TOKENIZE, 0))
+            with self._timed("submit"):
+                log.submit(uid, [submitted])
         consumer = slot_name(TOKENIZE, 0)
+        tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=consumer)
         for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
-            watch.time("tokenized", log.tokenized, entry, tokenized)
+            with self._timed("tokenized"):
+                log.tokenized(entry, tokenized)
+        entry_ids = self._take()
+        for n in range(1, STEPS_OF_A_LIFE + 1):
+            self._step(uids, n)
+        for uid in uids:
+            with self._timed("end"):
+                log.end(uid, Cancelled(by="bench"), frontend=FRONTEND)
+        self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids)
+        log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
-    def _take(self, watch: Stopwatch) -> list[str]:
+    def _take(self) -> list[str]:
         """Take all requests; return their entries."""
-        log, ids = self._log, list[str]()
+        ids: list[str] = []
         while len(ids) < self._num_rows:
-            taken = watch.time("take", log.take, self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
+            with self._timed("take"):
+                taken = self._log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
             self._control_cursor = taken.control_cursor
             ids += [entry.id for entry in taken.entries]
         return ids
 
-    def _step(self, uids: list[str], n: int, watch: Stopwatch) -> None:
-        token = 40 + n
-        self._commit_step(StepCompleted(rows=tuple(TokenRow(uid=uid, n=n, token=token) for uid in uids)), [], watch)
+    def _step(self, uids: list[str], n: int) -> None:
+        rows = tuple(TokenRow(uid=uid, n=n, token=40 + n) for uid in uids)
+        with self._timed("step"):
+            self._commit_step(StepCompleted(rows=rows), [])
         entry = self._read_step()
-        event = TokensProduced(count=1, tokens=(token,), text=" word", step=entry.id)
+        event = TokensProduced(count=1, tokens=(40 + n,), text=" word", step=entry.id)
         produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
-        watch.time("produced", self._log.produced, self._detokenizer, [entry], self._engine.slot, produced)
+        with self._timed("produced"):
+            self._log.produced(self._detokenizer, [entry], self._engine.slot, produced)
 
-    def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:
-        done = watch.time(
-            "step",
-            self._log.step,
-            self._engine,
-            {next(self._numbers): event},
-            ended=ended,
-            control_cursor=self._control_cursor,
-            lease_ms=LEASE_MS,
-        )
+    def _commit_step(self, event: StepCompleted, ended: list[str]) -> None:
+        steps = {next(self._numbers): event}
+        done = self._log.step(self._engine, steps, ended=ended, control_cursor=self._control_cursor, lease_ms=LEASE_MS)
         self._control_cursor = done.control_cursor
 
     def _read_step(self) -> Entry:
