@@ -24,8 +24,8 @@ from ops.bench import compare, peers, processes
 from ops.bench.compare import CompareConfig, Task
 from ops.bench.datasets import Span
 from ops.bench.load import COMPLETIONS
+from ops.bench.models import Prompt, Prompts, Workload
 from ops.bench.peers import Run, Served, SideFailed
-from ops.bench.prompts import Prompt, Prompts, Workload
 from pipeline.errors import ConfigError
 
 COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")

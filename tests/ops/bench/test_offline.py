@@ -17,8 +17,7 @@ from support.selection import AT_NIGHT
 from ops.bench import offline, probes
 from ops.bench.datasets import Span
 from ops.bench.models import NONSENSE_ID, nonsense
-from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, chosen, draw
-from ops.bench.shares import Step
+from ops.bench.offline import PRESETS, OfflineConfig, Preset, Step, StepClock, chosen, draw
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample

@@ -16,9 +16,8 @@ from support.redis_servers import Servers, command
 from support.servers import run_command
 
 from ops.bench import pipeline_clients
-from ops.bench.pipeline import TABLES, median_of
+from ops.bench.pipeline import STEPS_OF_A_LIFE, TABLES, Lives, median_of
 from ops.bench.pipeline_clients import Unanswered, carry_out
-from ops.bench.pipeline_commits import STEPS_OF_A_LIFE, Lives
 from ops.bench.pipeline_way import IdleEngine, added_us, step_times_alone
 from ops.bench.report import Spread
 from pipeline.events import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench.models import NONSENSE, SHAPE_8B, SHAPES, Shape, nonsense, write_config
-from ops.bench.shares import Cost, Step, cost_of, decode_share, prefill_share
+from ops.bench.offline import Cost, Step, cost_of, decode_share, prefill_share
 from stages.generate.model.spec import read_spec
 
 COST = Cost(dense=1000, head=100, experts=0, chosen_share=0.0, weight_bytes=2, kv_bytes=10)
