@@ -20,6 +20,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
+from pipeline.sampling import Constraint
 from pipeline.stage.slots import Status
 
 # By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.
