@@ -1,4 +1,4 @@
-"""What the ranks of one model do together in a step. Each has a part of every matrix (`model/shard.py`).
+"""What the ranks of one model do together in a step. Each has a part of every matrix (`forward/weights.py`).
 
 All ranks call the same methods in the same order, with tensors of the same shape. Does not know how ranks find each
 other.

@@ -13,14 +13,13 @@ import pytest
 from support.redis_servers import running_server, until
 from support.servers import Command, run_command
 
-from ops.bench import nonsense
-from ops.bench.models import write_all_but_weights
-from pipeline.constraint import Constraint
+from ops.bench.models import NONSENSE, write_all_but_weights
 from pipeline.events import Answered, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
+from pipeline.sampling import Constraint
 from pipeline.stage.slots import Status
 
 # By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.
@@ -40,7 +39,7 @@ SLOW_TEXT = "all work, and no [play] " * 100_000
 def tokenizer(folder: Path, redis_url: str) -> Iterator[Command]:
     """Run `minisgl stage tokenize`."""
     (folder / "model").mkdir()
-    write_all_but_weights(nonsense.SHAPE, folder / "model")
+    write_all_but_weights(NONSENSE, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(CUBIC_TEMPLATE)
     flags = ["--redis-url", redis_url, "--model", str(folder / "model"), "--tokenize-timeout", str(LIMIT_S)]
     command = run_command(["stage", TOKENIZE, *flags], folder)
