@@ -6,6 +6,8 @@
 //   svg("path", {d: ".."})           the same for SVG
 //   icon("copy")                     a drawing of 16 x 16 in the text's colour, hidden from screen readers
 //   button("Stop", {icon: "stop", class: "danger", click})   with text: false only the icon is visible
+//   tool("Edit", "edit", click, properties)   a quiet one of which only the icon is visible
+//   ticked("`Esc` stops", "kbd")     the text in pieces, of which those in backticks are elements
 //   table(["name", ..], rows, properties)   a table with these columns, or <th>; rows: its <tr>, or its <tbody>
 //   tabs(label, names, choose, at)   buttons of which one is pressed; *choose* is given its place
 //   fill(node, ...children)          replaces what the node holds      say(node, text)   only if it says something else
@@ -151,6 +153,11 @@ export function button(label, { icon: drawing, class: more = "", text = true, ..
     text && el("span", label),
   );
 }
+
+export const tool = (label, drawing, click, more = {}) =>
+  button(label, { icon: drawing, text: false, class: "quiet tiny", click, ...more });
+
+export const ticked = (text, tag) => text.split("`").map((part, at) => (at % 2 ? el(tag, part) : part));
 
 let region = null;
 export function announce(text) {

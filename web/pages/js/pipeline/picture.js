@@ -2,7 +2,7 @@
 // Nodes stay while their worker does, so that nothing flickers and the focus stays where it is.
 
 import { el, keep, say } from "../dom.js";
-import { bytes, count, duration, percent, short } from "../format.js";
+import { bytes, count, duration, known, percent, short } from "../format.js";
 import { FADING_MS, numberOf, phaseOf } from "./model.js";
 
 const KINDS = {
@@ -175,18 +175,17 @@ class Card {
 }
 
 function figuresOf(engine, steps) {
-  const rate = value => (value === null ? "-" : short(value));
-  const seconds = value => (value === null ? "-" : duration(value * 1000));
+  const seconds = value => duration(value * 1000);
   const figures = [
-    ["running", engine.running === null ? "-" : count(engine.running)],
-    ["waiting", engine.waiting === null ? "-" : count(engine.waiting)],
-    ["pages used", engine.cache_used === null ? "-" : percent(engine.cache_used)],
-    ["cache hits", engine.prefix_hits === null ? "-" : percent(engine.prefix_hits)],
-    ["tokens/s in", rate(engine.prompt_tokens_per_s)],
-    ["tokens/s out", rate(engine.output_tokens_per_s)],
-    ["first token", seconds(engine.first_token_p50_s)],
-    ["between tokens", seconds(engine.between_tokens_p50_s)],
-    ["preempted", engine.preemptions === null ? "-" : count(engine.preemptions)],
+    ["running", known(engine.running, count)],
+    ["waiting", known(engine.waiting, count)],
+    ["pages used", known(engine.cache_used, percent)],
+    ["cache hits", known(engine.prefix_hits, percent)],
+    ["tokens/s in", known(engine.prompt_tokens_per_s, short)],
+    ["tokens/s out", known(engine.output_tokens_per_s, short)],
+    ["first token", known(engine.first_token_p50_s, seconds)],
+    ["between tokens", known(engine.between_tokens_p50_s, seconds)],
+    ["preempted", known(engine.preemptions, count)],
   ];
   if (steps) {
     figures.push(
