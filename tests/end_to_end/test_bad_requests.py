@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,12 +30,6 @@ def server(narrow_server: Server) -> Iterator[Server]:
 
 def process_ids(server: Server) -> set[int]:
     return {process.pid for process in server.command.processes()}
-
-
-def send(server: Server, content: bytes) -> httpx.Response:
-    """Send a body as it is."""
-    url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=60)
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -109,69 +102,6 @@ def test_one_bad_conversation_among_good_ones_fails_alone(server: Server) -> Non
     with ThreadPoolExecutor(15) as threads:
         statuses = threads.map(lambda index: server.post(bad if index % 3 == 1 else HELLO).status_code, range(15))
         assert list(statuses) == 5 * [200, 400, 200]
-
-
-def test_an_unknown_model_is_not_found(server: Server) -> None:
-    error = error_of(httpx.get(f"{server.url}/v1/models/org/another"), 404)
-    assert error["code"] == "model_not_found" and "org/name, other-name" in error["message"]
-
-
-@pytest.mark.parametrize("model", ["default", "", None, "org/name", "gpt-4"])
-def test_any_name_and_none_are_the_served_model(server: Server, model: str | None) -> None:
-    response = server.post(HELLO | {"model": model})
-    assert response.json()["model"] == response.headers["x-minisgl-model"] == "org/name"
-
-
-def test_another_served_name_is_answered_under_that_name(server: Server) -> None:
-    assert server.post(HELLO | {"model": "other-name"}).json()["model"] == "other-name"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"messages": ["Hello"]}, "messages.0"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"prompt": "Hello"}, "prompt"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"min_tokens": 3}, "min_tokens"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop": [""]}, "stop.0"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ],
-    ids=repr,
-)
-def test_a_wrong_value_is_refused_with_its_field(server: Server, wrong: dict[str, Any], param: str) -> None:
-    """tests/web/wire has every field."""
-    error = error_of(send(server, json.dumps(HELLO | wrong).encode()), 400)
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert param.split(".")[0] in error["message"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"null", b"\xff\xfe\x00", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', b"[" * 40_000],
-    ids=lambda content: repr(content[:40]),
-)
-def test_a_body_that_is_no_json_object_is_refused(server: Server, content: bytes) -> None:
-    assert error_of(send(server, content), 400)["code"] == "invalid_json"
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["with its length", "in chunks"])
-def test_a_body_of_forty_megabytes_is_too_large(server: Server, told: bool) -> None:
-    content = json.dumps(HELLO | {"user": "x" * (40 << 20)}).encode()
-    pieces = (content[begin : begin + (1 << 20)] for begin in range(0, len(content), 1 << 20))
-    url = f"{server.url}/v1/chat/completions"
-    error = error_of(httpx.post(url, content=content if told else pieces, timeout=60), 413)
-    assert error["code"] == "request_too_large"
-    assert str(4 << 20) in error["message"]
-
-
-def test_a_path_or_a_method_that_there_is_not_is_told_in_the_same_shape(server: Server) -> None:
-    assert error_of(httpx.get(f"{server.url}/v1/nothing"), 404)["code"] == "not_found"
-    response = httpx.get(f"{server.url}/v1/chat/completions")
-    assert error_of(response, 405)["code"] == "method_not_allowed"
-    assert "POST" in response.headers["allow"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from selection import rest_at_night
-from servers import Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
+from servers import Server, eventually, is_alive, serve, wait_until_ready
 from streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
 
 from ops.bench import nonsense
@@ -144,24 +144,3 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
         told = [line.get("uid", line["event"]) for line in lines if line["event"] in ("signal", "request")]
         story = [each for each in told if each in ("signal", short.uid, endless.uid)]
         assert story == ["signal", short.uid, endless.uid]
-
-
-@pytest.mark.night  # by day tests/pipeline/process/test_supervisor.py has one
-def test_a_worker_that_finds_its_configuration_broken_ends_everything(tmp_path: Path) -> None:
-    """The supervisor does not look into tokenizer.json; who does says its one line, and is not started again."""
-    model = tmp_path / "model"
-    model.mkdir()
-    nonsense.write(model)
-    (model / "tokenizer.json").write_text("{}")
-    arguments = ["serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--model", str(model)]
-    command = run_command(arguments, tmp_path)
-    eventually(lambda: bool(command.workers(DETOKENIZE)) or command.process.poll() is not None, "it starts")
-    family = command.processes()
-    try:
-        assert command.process.wait(60) == 2
-        eventually(lambda: not any(map(is_alive, family)), "all its processes end")
-    finally:
-        command.stop()
-    said = [line for line in command.output.splitlines() if line.startswith("minisgl: ")]
-    assert said and all(f"{model / 'tokenizer.json'}: not a tokenizer" in line for line in said)
-    assert "Traceback" not in command.output

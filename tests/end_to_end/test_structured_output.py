@@ -18,7 +18,6 @@ import httpx
 import jsonschema
 import pytest
 from checkpoints import make_checkpoint
-from chunks import documents, put_together
 from evil_grammars import EVILS, REFUSED_AS
 from fresh_logs import fresh_logs
 from kernel_variants import VARIANTS
@@ -47,7 +46,6 @@ pytestmark = pytest.mark.slow
 
 NUM_SCHEMAS: Final = by_night(50, 1000)
 NUM_EVILS: Final = by_night(5, 20)
-NUM_REPLAYED: Final = by_night(10, 50)
 MOST_TOKENS: Final = 300
 DEPTH: Final = 2
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "352")
@@ -253,32 +251,6 @@ def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
         assert taken_over + moved and preempted
         assert num_engines == 1 or moved, "another engine has gone on with some"
         assert_replayed(server, uids, capsys)
-
-
-@pytest.mark.xdist_group("llama3_server")
-@pytest.mark.night  # by day a client parses one
-def test_over_http_a_bound_answer_is_the_same_whole_and_streamed_and_in_a_replay(
-    llama3_server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ask(seed: int) -> tuple[str, str]:
-        """Return why the answer ended, and its uid."""
-        prompt = [{"role": "user", "content": f"{seed} {PROMPT}"}]
-        body = {"messages": prompt, "seed": seed, "max_tokens": MOST_TOKENS, **format_of(SCHEMAS[seed])}
-        whole = http.post("/v1/chat/completions", json=body)
-        (choice,) = whole.json()["choices"]
-        content, reason = choice["message"]["content"], choice["finish_reason"]
-        stream = http.post("/v1/chat/completions", json=body | {"stream": True})
-        said = put_together(documents(stream.content))
-        assert (said["content"], said["reason"]) == (content, reason), SCHEMAS[seed]
-        if reason == "stop":
-            jsonschema.validate(json.loads(content), SCHEMAS[seed], cls=jsonschema.Draft202012Validator)
-        return reason, whole.headers["x-minisgl-uid"]
-
-    with httpx.Client(base_url=llama3_server.url, timeout=120) as http, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, range(NUM_SCHEMAS)))
-    assert [reason for reason, _ in answers].count("stop") >= 0.9 * NUM_SCHEMAS
-    if VARIANTS:
-        assert_replayed(llama3_server, [uid for _, uid in answers[:NUM_REPLAYED]], capsys)
 
 
 class Color(enum.Enum):

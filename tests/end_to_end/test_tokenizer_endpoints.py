@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import BOS, STOP, TEXT
+from checkpoints import BOS, TEXT
 from servers import NARROW, Server, eventually
 from streams import PROMPTS, Stream
 from transformers import PreTrainedTokenizerFast
@@ -72,29 +72,6 @@ def test_the_tokens_of_a_conversation_are_transformers_own_and_those_that_a_chat
     assert told["tokens"] == expected and told["token_strs"] is None
     chat = server.post({"messages": CONVERSATION, "max_tokens": 1}).json()
     assert (chat["usage"]["prompt_tokens"] == told["count"]) is (opened is None)
-
-
-def test_what_the_tokenizer_is_like_is_enough_to_do_without_it(
-    server: Server, tokenizer: PreTrainedTokenizerFast, llama3: Path
-) -> None:
-    response = httpx.get(f"{server.url}/tokenizer_info", timeout=60)
-    told = response.json()
-    assert response.status_code == 200 and told["chat_template"] == tokenizer.chat_template
-    assert (told["bos_token"], told["eos_token"]) == (BOS, STOP) and str(llama3) not in response.text
-    eos = post(server, "/tokenize", {"prompt": told["eos_token"], "add_special_tokens": False})["tokens"]
-    assert eos == [tokenizer.eos_token_id]
-
-
-def test_what_is_wrong_is_said_with_the_field(server: Server, tokenizer: PreTrainedTokenizerFast) -> None:
-    unknown = len(tokenizer)
-    error = post(server, "/detokenize", {"tokens": [5, unknown]}, 400)["error"]
-    assert error["param"] == "tokens" and f"no token {unknown};" in error["message"]
-    body = {"messages": CONVERSATION, "chat_template_kwargs": {"tokenize": True}}
-    assert post(server, "/tokenize", body, 400)["error"]["param"] == "chat_template_kwargs"
-    error = post(server, "/tokenize", {"messages": CONVERSATION[1:] * 2}, 400)["error"]
-    assert (error["code"], error["param"]) == ("template_error", "messages")
-    error = post(server, "/tokenize", {"prompt": "a, b; c. " * 100_000}, 413)["error"]
-    assert (error["code"], error["param"]) == ("request_too_large", "prompt")
 
 
 def test_the_tokenizer_answers_while_every_engine_is_busy(server: Server) -> None:
