@@ -174,10 +174,6 @@ def numbered(before: bytes, unit: bytes, num: int, after: bytes) -> bytes:
 
 USER = b'{"messages":[{"role":"user","content":"Hi"}],'
 TEXT = b'{"messages":[{"role":"user","content":"'
-TOOL_CALL = (
-    b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","tool_calls":[{"id":"a","type":"function",'
-    b'"function":{"name":"f","arguments":"'
-)
 BODIES: dict[str, tuple[str, bytes]] = {
     "wrong messages": (CHAT, filled(b'{"max_tokens":1,"messages":[', b"1,", b"1]}")),
     "as many wrong messages as are looked at": (CHAT, filled(b'{"messages":[', b"1,", b"1]}", 262_000)),

@@ -112,28 +112,6 @@ def test_a_client_that_keeps_its_connection_busy_keeps_it(scene: Scene) -> None:
 
 
 @slow
-def test_when_an_address_has_its_share_a_new_connection_is_refused_and_probes_and_others_are_served(
-    scene: Scene,
-) -> None:
-    share = most_connections(FILES, 1024) * 3 // 4
-    with scene.clients(share) as clients:
-        for client in clients:
-            client.send(request(chat("silent", stream=True)))
-        until(lambda: len(scene.stand_in.requests()) == share)
-        with closing(connect(scene.server.port)) as other:
-            other.send(request(path="/v1/models"))
-            answer = other.answer()
-            assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (429, "1", "close")
-            assert answer.error["code"] == "too_many_connections"
-        assert scene.server.status("/health") == 200
-        with closing(connect(scene.server.port, address="127.0.0.2")) as other:
-            other.send(request(path="/v1/models"))
-            assert other.answer().status == 200
-        clients[0].leave("closes")
-        until(lambda: scene.server.status("/v1/models") == 200)
-
-
-@slow
 def test_clients_that_never_end_their_bodies_make_room_for_others(scene: Scene) -> None:
     with scene.clients(NUM_IDLE) as clients:
         for client in clients:
