@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +12,8 @@ import pytest
 from measured import Scrape
 from servers import MEASURED_CONTEXT as CONTEXT
 from servers import ROOT, Server, eventually
-from streams import Stream, body
-from terminal import on_a_terminal
+from streams import body
 
-from pipeline.names import GENERATE
 from pipeline.views.history import story
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
@@ -103,50 +99,3 @@ def test_what_it_shows_is_what_metrics_and_the_histories_say(server: Server) -> 
     last = requests[uids[-1]]
     assert (last["state"], last["reason"]) == ("failed", stories[-1]["error"]["code"])
     assert (last["output_tokens"], last["tokens_per_s"], last["engine"]) == (0, None, "")
-
-
-def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
-    def shows_how_fast() -> bool:
-        """Look while three requests run; where the look takes longer than they do, look again."""
-        streams = [Stream(server, f"Number {number}.", max_tokens=400) for number in range(3)]
-        try:
-            eventually(lambda: all(stream.num_frames for stream in streams), "all of them run")
-            shown = view(server)
-        finally:
-            for stream in streams:
-                stream.leave()
-        uids = {stream.uid for stream in streams}
-        running = [each for each in shown["requests"] if each["uid"] in uids]
-        (engine,) = shown["engines"]
-        assert {each["state"] for each in running} <= {"running", "finished"}
-        return (
-            all((each["tokens_per_s"] or 0) > 0 and each["output_tokens"] > 0 for each in running)
-            and (engine["output_tokens_per_s"] or 0) > 0
-            and (engine["between_tokens_p50_s"] or 0) > 0
-        )
-
-    eventually(shows_how_fast, "it shows how fast they are", timeout_s=60)
-
-
-@pytest.mark.night
-def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server, tmp_path: Path) -> None:
-    with on_a_terminal(("top", "--redis-url", server.redis_url, "--interval", "0.1"), tmp_path) as screen:
-        row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)
-
-        def seen() -> tuple[str, int]:
-            found = row.search(screen.text)
-            return (found[1], int(found[2])) if found else ("", 0)
-
-        eventually(lambda: seen()[0] == "ready", "the engine is ready")
-        epoch = seen()[1]
-        stream = Stream(server, "A long one.", max_tokens=400)
-        eventually(lambda: stream.num_frames > 3, "tokens come")
-        (engine,) = server.command.workers(GENERATE)
-        engine.kill()
-        eventually(lambda: seen()[0] in ("away", "starting", "loading"), "it is seen to be gone")
-        eventually(lambda: seen()[0] == "ready" and seen()[1] == epoch + 1, "its successor is ready")
-        stream.join()
-        ended = re.compile(f"^{stream.uid} +finished length ", re.MULTILINE)
-        eventually(lambda: bool(ended.search(screen.text)), "the request is seen to end")
-        screen.press("q")
-        assert screen.ended() == 0
