@@ -622,6 +622,6 @@ def test_a_worker_that_slept_while_another_model_took_its_place_is_refused(log: 
         log.cut_off = False
         assert first.lost.wait(10)
         another = SlotLease(log, owner, 10 * SHORT_MS, serving=OTHER)
-        with pytest.raises(ConfigError, match=r"serve other \(weights w2\), but this worker has qwen"):
+        with pytest.raises(ConfigError, match=r"w2.*qwen"):
             next(slept)
         another.leave()

@@ -172,7 +172,7 @@ def test_keys_of_one_name_own_the_same_requests_and_are_counted_together(tmp_pat
 
 def test_an_admin_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
     for bad in ("", "two words"):
-        with pytest.raises(ConfigError, match="--admin-key: must be 1 to 255 visible ASCII") as caught:
+        with pytest.raises(ConfigError, match="--admin-key") as caught:
             read_keys([ANN], "", bad)
         assert not bad or bad not in str(caught.value)
 
@@ -535,7 +535,7 @@ async def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: st
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await ask(client)
                 assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
-                assert "not one of this server" in caught.value.message and "sk-wrong" not in caught.value.message
+                assert "sk-wrong" not in caught.value.message
             async with client_of(here, ANN) as client:
                 assert isinstance(await ask(client), ChatCompletion)
     statuses = [line["status"] for line in lines if line["event"] == "request"]

@@ -190,8 +190,8 @@ def test_only_the_first_thing_that_is_wrong_is_said() -> None:
 
 
 def test_a_refused_feature_says_which_values_are_accepted() -> None:
-    assert refusal(body(best_of=4)).message == "best_of is not supported with this value; leave it out or send 1"
-    assert "or use `response_format`" in refusal(body(format="json")).message
+    assert "send 1" in refusal(body(best_of=4)).message
+    assert "`response_format`" in refusal(body(format="json")).message
 
 
 def test_neutral_numbers_are_compared_as_json_numbers() -> None:
