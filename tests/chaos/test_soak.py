@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from chaos import soak
 from chaos.soak import Memory, Process, Redis, Snapshot
-from checkpoints import make_checkpoint
-from servers import ROOT, run_command
+from support.checkpoints import make_checkpoint
+from support.servers import ROOT, run_command
 
 SOAK = (sys.executable, "-m", "chaos.soak")
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

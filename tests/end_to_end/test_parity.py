@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
-from selection import by_night, rest_at_night
+from support.checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
+from support.selection import by_night, rest_at_night
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 

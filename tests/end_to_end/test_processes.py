@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from selection import rest_at_night
-from servers import Server, eventually, is_alive, serve, wait_until_ready
-from streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
+from support.selection import rest_at_night
+from support.servers import Server, eventually, is_alive, serve, wait_until_ready
+from support.streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
 
 from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, Tokenized

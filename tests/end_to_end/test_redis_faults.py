@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from redis_servers import command
-from servers import Server, eventually
-from streams import (
+from support.redis_servers import command
+from support.servers import Server, eventually
+from support.streams import (
     LONG,
     Stream,
     ask_all,

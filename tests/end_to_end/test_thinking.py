@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import jsonschema
 import pytest
-from checkpoints import make_checkpoint
-from dialects import make_tokenizer
-from kernel_variants import VARIANTS
-from selection import by_night
-from servers import eventually
+from support.checkpoints import make_checkpoint
+from support.dialects import make_tokenizer
+from support.kernel_variants import VARIANTS
+from support.selection import by_night
+from support.servers import eventually
 from tokenizers import Tokenizer
 
 from ops.offline.stages import Stages
@@ -38,7 +38,7 @@ from pipeline.flags import parse_config
 from pipeline.recording import Recording
 from pipeline.replaying import again
 from pipeline.views.recorded import History
-from stages.generate.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from measured import Scrape
-from servers import MEASURED_CONTEXT as CONTEXT
-from servers import ROOT, Server, eventually
-from streams import body
+from support.measured import Scrape
+from support.servers import MEASURED_CONTEXT as CONTEXT
+from support.servers import ROOT, Server, eventually
+from support.streams import body
 
 from pipeline.views.history import story
 

@@ -26,7 +26,7 @@ from ops.bench.gpu.engine import sampling
 from ops.bench.gpu.pages import make_plan
 from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 from ops.bench.models import Shape, write_config
-from stages.generate.forward.collectives import ALONE, GlooCollectives, NcclCollectives
+from stages.generate.collectives import ALONE, GlooCollectives, NcclCollectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
 

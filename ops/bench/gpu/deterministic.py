@@ -27,9 +27,9 @@ from stages.generate.attention import AttentionShape
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.spec import ModelSpec, read_spec
-from stages.generate.resolve import resolve_attention
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+from stages.generate.setup.resolve import resolve_attention
 
 PAGE_SIZE: Final = 16
 COMPARED: Final = {

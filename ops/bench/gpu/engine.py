@@ -24,12 +24,12 @@ from ops.bench.gpu.timing import copy_bytes_per_s, matmul_flops_per_s, median_s,
 from ops.bench.models import SHAPE_8B, SHAPES, Shape, write_config
 from pipeline.events import SamplingParams
 from stages.generate.attention import AttentionShape
-from stages.generate.forward.batch import build_batch
+from stages.generate.batch import build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import EMBEDDING
 from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
-from stages.generate.resolve import resolve_attention
 from stages.generate.schedule.plan import BatchPlan, Sample
+from stages.generate.setup.resolve import resolve_attention
 
 PAGE_SIZE: Final = 16
 GIB: Final = 2**30

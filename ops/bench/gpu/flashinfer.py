@@ -39,7 +39,7 @@ from stages.generate.attention.flashinfer import (
     tools,
 )
 from stages.generate.attention.reference import ReferenceAttention
-from stages.generate.forward.batch import ForwardBatch
+from stages.generate.batch import ForwardBatch
 
 # B = rows, T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page
 

@@ -23,14 +23,14 @@ from ops.bench.gpu.timing import median_s, wait
 from ops.bench.models import SHAPES, Shape, write_config
 from pipeline.events import SamplingParams
 from stages.generate.attention import Attend, AttentionShape, fused
-from stages.generate.attention.base import places_of, write_pages
 from stages.generate.attention.flashinfer import indices_of, kernels_of, plan_decode, tools, why_not
 from stages.generate.attention.reference import ReferenceAttention
-from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
+from stages.generate.forward.pool import allocate
 from stages.generate.forward.weights import dummy_weights
 from stages.generate.kvcache import make_cache
-from stages.generate.kvcache.pool import allocate
+from stages.generate.model.attention import places_of, write_pages
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec, read_spec
 from stages.generate.schedule.request import NewRequest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.bench.gpu.timing import random
 from stages.generate.attention import AttentionShape
-from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
+from stages.generate.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 # T = packed tokens, Q = tokens of a row in this step, C = tokens of a row so far, H = query heads, K = kv heads,

@@ -21,9 +21,9 @@ from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.spec import ModelSpec, read_spec
-from stages.generate.resolve import MOST_GRAPH_ROWS
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+from stages.generate.setup.resolve import MOST_GRAPH_ROWS
 
 SEED: Final = 0
 LOADS: Final = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from ops.bench.gpu.phase import Report, Scale, attempt
 from ops.bench.gpu.timing import median_s
 from pipeline.events import SamplingParams
-from stages.generate.forward.sampler import sample
+from stages.generate.sampling.sampler import sample
 from stages.generate.schedule.plan import Sample
 from stages.generate.schedule.seen import Seen
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from pydantic import JsonValue, ValidationError
 from rich.console import Console
-from servers import ROOT, eventually
+from support.servers import ROOT, eventually
 
 from ops.bench.gpu import command, document, show
 from ops.bench.gpu.command import PHASES

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint
-from flashinfer_double import Double
-from flashinfer_signatures import VERSIONS
-from pretend_cuda import CUDA, Pretended, pretend_cuda
-from reported import Reported
+from support.checkpoints import Family, make_checkpoint
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import VERSIONS
+from support.pretend_cuda import CUDA, Pretended, pretend_cuda
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import deterministic

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashinfer_double import Double, fake_record
-from reported import Reported
+from support.flashinfer_double import Double, fake_record
+from support.reported import Reported
 
 from ops.bench.gpu import engine
 from ops.bench.gpu.phase import Scale

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import flashinfer_double
 import pytest
 import torch
-from reported import Reported
+from support import flashinfer_double
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import flashinfer, flashinfer_build

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import flashinfer_double
 import pytest
 import torch
-from reported import Reported
+from support import flashinfer_double
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import flashinfer, graphs
@@ -19,7 +19,7 @@ from ops.bench.gpu.phase import Scale
 from stages.generate.attention import Attend
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.reference import ReferenceAttention
-from stages.generate.forward.batch import ForwardBatch
+from stages.generate.batch import ForwardBatch
 
 TOY = Scale("cpu", "toy")
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from flashinfer_double import Double, fake_record
-from reported import Reported
+from support.flashinfer_double import Double, fake_record
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import fa, overlap, protocol

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import flashinfer_double
 import pytest
 import torch
-from reported import Reported
+from support import flashinfer_double
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import parity

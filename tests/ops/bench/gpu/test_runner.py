@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import psutil
 import pytest
-from servers import ROOT, eventually
+from support.servers import ROOT, eventually
 
 from ops.bench.gpu.document import Phase
 from ops.bench.gpu.phase import Scale

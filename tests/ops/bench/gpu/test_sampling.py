@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from reported import Reported
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import sampling
 from ops.bench.gpu.phase import Scale
-from stages.generate.forward.sampler import sample
+from stages.generate.sampling.sampler import sample
 from stages.generate.schedule.plan import Sample
 
 TOY = Scale("cpu", "toy")

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_double import Double
-from flashinfer_signatures import EXPORTED, FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
-from reported import Reported
 from structlog.testing import capture_logs
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import EXPORTED, FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
+from support.reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu.pages import make_case
 from pipeline.errors import ConfigError
-from stages.generate import resolve
 from stages.generate.attention import AttentionShape, flashinfer
 from stages.generate.attention.flashinfer import FlashInferAttention, Indices, compile_kernels, tools
-from stages.generate.resolve import resolve_attention
+from stages.generate.setup import resolve
+from stages.generate.setup.resolve import resolve_attention
 
 CUDA = torch.device("cuda")
 SHAPE = AttentionShape(16, 8, 128, 16, 0, torch.bfloat16, CUDA)
