@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pipeline.bounds import MOST_COUNT as MOST_COUNT
-from pipeline.bounds import MOST_MS as MOST_MS
-from pipeline.bounds import Count, Moment, NumberOfId, Span
-from pipeline.constraint import Constraint as Constraint
 from pipeline.errors import UndecodableEvent
 from pipeline.markup import Calls as Calls
 from pipeline.markup import Markup as Markup
 from pipeline.names import new_uid as new_uid
 from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
+from pipeline.sampling import Constraint as Constraint
 from pipeline.sampling import SamplingParams as SamplingParams
 from pipeline.sampling import Value as Value
 from pipeline.scores import Score as Score
@@ -33,6 +30,18 @@ from pipeline.scores import ToldPrompt as ToldPrompt
 from pipeline.scores import ToldScore as ToldScore
 from pipeline.scores import ToldScores as ToldScores
 from pipeline.scores import ToldToken as ToldToken
+
+MOST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999, in ms since 1970. A later moment has no date."""
+MOST_COUNT: Final = 2**53 - 1
+"""The largest number that JavaScript reads as it is."""
+Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
+Span = Annotated[int, Field(ge=-MOST_MS, le=MOST_MS)]
+"""Milliseconds between two moments. It is negative where a clock was set back."""
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+NumberOfId = Annotated[int, Field(ge=0, lt=2**64)]
+"""Any that the id of a stream's entry can have: a commit reads it off a history, whatever somebody wrote there."""
+
 
 FinishReason = Literal["stop", "length"]
 Task = Literal["generate", "tokenize", "detokenize", "describe"]

@@ -33,8 +33,7 @@ from pipeline.walk import NOT_COMPUTED, Moment, walk
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
-from stages.detokenize.text import Decoder
-from stages.detokenize.token_text import token_text_of
+from stages.detokenize.text import Decoder, token_text_of
 
 logger = structlog.get_logger()
 T = TypeVar("T")

@@ -17,6 +17,10 @@ import structlog
 
 from pipeline.errors import RequestError
 from web.http.asgi import (
+    PICTURES,
+    PLACE,
+    SEND,
+    WRITE,
     Body,
     ConnectionState,
     EndBody,
@@ -31,9 +35,6 @@ from web.http.asgi import (
 from web.http.connection_limit import address_of
 from web.http.http1 import MOST_AHEAD_BYTES, Requests, refusal
 from web.http.keys import keys_in
-from web.routes.access import PLACE
-from web.routes.answers import SEND, WRITE
-from web.routes.pipeline import PATH as PICTURES
 from web.wire.openai.errors import error_body
 
 if TYPE_CHECKING:

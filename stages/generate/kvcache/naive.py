@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding
-from stages.generate.kvcache.pages import PagePool
+from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PagePool
 
 
 class NaiveCache:

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding
-from stages.generate.kvcache.pages import PagePool
+from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PagePool
 
 DIGEST_BYTES: Final = 8
 

@@ -25,7 +25,6 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.stage.slots import acquire_guest
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
-from stages.generate.loop.log_clock import LogClock
 from stages.generate.loop.outbox import Group, Idle, Outbox, Step
 from stages.generate.loop.past import Past, past_of
 from stages.generate.loop.updates import Arrived as Arrived
@@ -33,6 +32,28 @@ from stages.generate.loop.updates import Ended as Ended
 from stages.generate.loop.updates import Flush as Flush
 from stages.generate.loop.updates import Lost as Lost
 from stages.generate.loop.updates import Update as Update
+
+
+class LogClock:
+    """Redis' clock, as an engine reckons it from the first commit on: no call asks Redis for the time.
+
+    Each commit says when Redis did it. That was between its sending and its answer, which bounds how far Redis' clock
+    is ahead of the engine's. The bounds of many commits together are narrow, also where single commits take long.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_ms: float | None = None
+
+    def learn(self, sent_s: float, came_s: float, ms: int) -> None:
+        """Take in that Redis did a commit at *ms*, which was sent and answered at these times of the engine's clock."""
+        least, most = ms - came_s * 1000, ms + 1 - sent_s * 1000
+        ahead = most if self._ahead_ms is None else self._ahead_ms
+        self._ahead_ms = min(max(ahead, least), most)
+
+    def at(self, s: float) -> int:
+        """Return what Redis' clock says at *s* of the engine's, in ms; 0: unknown."""
+        return 0 if self._ahead_ms is None else int(s * 1000 + self._ahead_ms)
+
 
 logger = structlog.get_logger()
 
@@ -293,7 +314,7 @@ class LogThread:
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
-        clock.hear(sent_s, time.monotonic(), done.ms)
+        clock.learn(sent_s, time.monotonic(), done.ms)
         for uid in ended:
             self._entry_ids.pop(uid, None)
         self._pass_on(done.ended, done.flush, done.control_cursor)

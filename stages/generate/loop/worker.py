@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import structlog
 
@@ -33,7 +33,6 @@ from stages.generate.loop.grammars import Grammars
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, LogThread, Lost, Update
 from stages.generate.loop.meter import EngineMeter, measure_cache
 from stages.generate.loop.pace import Pace
-from stages.generate.loop.page_audit import PageAudit
 from stages.generate.loop.suspects import Suspects
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.ends import end_tokens
@@ -47,7 +46,11 @@ from stages.generate.setup.config import DefaultsConfig, GenerateConfig
 from stages.generate.setup.loading import load_engine
 from stages.generate.setup.resolve import Settings, resolve
 
-logger = structlog.get_logger()
+FEWEST_STEPS_BETWEEN_CHECKS: Final = 100
+"""An idle engine checks its books of pages after so many steps, or after as many as it has pages if those are more: the
+cost of a check grows with them.
+"""
+
 
 STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
@@ -497,3 +500,33 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
 def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:
     """Return what an engine of the checked *folder* serves under the name *model*, but for the context."""
     return Serving(model, fingerprint(folder, dummy=dummy), tokenizer_fingerprint(folder))
+
+
+class PageAudit:
+    """The books of one engine. What is wrong is in the log and in the status, and the engine goes on.
+
+    A lost page costs memory. An engine that ended because of it would cost every request.
+    """
+
+    def __init__(self, schedule: Schedule, slot_lease: SlotLease) -> None:
+        self._schedule = schedule
+        self._slot_lease = slot_lease
+        self._next_check = 0
+        """Number of the step from which on they are checked again."""
+
+    def check(self) -> None:
+        """Check them, if it is time. The engine is idle."""
+        if self._schedule.next_step < self._next_check:
+            return
+        self._next_check = self._schedule.next_step + max(FEWEST_STEPS_BETWEEN_CHECKS, self._schedule.num_pages)
+        try:
+            problems = self._schedule.problems()
+        except Exception as error:  # books so wrong that they cannot be read
+            problems = [f"the check failed: {error!r}"]
+        if problems:
+            times = self._slot_lease.status.books_wrong + 1
+            logger.error("books_wrong", problems=problems, times=times)
+            self._slot_lease.say(books_wrong=times)
+
+
+logger = structlog.get_logger()

@@ -19,16 +19,51 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
-from stages.generate.schedule.limits import Identity as Identity
-from stages.generate.schedule.limits import ScheduleLimits as ScheduleLimits
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import NewRequest, Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleLimits:
+    """What bounds a plan; lengths are in tokens."""
+
+    context: int
+    """The served context: prompt + output of one request. At most what the cache holds."""
+    max_prefill_length: int
+    mixed_prefill_length: int
+    max_running_requests: int
+    vocab_size: int
+    mixed_prefill_per_request: int = 0
+    """Raises `mixed_prefill_length` to this much for each request in hand: with many running a step is long anyway, and
+    with many waiting more gain from it."""
+
+    def prefill_budget(self, num_streams: int, num_requests: int) -> int:
+        """Return the most prompt tokens of a step in which *num_streams* of *num_requests* decode."""
+        if not num_streams:
+            return self.max_prefill_length
+        for_all = min(self.mixed_prefill_per_request * num_requests, self.max_prefill_length)
+        return max(self.mixed_prefill_length, for_all)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The engine that computes, as the marks in the histories name it."""
+
+    engine: str
+    epoch: int
+    fingerprint: str
+    """Of the weights."""
+    numerics: str = ""
+    version: str = ""
+    """Of MiniSGL."""
+
 
 by_order = attrgetter("order")
 MOST_TAKEN = 8

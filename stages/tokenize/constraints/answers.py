@@ -13,9 +13,9 @@ from typing import Final
 
 import orjson
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls
+from pipeline.sampling import Constraint
 from stages.tokenize.constraints.asked import Asked, Wanted, wanted_calls
 from stages.tokenize.constraints.calls import CallRules, Tool, call_rules, header_end, marker
 from stages.tokenize.constraints.grammars import (

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.generate.kvcache import CACHES, make_cache
-from stages.generate.kvcache.base import Holding, PrefixCache
-from stages.generate.kvcache.pages import PagePool
+from stages.generate.kvcache.base import Holding, PagePool, PrefixCache
 from stages.generate.kvcache.radix import RadixCache
 
 PAGES, PAGE_SIZE = 12, 4

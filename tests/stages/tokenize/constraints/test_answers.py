@@ -14,10 +14,10 @@ from llguidance import LLMatcher, LLTokenizer
 from support.dialects import make_tokenizer
 from tokenizers import Tokenizer
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls, SamplingParams, Submitted, Templating
 from pipeline.grammars import parser_limits, with_stack
+from pipeline.sampling import Constraint
 from pipeline.vocabulary import AddedTokens
 from stages.generate.loop.grammars import _Spelled
 from stages.tokenize.constraints import calls as call_writer
