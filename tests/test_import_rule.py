@@ -25,12 +25,14 @@ WITH_TORCH = (
     "stages.generate.batch",
     "stages.generate.collectives",
     "stages.generate.forward",
+    "stages.generate.model.attention",
     "stages.generate.model.compiled",
-    "stages.generate.forward.pool",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",
     "stages.generate.ranks.channel",
     "stages.generate.ranks.links",
+    "stages.generate.ranks.stores",
+    "stages.generate.sampling",
     "stages.generate.setup.resolve",
 )
 """Where tensors are. Everything else starts fast and small, and the schedule decides without them."""
