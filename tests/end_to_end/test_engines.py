@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 from support.bursts import BURST, answer_of, answers_of, burst, steady_load, uids_of
-from support.selection import by_night
 from support.servers import Server, eventually, is_alive, run_command, serve
 from support.streams import assert_nothing_is_left, events_of, num_of
 
@@ -23,7 +22,6 @@ from pipeline.stage.slots import read_statuses
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 ENGINES = ("generate-0", "generate-1")
-NUM_BURSTS = by_night(1, 5)
 SHORT, LONG = 32, 600
 """Tokens of answers, and of those that are long enough to be disturbed."""
 

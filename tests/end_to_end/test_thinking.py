@@ -236,20 +236,6 @@ def test_the_markup_of_an_answer_is_told_with_its_first_token(bound: list[tuple[
 
 
 @NEEDS_KERNELS
-@pytest.mark.night
-def test_preemptions_and_overlap_give_the_same_tokens(
-    model: Model, bound: list[tuple[Any, Submitted, History]]
-) -> None:
-    crowded = model.started("--num-pages", "640", "--overlap", "on")
-    try:
-        found = Computer(crowded.log, at_once=64).compute([request for _, request, _ in bound])
-    finally:
-        crowded.close()
-    assert [history.token_ids for history in found] == [history.token_ids for _, _, history in bound]
-    assert any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries)
-
-
-@NEEDS_KERNELS
 def test_a_replay_gives_the_same_tokens_and_the_same_markup(
     model: Model, bound: list[tuple[Any, Submitted, History]]
 ) -> None:

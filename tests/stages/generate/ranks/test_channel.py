@@ -246,7 +246,7 @@ def echo(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("death", rest_at_night([signal.SIGKILL, signal.SIGSTOP, None]))
+@pytest.mark.parametrize("death", rest_at_night([signal.SIGKILL, signal.SIGSTOP, None], first=0))
 def test_two_processes_stay_together_through_silence_until_one_is_gone(
     echo: subprocess.Popen[bytes], tmp_path: Path, death: signal.Signals | None
 ) -> None:
