@@ -13,9 +13,7 @@ import pytest
 from chaos import recovery_figures as figures
 from chaos.recovery_figures import (
     Pause,
-    Recovery,
     Resumed,
-    StreamFigures,
     longest_pause,
     resumed,
     what_is_wrong,
@@ -156,69 +154,6 @@ def test_an_answer_that_has_its_tokens_once_is_whole() -> None:
 )
 def test_what_is_not_whole_is_told(pieces: Sequence[Arrival], history: Sequence[Entry], says: str) -> None:
     assert says in what_is_wrong(pieces, history, 4)
-
-
-def stream(pause_s: float, prefill_s: float | None, *, later_s: float = 0.0) -> StreamFigures:
-    """Return a stream that is taken over 1 s after the kill, or *later_s* more, and has its next token then."""
-    if prefill_s is None:
-        return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, None, None)
-    taken_over_ms = 1000 + round(later_s * 1000)
-    again = Resumed(taken_over_ms, taken_over_ms + round(prefill_s * 1000), 10, 110)
-    return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, 1.0 + later_s, again)
-
-
-def a_recovery(*streams: StreamFigures, lease_s: float = 0.0, ready_s: float | None = 2.0) -> Recovery:
-    return Recovery(
-        streams,
-        lease_s,
-        ready_s,
-        freed_s=0.03,
-        owner_s=1.9,
-        noticed_s=0.02,
-        load_s=0.7,
-        alone_tokens_per_s=440.0,
-        problems=(),
-    )
-
-
-def test_a_pause_may_be_lease_start_prefill_and_half_a_second() -> None:
-    run = a_recovery(stream(3.0, 1.0), stream(2.9, 0.2), lease_s=0.25)
-    assert (run.longest_pause_s, run.median_pause_s, run.prefill_s) == (3.0, 2.95, 1.0)
-    assert run.allowed_s == pytest.approx(0.25 + 2.0 + 0.2 + 0.5)  # of the stream that is worst off
-    assert run.beyond_s == pytest.approx(2.9 - 2.95)
-    assert "met, 0.05 s to spare" in figures.verdict([run])
-
-
-def test_streams_of_the_engine_that_lives_are_told_apart() -> None:
-    run = a_recovery(stream(0.4, None), stream(2.0, 0.5), stream(0.6, None), lease_s=1.0, ready_s=None)
-    assert (run.longest_pause_s, run.median_pause_s, run.longest_other_pause_s) == (2.0, 2.0, 0.6)
-    assert run.later_pause_s == 0.2
-    assert run.beyond_s == pytest.approx(0.0)
-    assert (run.tokens_again, run.alone_s) == (110, 0.25)
-
-
-def test_what_waits_for_others_to_be_computed_again_waits_for_the_prefill_of_what_was_in_flight() -> None:
-    run = a_recovery(stream(3.0, 0.5), stream(6.0, 0.5, later_s=3.0))
-    assert (run.taken_over_s, run.prefill_s) == (1.0, 3.5)
-    assert run.beyond_s == pytest.approx(6.0 - (2.0 + 3.5 + 0.5))
-    assert run.alone_s == 0.5
-
-
-def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
-    said = tmp_path / "minisgl.log"
-    lines = [
-        "MiniSGL is ready",
-        '{"event":"engine_loaded","seconds":9.0,"timestamp":"2026-01-01T00:00:00+00:00"}',
-        '{"event":"worker_died","worker":"generate-0","timestamp":"2026-01-01T00:00:10.250+00:00"}',
-        '{"event":"worker_died","worker":"web-0","timestamp":"2026-01-01T00:00:11+00:00"}',
-        '{"event":"engine_loaded","seconds":0.5,"timestamp":"2026-01-01T00:00:12+00:00"}',
-        '{"event":"half a line',
-    ]
-    said.write_text("\n".join(lines))
-    began_ms = 1767225600_000.0
-    noticed_s, load_s = figures.said_since(said, began_ms + 10_000, "generate-0")
-    assert (noticed_s, load_s) == (0.25, 0.5)
-    assert figures.said_since(said, began_ms + 13_000, "generate-0") == (None, None)
 
 
 @pytest.mark.slow
