@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from support.checkpoints import make_checkpoint
 from support.selection import group_of
-from support.servers import MEASURED_CONTEXT, NARROW, Server, is_alive, serve
+from support.servers import MEASURED_CONTEXT, Server, is_alive, serve
 from support.streams import PROMPTS, ask_all, family_of
 
 T = TypeVar("T")
@@ -92,14 +92,6 @@ def llama3_server(
     flags = ("--model", str(llama3), "--dtype", "float32", "--max-prefill-length", "64")
     archive = ("--archive", str(llama3_archive))
     return shared.get("llama3", lambda: serve(tmp_path_factory.mktemp("llama3"), *flags, *archive))
-
-
-@pytest.fixture(scope="module")
-def narrow_server(llama3: Path, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server of `llama3` under two names, with a context of `NARROW` tokens."""
-    flags = ("--model", str(llama3), "--dtype", "float32", "--max-seq-len", str(NARROW))
-    names = ("--served-model-name", "org/name", "other-name")
-    return shared.get("narrow", lambda: serve(tmp_path_factory.mktemp("narrow"), *flags, *names))
 
 
 @pytest.fixture(scope="module")

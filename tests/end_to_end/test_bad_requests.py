@@ -9,21 +9,23 @@ from typing import Any
 
 import httpx
 import pytest
-from support.servers import NARROW, Server
+from support.servers import Server
 from transformers import AutoTokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
+CONTEXT = 512
+"""Tokens of a prompt and its answer."""
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 
 @pytest.fixture
-def server(narrow_server: Server) -> Iterator[Server]:
+def server(llama3_server: Server) -> Iterator[Server]:
     """The server; after the test the same processes answer the next client."""
-    before = process_ids(narrow_server)
-    yield narrow_server
-    assert process_ids(narrow_server) == before
-    response = narrow_server.post(HELLO)
+    before = process_ids(llama3_server)
+    yield llama3_server
+    assert process_ids(llama3_server) == before
+    response = llama3_server.post(HELLO)
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["completion_tokens"] in (1, 2)
 
@@ -51,28 +53,28 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     server: Server, llama3: Path, field: str, stream: bool
 ) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(llama3)
-    said = "The log is the memory of the program. " * 16
+    said = "The log is the memory of the program. " * 64
     if field == "prompt":
         body: dict[str, Any] = {"prompt": said}
         ids = tokenizer.encode(said)
     else:
         body = {"messages": [{"role": "user", "content": said}]}
         ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-    assert NARROW < len(ids) < 2 * NARROW
+    assert CONTEXT < len(ids) < 2 * CONTEXT
     error = error_of(server.post(body | {"stream": stream}), 400)
     assert (error["code"], error["param"], error["type"]) == (
         "context_length_exceeded",
         field,
         "invalid_request_error",
     )
-    assert f"{NARROW} tokens" in error["message"]
+    assert f"{CONTEXT} tokens" in error["message"]
     assert f"{len(ids)} tokens" in error["message"]
 
 
 def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, llama3: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(llama3)
-    fits, too_long = "!" * (NARROW - 2), "!" * (NARROW - 1)  # and the token at the beginning
-    assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (NARROW - 1, NARROW)
+    fits, too_long = "!" * (CONTEXT - 2), "!" * (CONTEXT - 1)  # and the token at the beginning
+    assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (CONTEXT - 1, CONTEXT)
     answer = server.post({"prompt": fits, "ignore_eos": True}).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 1
@@ -83,7 +85,7 @@ def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, llama3:
 def test_a_prompt_of_many_megabytes_is_refused_without_being_encoded(server: Server) -> None:
     error = error_of(server.post({"prompt": "All work and no play. " * 150_000}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert f"{NARROW} tokens" in error["message"] and "at least" in error["message"]
+    assert f"{CONTEXT} tokens" in error["message"] and "at least" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,12 +110,12 @@ def test_a_limit_that_does_not_fit_beside_the_prompt_is_refused_with_the_largest
     server: Server, stream: bool
 ) -> None:
     without = server.post(HELLO | {"max_tokens": None, "ignore_eos": True}).json()
-    assert without["choices"][0]["finish_reason"] == "length" and without["usage"]["total_tokens"] == NARROW
-    most = NARROW - without["usage"]["prompt_tokens"]
+    assert without["choices"][0]["finish_reason"] == "length" and without["usage"]["total_tokens"] == CONTEXT
+    most = CONTEXT - without["usage"]["prompt_tokens"]
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         for too_many in (most + 1, 10**9, 2**63 - 1):
             asked = HELLO | {"max_tokens": None, name: too_many, "stream": stream}
             error = error_of(server.post(asked), 400)
             assert (error["code"], error["param"]) == ("context_length_exceeded", name)
             assert str(most) in error["message"]
-    assert server.post(HELLO | {"max_tokens": most, "ignore_eos": True}).json()["usage"]["total_tokens"] == NARROW
+    assert server.post(HELLO | {"max_tokens": most, "ignore_eos": True}).json()["usage"]["total_tokens"] == CONTEXT
