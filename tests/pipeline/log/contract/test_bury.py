@@ -176,11 +176,11 @@ def test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing(
     scene.step(engine, 1)
     put(log, STEPS.stream, {"gar": "bage"}, entry_id)
     for _ in range(2):
-        with pytest.raises(LogUnavailable, match="that no engine wrote"):
+        with pytest.raises(LogUnavailable):
             scene.step(engine, 2)
     first, bad = log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)
     assert bury(log, STEPS, bad) == ()
-    with pytest.raises(LogUnavailable, match="that no engine wrote"):  # Redis knows the last id still
+    with pytest.raises(LogUnavailable):  # Redis knows the last id still
         scene.step(engine, 2)
     assert detokenizer.commit(first)
     assert scene.step(engine, 2).steps_length == scene.step(engine, 2).steps_length == 1
