@@ -22,8 +22,7 @@ from pipeline.flags import flag
 from pipeline.log.protocol import Entry
 from pipeline.names import PROBE
 from pipeline.recording import Recording
-from pipeline.views.history import State, state_of
-from pipeline.views.letters import REQUEUED_FROM
+from pipeline.views.history import REQUEUED_FROM, State, state_of
 from pipeline.walk import PROMPT
 from web.wire import fields
 from web.wire.copies import COPY_OF

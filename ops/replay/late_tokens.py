@@ -12,9 +12,8 @@ import orjson
 from pipeline.log.journal import outline, steps
 from pipeline.log.protocol import StreamLog
 from pipeline.names import parse_id
-from pipeline.views.company import Company
+from pipeline.views.company import Company, Wait, why_waited
 from pipeline.views.recorded import History, Token
-from pipeline.views.waits import Wait, why_waited
 
 READ_AT_ONCE: Final = 500
 MOST_READ: Final = 20_000

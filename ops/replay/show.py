@@ -93,7 +93,7 @@ def told_of(history: History, state: State) -> dict[str, Any]:
         told["slowest"] = {"n": -place, "pause_ms": pause_ms}
     if last is not None:
         by = last.by
-        told |= {"committed": [last.made.first, last.made.last], "estimated": last.made.is_estimate}
+        told |= {"committed": [*history.commit_of(last)], "estimated": last.made.is_estimate}
         told |= {"token": last.id, "engine": by.engine, "epoch": by.epoch, "step": last.step, "chunks": last.chunks}
         told |= {"weights": by.weights, "numerics": by.numerics, "version": by.version}
         told |= {"scores": last.score.model_dump(mode="json")} if last.score is not None else {}

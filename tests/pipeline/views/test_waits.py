@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepStats, TakenOver
 from pipeline.log.journal import JournalStep
-from pipeline.views.waits import spoken, why_waited
+from pipeline.views.company import spoken, why_waited
 
 PREEMPTED = Preempted(engine="generate-0", epoch=1, step=1)
 ADMITTED = Admitted(engine="generate-0", epoch=2, step=1, fingerprint="w")
