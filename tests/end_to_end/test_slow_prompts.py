@@ -14,7 +14,6 @@ from support.redis_servers import running_server, until
 from support.servers import Command, run_command
 
 from ops.bench.models import NONSENSE, write_all_but_weights
-from pipeline.constraint import Constraint
 from pipeline.events import Answered, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
