@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import make_case, make_plan
 from pretend_cuda import CUDA, OnDevice, pretend_cuda
 
-from ops.bench.gpu.pages import make_case, make_plan
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.torch import TorchAttention
 from stages.generate.forward.batch import build_batch
