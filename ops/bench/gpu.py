@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -100,8 +102,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         raise ConfigError("no GPU: NVIDIA's driver (libcuda.so.1) is not here, or has no device; check nvidia-smi")
     with tempfile.TemporaryDirectory(prefix="minisgl-gpu-", ignore_cleanup_errors=True) as scratch:
         if config.wheels and version("packaging"):
-            from ops.bench.wheels import unpack
-
             unpack(Path(config.wheels).expanduser(), Path(scratch) / "wheels")
         if missing := [name for name in required() if version(name) is None]:
             raise ConfigError(
@@ -226,6 +226,47 @@ def table(found: Mapping[str, Any]) -> str:
         shares = (one["figures"].get(name) for name in ("decode_share", "prefill_share"))
         timings.append((one["name"], rate, *(f"{share:.0%}" if share else "-" for share in shares)))
     return "\n".join([*lines, "", aligned(timings)] if found["timings"] else lines)
+
+
+# wheels
+
+
+def unpack(wheels: Path, folder: Path) -> None:
+    """Unpack every wheel of *wheels* into *folder*, and let this process and its children import from there first.
+
+    A wheel is a zip file, so this needs no pip and no virtual environment.
+
+    Raises:
+        ConfigError: There are no wheels, or one of them is for another Python or machine.
+    """
+    from packaging.tags import sys_tags
+    from packaging.utils import parse_wheel_filename
+
+    if not (found := sorted(wheels.glob("*.whl"))):
+        raise ConfigError(f"--wheels {wheels}: no wheels there; `make gpu-wheels DIR={wheels}` writes some")
+    here = set(sys_tags())
+    for wheel in found:
+        if here.isdisjoint(parse_wheel_filename(wheel.name)[3]):
+            raise ConfigError(f"--wheels {wheels}: {wheel.name} is not for this Python, {sys.version.split()[0]}")
+        with zipfile.ZipFile(wheel) as archive:
+            for info in archive.infolist():
+                _unpack(archive, info, folder)
+    sys.path.insert(1, str(folder))  # after the checkout, before the machine's own packages
+    importlib.invalidate_caches()
+
+
+def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> None:
+    """Unpack what can be imported, and programs, which keep their right to be run: bin/ninja is one. Scripts that an
+    installer would have to fit to this Python, and headers, are left out.
+    """
+    if (inside := re.fullmatch(r"[^/]+\.data/([^/]+)/(.+)", info.filename)) is not None:
+        is_program = inside[1] == "scripts" and not archive.read(info).startswith(b"#!python")
+        if inside[1] not in ("purelib", "platlib") and not is_program:
+            return
+        info.filename = f"bin/{inside[2]}" if is_program else inside[2]
+    made = Path(archive.extract(info, folder))
+    if (mode := info.external_attr >> 16) & 0o111 and made.is_file():
+        made.chmod(0o755 & (mode | 0o700))
 
 
 # what is here

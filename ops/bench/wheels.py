@@ -1,4 +1,4 @@
-"""`make gpu-wheels DIR=wheels`: collects what a GPU machine without network may lack, and unpacks it there.
+"""`make gpu-wheels DIR=wheels`: collects what a GPU machine without network may lack, for `--wheels`.
 
 Such a machine has torch, numpy, transformers, safetensors and what these require. Everything else that MiniSGL needs
 is fetched, and FlashInfer without its largest parts. The closure is walked here: pip evaluates markers for the Python
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import email
-import importlib
-import re
 import shutil
 import subprocess
 import sys
@@ -24,11 +22,9 @@ from typing import Final, TypeAlias
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
-from packaging.tags import sys_tags
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import canonicalize_name
 
 from ops.bench.gpu import TESTS_NEED
-from pipeline.errors import ConfigError
 from stages.generate.kernels.build import requirements
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -189,41 +185,6 @@ def target_environment() -> dict[str, str]:
         "python_version": PYTHON,
         "sys_platform": "linux",
     }
-
-
-def unpack(wheels: Path, folder: Path) -> None:
-    """Unpack every wheel of *wheels* into *folder*, and let this process and its children import from there first.
-
-    A wheel is a zip file, so this needs no pip and no virtual environment.
-
-    Raises:
-        ConfigError: There are no wheels, or one of them is for another Python or machine.
-    """
-    if not (found := sorted(wheels.glob("*.whl"))):
-        raise ConfigError(f"--wheels {wheels}: no wheels there; `make gpu-wheels DIR={wheels}` writes some")
-    here = set(sys_tags())
-    for wheel in found:
-        if here.isdisjoint(parse_wheel_filename(wheel.name)[3]):
-            raise ConfigError(f"--wheels {wheels}: {wheel.name} is not for this Python, {sys.version.split()[0]}")
-        with zipfile.ZipFile(wheel) as archive:
-            for info in archive.infolist():
-                _unpack(archive, info, folder)
-    sys.path.insert(1, str(folder))  # after the checkout, before the machine's own packages
-    importlib.invalidate_caches()
-
-
-def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> None:
-    """Unpack what can be imported, and programs, which keep their right to be run: bin/ninja is one. Scripts that an
-    installer would have to fit to this Python, and headers, are left out.
-    """
-    if (inside := re.fullmatch(r"[^/]+\.data/([^/]+)/(.+)", info.filename)) is not None:
-        is_program = inside[1] == "scripts" and not archive.read(info).startswith(b"#!python")
-        if inside[1] not in ("purelib", "platlib") and not is_program:
-            return
-        info.filename = f"bin/{inside[2]}" if is_program else inside[2]
-    made = Path(archive.extract(info, folder))
-    if (mode := info.external_attr >> 16) & 0o111 and made.is_file():
-        made.chmod(0o755 & (mode | 0o700))
 
 
 def collect(folder: Path) -> dict[str, Package]:

@@ -58,12 +58,9 @@ import minisgl
         ("attack --health-ms no", "'no': must be a number above 0"),
         ("attack --checkout /nowhere", "--checkout /nowhere: no minisgl.py there"),
         ("attack --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
-        ("gpu --phases machine,kernels", "'kernels': no such phase; expected some of machine,probes"),
-        ("gpu --phases ,", "must be phases with commas between them"),
+        ("gpu --only models,kernels", "'kernels': no such group; expected some of attention,models"),
         ("gpu --budget 0", "must be a number of seconds above 0"),
-        ("gpu --json /nowhere/a.json", "--json /nowhere/a.json: not a file in a folder that exists"),
         ("gpu --size huge", "--size"),
-        ("gpu --wheels /nowhere", "--wheels /nowhere: no wheels there"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,9 +107,10 @@ def test_what_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         gpu.main([], {})
 
 
-def test_an_unknown_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--only"):
-        gpu.main(["--only", "fine,slow"], {})
+@pytest.mark.parametrize("flags", [("--only", "fine,slow"), ("--json", "/nowhere/a.json"), ("--wheels", "/nowhere")])
+def test_flags_that_cannot_work_are_refused_by_name(flags: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=flags[0]):
+        gpu.main(flags, {})
 
 
 def test_every_file_with_tests_for_a_gpu_is_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

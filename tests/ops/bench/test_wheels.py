@@ -19,7 +19,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from servers import ROOT, Command, free_port, wait_until_ready
 
-from ops.bench import wheels
+from ops.bench import gpu, wheels
 from ops.bench.gpu import TESTS_NEED
 from ops.bench.wheels import Package, Unsatisfied, closure
 from pipeline.errors import ConfigError
@@ -99,7 +99,7 @@ def test_wheels_are_unpacked_for_this_process(tmp_path: Path, monkeypatch: pytes
         "a-1.data/scripts/bin/program": "#!/bin/sh",
     }
     write_wheel(tmp_path, "a-1-py3-none-any.whl", files)
-    wheels.unpack(tmp_path, folder)
+    gpu.unpack(tmp_path, folder)
     assert os.access(folder / "stand_in_package/bin/server", os.X_OK)
     assert not os.access(folder / "stand_in_package/__init__.py", os.X_OK)
     assert not list(folder.rglob("script"))
@@ -117,7 +117,7 @@ def test_a_folder_without_wheels_and_one_for_another_python_or_system_are_refuse
     if wheel:
         write_wheel(tmp_path, wheel, {"a.py": ""})
     with pytest.raises(ConfigError, match="--wheels"):
-        wheels.unpack(tmp_path, tmp_path / "unpacked")
+        gpu.unpack(tmp_path, tmp_path / "unpacked")
 
 
 def test_a_bare_python_says_what_it_lacks(tmp_path: Path) -> None:
