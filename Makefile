@@ -74,7 +74,7 @@ types: venv
 
 # Writes the tables of docs/ that are made from code: fields, flags, metrics.
 docs: venv
-	@PYTHONPATH=tests:. $(BIN)/python tests/generated_docs.py
+	@PYTHONPATH=tests:. $(BIN)/python tests/support/generated_docs.py
 
 clean:
 	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache stages/generate/kernels/libminisgl.*

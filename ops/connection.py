@@ -13,12 +13,12 @@ from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLError
 from pipeline.flags import flags_of, split_names
 from pipeline.log.archivers import ArchiverLog
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, Names
 from pipeline.process.redis_server import socket_of, url_of
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 from web.wire.uids import uid_of
 
 

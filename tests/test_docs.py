@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from generated_docs import BLOCKS, ROOT, marked, pages, parser_of, written
+from support.generated_docs import BLOCKS, ROOT, marked, pages, parser_of, written
 
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "ops").rglob("*.md")))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

@@ -16,21 +16,21 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("minisgl", "ops", "pipeline", "stages", "web")
 STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize", "stages.archive")
 UNTIL_THE_WORKERS_START = (
-    "ops.serve.command, pipeline.process.observe, pipeline.process.redis_server, pipeline.process.supervisor, "
-    "stages.generate.model.folder, web.listener, ops.serve.with_shell"
+    "ops.serve.command, pipeline.process.observe, pipeline.process.redis_server, pipeline.stage.supervisor, "
+    "stages.generate.model.folder, web.http.listener, ops.serve.with_shell"
 )
 """What `serve` needs before there are workers, which need both cores of a small machine at once."""
 WITH_TORCH = (
     "stages.generate.attention",
     "stages.generate.forward",
-    "stages.generate.kernels.decoder",
-    "stages.generate.kvcache.pool",
+    "stages.generate.model.compiled",
+    "stages.generate.forward.pool",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",
     "stages.generate.ranks.channel",
     "stages.generate.ranks.stores",
     "stages.generate.ranks.links",
-    "stages.generate.resolve",
+    "stages.generate.setup.resolve",
 )
 """Where tensors are. Everything else starts fast and small, and the schedule decides without them."""
 
@@ -91,7 +91,7 @@ def offences(importers: tuple[str, ...], forbidden: tuple[str, ...], allowed: tu
 
 def test_every_module_of_ours_is_looked_at() -> None:
     assert {name.partition(".")[0] for name in all_imports()} == set(OURS)
-    assert within("stages.generate.worker", *all_imports())
+    assert within("stages.generate.loop.worker", *all_imports())
 
 
 def test_pipeline_imports_nothing_of_ours() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from selection import group_of_file
+from support.selection import group_of_file
 
 END_TO_END = Path(__file__).with_name("end_to_end")
 

@@ -16,12 +16,12 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTim
 
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
-from web.asgi import OneTask
 from web.config import DEFAULT_BODY_BYTES
-from web.keys import Caller, Keys, keys_in
+from web.http.asgi import OneTask
+from web.http.keys import Caller, Keys, keys_in
+from web.http.origins import Origins, body_refusal, is_preflight
+from web.http.page_files import PAGES
 from web.live.frontend import Frontend
-from web.origins import Origins, body_refusal, is_preflight
-from web.page_files import PAGES
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.dead import dead_letter_routes

@@ -27,20 +27,20 @@ from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
-from pipeline.slots import SlotLease, acquire_slot
+from pipeline.stage.slots import SlotLease, acquire_slot
 from web.app import create_app
-from web.asgi import HttpConfig
 from web.config import ClientConfig, WebStageConfig
-from web.connection_limit import Proxies, read_proxies
-from web.connections import serve
-from web.files import most_connections, raise_file_limit
-from web.keys import Keys, read_keys
-from web.listener import open_listener, url_to
+from web.http.asgi import HttpConfig
+from web.http.connection_limit import Proxies, read_proxies
+from web.http.connections import serve
+from web.http.files import most_connections, raise_file_limit
+from web.http.keys import Keys, read_keys
+from web.http.listener import open_listener, url_to
+from web.http.log_limiter import LogLimiter
+from web.http.origins import Origins, read_origins
+from web.http.page_files import PAGES
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
-from web.log_limiter import LogLimiter
-from web.origins import Origins, read_origins
-from web.page_files import PAGES
 
 logger = structlog.get_logger()
 

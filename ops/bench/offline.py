@@ -24,11 +24,11 @@ from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import SamplingParams
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.process.config import ModelConfig
-from stages.generate.config import EngineConfig
-from stages.generate.flights import Forward, launching
+from stages.generate.loop.flights import Forward, launching
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed
+from stages.generate.setup.config import EngineConfig
 
 if TYPE_CHECKING:  # they import torch, which waits until the flags are checked
     from ops.bench.probes import Rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ops.bench.pipeline_way import PAGE_SIZE, IdleEngine, length_of, step_times_alone
-from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.batch import PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, Computed
 
 

@@ -13,15 +13,15 @@ from typing import Final, TypeAlias
 from ops.bench.models import SHAPES, write_config
 from ops.bench.processes import started
 from pipeline.events import SamplingParams
-from stages.generate.config import EngineConfig
-from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import Follower, Leader, file_store
 from stages.generate.ranks.links import RankLinks, connect_links
 from stages.generate.ranks.steps import FollowingEngine, LeadingEngine
-from stages.generate.resolve import resolve, resolve_device
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+from stages.generate.setup.config import EngineConfig
+from stages.generate.setup.resolve import resolve, resolve_device
 
 LAYER: Final = replace(SHAPES["95m"], num_layers=1)
 PAGE_SIZE: Final = 64

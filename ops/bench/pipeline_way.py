@@ -24,15 +24,15 @@ from pipeline.log.protocol import Inbox, Owner, RequestLimits, StepCommitted
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.process.parent import SUPERVISOR_VARIABLE
-from pipeline.slots import SlotLease, acquire_slot, read_statuses
-from pipeline.worker import Stop
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
-from stages.generate.log_thread import LogThread
+from stages.generate.loop.log_thread import LogThread
+from stages.generate.loop.worker import GenerateWorker
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.recorded import RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
-from stages.generate.worker import GenerateWorker
 
 PROMPT: Final = "A prompt of thirty-two letters!!"
 TOKEN: Final = 65

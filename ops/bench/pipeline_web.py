@@ -19,7 +19,7 @@ from ops.bench.pipeline_clients import DONE, Order
 from ops.bench.pipeline_way import PROMPT, PipelineStuck, Way
 from ops.bench.processes import started
 from pipeline.names import WEB
-from web.listener import open_listener
+from web.http.listener import open_listener
 
 REST_S: Final = 2.0
 """How long it is measured at rest."""

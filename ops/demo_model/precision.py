@@ -25,12 +25,12 @@ from ops.demo_model.tokens import STOP
 from ops.offline import LLM, Completion
 from pipeline.events import SamplingParams
 from pipeline.flags import parse_config
-from stages.generate.config import GenerateConfig
 from stages.generate.forward.engine import Engine
+from stages.generate.loop.worker import Loaded, load
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample, Scoring
-from stages.generate.worker import Loaded, load
+from stages.generate.setup.config import GenerateConfig
 
 # R = rows that sample, V = vocabulary
 

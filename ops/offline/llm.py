@@ -20,9 +20,9 @@ from ops.offline.stages import Stages, Wrap
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams
 from pipeline.flags import flags_of, parse_config
-from stages.generate.config import EngineConfig, GenerateConfig
 from stages.generate.model.folder import model_folder
-from stages.generate.resolve import Settings
+from stages.generate.setup.config import EngineConfig, GenerateConfig
+from stages.generate.setup.resolve import Settings
 
 
 class LLM:

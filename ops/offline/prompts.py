@@ -185,7 +185,9 @@ def _constraints(given: Outputs | Sequence[Outputs | None] | None, count: int) -
 
 def _constraint(where: str, given: Outputs) -> Constraint:
     """Return what an answer must be, after the checks of web and tokenizer."""
-    from stages.tokenize.grammars import grammar_of  # llguidance takes 60 ms, and most programs never need it
+    from stages.tokenize.constraints.grammars import (
+        grammar_of,  # llguidance takes 60 ms, and most programs never need it
+    )
 
     try:
         body = orjson.dumps({"prompt": ".", "structured_outputs": given})

@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from pipeline.errors import MiniSGLError
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, RequestLimits
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
-from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, acquire_slot, read_statuses
-from pipeline.worker import Stop, follow
+from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, acquire_slot, read_statuses
+from pipeline.stage.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
-from stages.generate.config import GenerateConfig
-from stages.generate.flights import Forward
-from stages.generate.log_thread import LogThread
+from stages.generate.loop.flights import Forward
+from stages.generate.loop.log_thread import LogThread
+from stages.generate.loop.worker import GenerateWorker, Loaded, load, serving_of
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.children import loaded_with_ranks
-from stages.generate.resolve import resolve
-from stages.generate.worker import GenerateWorker, Loaded, load, serving_of
-from stages.tokenize.checker import GrammarChecker
+from stages.generate.setup.config import GenerateConfig
+from stages.generate.setup.resolve import resolve
+from stages.tokenize.constraints.checker import GrammarChecker
 from stages.tokenize.prompts import PromptEncoder
 from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker

@@ -13,9 +13,9 @@ from pipeline.names import GENERATE
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
 from pipeline.replaying import NotComputed
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 from pipeline.views.recorded import History
-from stages.generate.config import EngineConfig
+from stages.generate.setup.config import EngineConfig
 
 OF_ENGINES: Final = (ModelConfig, EngineConfig)
 """The flags of an engine that computes in a process of a tool."""

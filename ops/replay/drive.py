@@ -31,8 +31,8 @@ from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.flags import first_word, flag, parse_flags, seconds, split_names, yes_or_no
 from pipeline.names import WEB
 from pipeline.recording import Recording
-from pipeline.slots import Status, read_statuses
-from web.listener import ANY_ADDRESS, url_here, url_to
+from pipeline.stage.slots import Status, read_statuses
+from web.http.listener import ANY_ADDRESS, url_here, url_to
 
 ABOUT: Final = """\
 Sends recorded requests again, each at its recorded distance from the first, whatever becomes of the others: those of

@@ -23,7 +23,7 @@ from pipeline.flags import flags_for, parse_flags
 from pipeline.recording import decode_recording, encode_recording
 from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
-from stages.generate.past import TOKENS_IN_DOUBT
+from stages.generate.loop.past import TOKENS_IN_DOUBT
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROGRAM: Final = (sys.executable, "-P", "-X", "faulthandler", "-m", "ops.replay.isolated")

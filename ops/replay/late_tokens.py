@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from pipeline.journal import outline, steps
+from pipeline.log.journal import outline, steps
 from pipeline.log.protocol import StreamLog
 from pipeline.names import parse_id
 from pipeline.views.company import Company

@@ -12,8 +12,8 @@ from ops.replay.compute import Computer
 from pipeline.errors import MiniSGLError
 from pipeline.flags import parse_config
 from pipeline.process.config import ModelConfig
-from stages.generate.config import EngineConfig, GenerateConfig
 from stages.generate.model.folder import model_folder
+from stages.generate.setup.config import EngineConfig, GenerateConfig
 
 
 @contextlib.contextmanager

@@ -19,10 +19,10 @@ from pipeline.archive.reader import open_archive
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import Preempted, TakenOver
 from pipeline.flags import at_least, flag, parse_flags
-from pipeline.journal import Step, steps
+from pipeline.log.journal import Step, steps
 from pipeline.log.protocol import Entry, StreamLog
 from pipeline.names import parse_id
-from stages.generate.past import recorded_request
+from stages.generate.loop.past import recorded_request
 from stages.generate.schedule.again import StepsMissing, differences
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import snapshot_uids

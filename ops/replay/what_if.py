@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from pipeline.events import Preempted
-from pipeline.journal import Step
-from stages.generate.pace import Pace
+from pipeline.log.journal import Step
+from stages.generate.loop.pace import Pace
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import RecordedSchedule, snapshot_uids
 from stages.generate.schedule.request import NewRequest

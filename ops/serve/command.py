@@ -18,8 +18,8 @@ from pipeline.flags import flags_for
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.detokenize.config import DetokenizeConfig
-from stages.generate.config import EngineConfig, GenerateConfig
-from stages.generate.contradictions import check_flags
+from stages.generate.setup.config import EngineConfig, GenerateConfig
+from stages.generate.setup.contradictions import check_flags
 from stages.tokenize.config import TokenizeConfig
 from web.config import LEAST_LOG_BYTES, ArchivedConfig, KeysConfig, WebStageConfig
 
@@ -57,7 +57,7 @@ def serve(config: ServerConfig) -> int:
     """Start Redis, unless its URL is given, and every stage; stay until a signal comes."""
     from pipeline.process.observe import configure_logging
     from stages.generate.model.folder import model_folder
-    from web.listener import open_listener
+    from web.http.listener import open_listener
 
     configure_logging()
     began_s = time.monotonic()
@@ -108,7 +108,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
 
     from pipeline.log.check import check_server
     from stages.generate.model.folder import model_folder
-    from web.listener import open_listener
+    from web.http.listener import open_listener
 
     if not config.log.redis_url:
         raise ConfigError(f"stage {stage}: --redis-url is missing; pass the URL all stages share")
@@ -240,7 +240,7 @@ def _make_archive(folder: Path, said: str, redis_url: str, namespace: str) -> No
 def _check_keys(config: KeysConfig) -> None:
     """Read the API keys and their limits as a frontend will, before anything starts. Raises ConfigError."""
     if config.api_key or config.limits or config.admin_key is not None:
-        from web.keys import read_keys
+        from web.http.keys import read_keys
 
         read_keys(config.api_key, config.limits, config.admin_key)
 
@@ -258,8 +258,8 @@ def _check_origins(config: ServerConfig | WebStageConfig) -> None:
     ConfigError."""
     import structlog
 
-    from web.connection_limit import read_proxies
-    from web.origins import ANY, read_origins
+    from web.http.connection_limit import read_proxies
+    from web.http.origins import ANY, read_origins
 
     read_proxies(config.clients.trusted_proxies)
     origins = read_origins(config.origins, config.web.host)
@@ -314,7 +314,7 @@ def _is_demo(folder: Path) -> bool:
 
 
 def _banner(config: ServerConfig, folder: Path, seconds: float) -> None:
-    from web.listener import url_here
+    from web.http.listener import url_here
 
     url = url_here(config.web.host, config.web.port)
     if _is_demo(folder):

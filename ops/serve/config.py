@@ -27,7 +27,7 @@ from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.process.config import DataConfig, ModelConfig, data_folder
 from stages.archive.config import ArchiveConfig
 from stages.detokenize.config import DetokenizeConfig
-from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig, NodesConfig
+from stages.generate.setup.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig, NodesConfig
 from stages.tokenize.config import MarkupConfig, PromptConfig, TokenizeConfig
 from web.config import ArchivedConfig, ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
 

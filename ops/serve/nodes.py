@@ -10,7 +10,7 @@ from typing import TypeVar
 from ops.serve.config import ServerConfig
 from pipeline.errors import ConfigError
 from pipeline.flags import flags_for
-from stages.generate.config import GenerateConfig, NodesConfig
+from stages.generate.setup.config import GenerateConfig, NodesConfig
 
 C = TypeVar("C", bound=ServerConfig | GenerateConfig)
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from ops.serve.config import ServerConfig, StageConfig, stage_secrets
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
-from stages.generate.config import NodesConfig
+from stages.generate.setup.config import NodesConfig
 
 if TYPE_CHECKING:
     from pipeline.log.redis import RedisLog
-    from pipeline.process.supervisor import Job, Supervisor
+    from pipeline.stage.supervisor import Job, Supervisor
 
 EXIT_CONFIG: Final = 2
 ONE_MACHINE: Final = NodesConfig()
@@ -53,7 +53,7 @@ class Processes:
         An engine may be several processes, its ranks. Those are started that *nodes* gives to this machine. *variables*
         are added to their environment.
         """
-        from pipeline.process.supervisor import Job
+        from pipeline.stage.supervisor import Job
 
         group = str(len(self._jobs)) if num_ranks > 1 else ""
         variables, spans = {**self._secrets_of(stage), **variables}, nodes != ONE_MACHINE
@@ -73,7 +73,7 @@ class Processes:
 
         They write to *output*, if it is given. *show* hears which of them are not ready yet.
         """
-        from pipeline.process.supervisor import ChildFailed, Supervisor
+        from pipeline.stage.supervisor import ChildFailed, Supervisor
 
         logs = contextlib.ExitStack()
 

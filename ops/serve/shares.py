@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pipeline.errors import ConfigError
-from stages.generate.config import EngineConfig, ShareConfig
 from stages.generate.machine import free_memory_bytes
+from stages.generate.setup.config import EngineConfig, ShareConfig
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """The variable that names the GPUs which a process sees."""

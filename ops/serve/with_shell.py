@@ -20,8 +20,8 @@ from pipeline.errors import ConfigError
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import request_death_signal
 from pipeline.process.private import make_private, open_private
-from pipeline.process.supervisor import StartFailed, Supervisor
-from web.listener import url_here
+from pipeline.stage.supervisor import StartFailed, Supervisor
+from web.http.listener import url_here
 
 LOG_NAME: Final = "serve.log"
 LINES_SHOWN: Final = 20
@@ -123,7 +123,7 @@ def run_with_shell(processes: Processes, config: ServerConfig, greeting: str, re
         print(f"The server's log is {front.log_path}; Ctrl-D ends chat and server.", flush=True)
 
     def stay(supervisor: Supervisor) -> None:
-        from web.keys import first_key
+        from web.http.keys import first_key
 
         where = url_here(config.web.host, config.web.port)
         key = first_key(config.keys.api_key, config.keys.limits, config.keys.admin_key)

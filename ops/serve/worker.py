@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.names import Names
 from stages.archive.config import ArchiveConfig
 from stages.detokenize.config import DetokenizeConfig
-from stages.generate.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 from stages.tokenize.config import TokenizeConfig
 from web.config import WebStageConfig
 
@@ -82,7 +82,7 @@ def _imported(config: TokenizeConfig | GenerateConfig | DetokenizeConfig | Archi
             if config.engine.tp > 1:
                 from stages.generate.ranks.worker import run as run_generate
             else:
-                from stages.generate.worker import run as run_generate
+                from stages.generate.loop.worker import run as run_generate
 
             return lambda: run_generate(config, open_log, _folder(config))
         case DetokenizeConfig():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from pipeline.events import Cancelled
-from pipeline.journal import Mentions
 from pipeline.log.archivers import ArchiverLog
+from pipeline.log.journal import Mentions
 from pipeline.log.protocol import Entry
 from pipeline.names import base_uid
 

@@ -185,7 +185,7 @@ class Occupancy:
 
 
 Journalled: TypeAlias = Sequence[Mapping[str, str]]
-"""Steps as the journal keeps them (`pipeline.journal`), one for each entry; none: they are not kept."""
+"""Steps as the journal keeps them (`pipeline.log.journal`), one for each entry; none: they are not kept."""
 
 
 class StreamLog(PastRequests, Protocol):

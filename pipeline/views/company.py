@@ -12,7 +12,7 @@ from statistics import median_low
 from typing import Any, Final
 
 from pipeline.events import Admitted, Preempted, TakenOver
-from pipeline.journal import Step
+from pipeline.log.journal import Step
 from pipeline.names import parse_id
 from pipeline.views.recorded import History
 from pipeline.views.waits import Wait, why_waited

@@ -28,7 +28,7 @@ from pipeline.names import (
     slot_name,
     slot_stage,
 )
-from pipeline.slots import Status, parse_status
+from pipeline.stage.slots import Status, parse_status
 from pipeline.views.requests import ENDED, RequestFacts, RequestView, Sees, heard, request_view
 from pipeline.views.steps import StepsView
 

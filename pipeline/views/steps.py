@@ -8,7 +8,7 @@ from statistics import median
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Preempted
-from pipeline.journal import outline
+from pipeline.log.journal import outline
 from pipeline.log.protocol import Entry
 
 

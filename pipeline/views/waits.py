@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.events import Preempted, TakenOver
-from pipeline.journal import Step
+from pipeline.log.journal import Step
 
 LEAST_MS: Final = 5
 """In shorter waits, what the engine did not compute may be the rounding of clocks."""

@@ -31,8 +31,8 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import ARCHIVE, PROBE, SEAL
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease
-from pipeline.worker import Stop, WorkerProcess, follow
+from pipeline.stage.slots import SlotLease
+from pipeline.stage.worker import Stop, WorkerProcess, follow
 from stages.archive.config import ArchiveConfig
 
 logger = structlog.get_logger()

@@ -17,19 +17,19 @@ from tokenizers import AddedToken, Tokenizer
 
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, Tokenized, decode
-from pipeline.journal import JournalWriter
 from pipeline.log.entries import clipped
+from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, UNREADABLE_ENTRIES
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint, is_armed
 from pipeline.serving import Serving, tokenizer_fingerprint
-from pipeline.slots import SlotLease, acquire_guest
-from pipeline.unreadable import DAMAGED, STREAMS, UnreadableEntries
+from pipeline.stage.slots import SlotLease, acquire_guest
+from pipeline.stage.unreadable import DAMAGED, STREAMS, UnreadableEntries
+from pipeline.stage.worker import Stop, WorkerProcess, follow
 from pipeline.vocabulary import read_vocabulary
 from pipeline.walk import NOT_COMPUTED, Moment, walk
-from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter

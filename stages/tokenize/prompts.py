@@ -21,8 +21,8 @@ from pipeline.events import Submitted
 from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
 from pipeline.vocabulary import read_vocabulary
-from stages.tokenize.asked import Asked, asked_of
 from stages.tokenize.borders import Borders
+from stages.tokenize.constraints.asked import Asked, asked_of
 from stages.tokenize.description import description
 from stages.tokenize.markup import Dialect
 from stages.tokenize.shape import Shape

@@ -27,12 +27,12 @@ from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
-from pipeline.slots import Heartbeat, read_statuses, wait_until_it_fits
-from pipeline.unreadable import UnreadableEntries, uids_of
+from pipeline.stage.slots import Heartbeat, read_statuses, wait_until_it_fits
+from pipeline.stage.unreadable import UnreadableEntries, uids_of
+from pipeline.stage.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from pipeline.walk import walk
-from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
-from stages.tokenize.checker import Checked, GrammarChecker
 from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
+from stages.tokenize.constraints.checker import Checked, GrammarChecker
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
 
 logger = structlog.get_logger()

@@ -24,11 +24,11 @@ from pipeline.names import Names
 from pipeline.process import failpoints
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
-from pipeline.process.supervisor import Job, Supervisor
-from stages.generate.config import GenerateConfig
+from pipeline.stage.supervisor import Job, Supervisor
+from stages.generate.setup.config import GenerateConfig
 
 if TYPE_CHECKING:
-    from stages.generate.worker import Loaded
+    from stages.generate.loop.worker import Loaded
 
 STEP_S = 0.005
 """How long a step takes: requests are in flight long enough to be hit."""
@@ -54,7 +54,7 @@ def stage_config(arguments: Sequence[str]) -> tuple[StageConfig, str]:
 
 def run_worker(config: GenerateConfig) -> int:
     """As ops.serve.worker.run_worker, with another way to load."""
-    from stages.generate.worker import run_engine
+    from stages.generate.loop.worker import run_engine
 
     die_with_supervisor(os.environ)
     failpoints.arm(os.environ)
@@ -63,10 +63,10 @@ def run_worker(config: GenerateConfig) -> int:
 
 
 def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
-    """As stages.generate.worker.load, but for the engine."""
+    """As stages.generate.loop.worker.load, but for the engine."""
+    from stages.generate.loop.worker import Loaded
     from stages.generate.model.checkpoint import check_folder
-    from stages.generate.resolve import resolve
-    from stages.generate.worker import Loaded
+    from stages.generate.setup.resolve import resolve
 
     spec = check_folder(folder, dummy=True)
     settings = resolve(config.engine, spec)

@@ -32,8 +32,8 @@ from chaos.chain_model import CHAIN_TOKENS, check_chain, make_chain_model, text_
 from chaos.clients import Answer, Ask, stream
 from chaos.quiet import Story, quiet_run, read_story, some_bodies
 from chaos.scene import ROLES, Look, Scene, apart, roles_of, together
-from checkpoints import make_checkpoint
-from servers import eventually
+from support.checkpoints import make_checkpoint
+from support.servers import eventually
 
 from pipeline.errors import LogError, UndecodableEvent
 from pipeline.events import Submitted, decode

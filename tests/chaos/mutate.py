@@ -18,7 +18,7 @@ from typing import Final, TypedDict
 
 import pytest
 from chaos.mutations import MACHINE, MUTATIONS, Mutation
-from redis_servers import PLACES, find_servers
+from support.redis_servers import PLACES, find_servers
 
 COPY: Final = Path.cwd()
 OPTIONS: Final = "-q -p no:cacheprovider --hypothesis-profile=mutated --timeout=200"

@@ -15,9 +15,9 @@ REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
 QUOTAS: Final = "tests/pipeline/log/test_redis_log_quotas.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
-TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
+TAKEOVER: Final = "tests/stages/generate/loop/test_takeover.py::"
 AHEAD: Final = "tests/stages/generate/schedule/test_ahead.py::"
-OVERLAP: Final = "tests/stages/generate/test_overlap.py::"
+OVERLAP: Final = "tests/stages/generate/loop/test_overlap.py::"
 STORIES: Final = f"{OVERLAP}test_a_request_gets_the_same_with_overlap_and_without"
 """Random stories of an engine's loop."""
 MACHINE: Final = (
@@ -293,15 +293,15 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "[str(owner), owner.slot, max_entries, control_cursor], parse, once=True)",
         "[str(owner), owner.slot, max_entries, control_cursor], parse)",
         (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",)),
-    Mutation("a worker does not begin with what its slot has read before", "pipeline/worker.py",
+    Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",
         "self._own: list[Entry] | None = None  # None: to be looked up", "self._own: list[Entry] | None = []",
-        ("tests/pipeline/test_worker.py::test_what_the_slot_had_read_before_comes_first_and_one_by_one[memory]",)),
+        ("tests/pipeline/stage/test_worker.py::test_what_the_slot_had_read_before_comes_first_and_one_by_one[memory]",)),
     Mutation("an engine goes on with its predecessor's requests before that one's last steps are in the histories",
-        "stages/generate/log_thread.py",
+        "stages/generate/loop/log_thread.py",
         "while entries and self._log.backlog(", "while False and self._log.backlog(",
-        ("tests/stages/generate/test_worker.py::test_an_engine_waits_for_the_steps_of_its_predecessor[memory]",)),
+        ("tests/stages/generate/loop/test_worker.py::test_an_engine_waits_for_the_steps_of_its_predecessor[memory]",)),
     Mutation("an engine takes over from a dead one before that one's last steps are in the histories",
-        "stages/generate/log_thread.py",
+        "stages/generate/loop/log_thread.py",
         "if self._log.backlog(Inbox.steps(self._log.names, slot)):", "if False:",
         (f"{TAKEOVER}test_an_engine_waits_for_the_steps_of_a_dead_one_and_serves_its_own_meanwhile[memory]",)),
 
@@ -314,9 +314,9 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "for request in [request for request in self._leaving if request.last_plan <= self._num_landed]:",
         "for request in self._leaving[:]:",
         (f"{AHEAD}test_what_follows_the_end_of_a_request_is_forgotten",)),
-    Mutation("a step that computes nothing is committed before the one in flight", "stages/generate/worker.py",
+    Mutation("a step that computes nothing is committed before the one in flight", "stages/generate/loop/worker.py",
         "elif self._flights:", "elif False:", (f"{OVERLAP}test_what_waits_for_the_step_in_flight[cancel]", STORIES)),
-    Mutation("a takeover is committed before the step in flight", "stages/generate/worker.py",
+    Mutation("a takeover is committed before the step in flight", "stages/generate/loop/worker.py",
         "ahead = self._overlap and not takes_over and not self._suspects", "ahead = self._overlap",
         (f"{OVERLAP}test_what_waits_for_the_step_in_flight[takeover]", STORIES)),
 )  # fmt: skip

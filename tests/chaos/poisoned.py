@@ -32,10 +32,10 @@ from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import load_decoder
-from stages.generate.config import GenerateConfig
-from stages.generate.flights import Forward
+from stages.generate.loop.flights import Forward
+from stages.generate.loop.worker import Loaded, load, run_engine
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.worker import Loaded, load, run_engine
+from stages.generate.setup.config import GenerateConfig
 from stages.tokenize import worker as tokenize
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered

@@ -24,7 +24,7 @@ from pipeline.events import Finished, SamplingParams, Submitted, Tokenized, Toke
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names, parse_id
-from stages.generate.forward.sampler import sample
+from stages.generate.sampling.sampler import sample
 from stages.generate.schedule.plan import Sample
 
 AT_A_TIME = 16

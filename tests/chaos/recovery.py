@@ -43,7 +43,7 @@ from chaos.recovery_figures import (
     what_is_wrong,
 )
 from rich.console import Console
-from servers import run_command
+from support.servers import run_command
 
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
@@ -58,7 +58,7 @@ from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, Names
 from pipeline.process.redis_server import EmbeddedRedis, socket_of, url_of
-from pipeline.slots import Status, parse_status, read_statuses
+from pipeline.stage.slots import Status, parse_status, read_statuses
 
 ABOUT: Final = """\
 Kills the engine under many streams and measures the longest pause between two frames of each stream. The goal is

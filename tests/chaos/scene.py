@@ -14,13 +14,13 @@ from typing import Any, Final
 import orjson
 import psutil
 import redis
-from servers import ROOT, Command, free_port, run_command, wait_until_ready
+from support.servers import ROOT, Command, free_port, run_command, wait_until_ready
 
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names, parse_id, rank_stage
 from pipeline.process.redis_server import EmbeddedRedis
-from pipeline.slots import Status, read_statuses
+from pipeline.stage.slots import Status, read_statuses
 
 REDIS: Final = "redis"
 ROLES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB, REDIS)

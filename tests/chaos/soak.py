@@ -35,7 +35,7 @@ from pipeline.log.address import connect
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, Names
 from pipeline.process.redis_server import socket_of, url_of
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 
 ABOUT: Final = """\
 Sends many short requests to a server of its own. Compares the memory of its processes and its Redis after the warm-up

@@ -15,9 +15,9 @@ from chaos.clients import Answer, Ask
 from chaos.driver import LEASE_S, MAX_RUNNING, same_as, wrong_with
 from chaos.quiet import ask_all, quiet_run, some_bodies
 from chaos.scene import Look, Scene, together
-from checkpoints import make_checkpoint
-from selection import AT_NIGHT, by_night, rest_at_night
-from servers import eventually
+from support.checkpoints import make_checkpoint
+from support.selection import AT_NIGHT, by_night, rest_at_night
+from support.servers import eventually
 
 from pipeline.errors import LogError
 from pipeline.names import GENERATE, STAGES, WEB

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from chaos.mutate import Report, apply
 from chaos.mutations import MUTATIONS, Mutation
-from redis_servers import PLACES, find_servers
+from support.redis_servers import PLACES, find_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTICED = ("assert ", "AssertionError", "Failed: DID NOT RAISE", "Failed: what was waited for")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from checkpoints import make_checkpoint
-from redis_servers import running_server
-from selection import rest_at_night
-from servers import ROOT, Command, free_port, run_command, wait_until_ready
-from streams import assert_nothing_is_left, body
+from support.checkpoints import make_checkpoint
+from support.redis_servers import running_server
+from support.selection import rest_at_night
+from support.servers import ROOT, Command, free_port, run_command, wait_until_ready
+from support.streams import assert_nothing_is_left, body
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names

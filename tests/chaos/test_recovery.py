@@ -23,8 +23,8 @@ from chaos.recovery_figures import (
     resumed,
     what_is_wrong,
 )
-from checkpoints import make_checkpoint
-from servers import ROOT, run_command
+from support.checkpoints import make_checkpoint
+from support.servers import ROOT, run_command
 
 from ops.bench.load import Arrival
 from ops.sse_reader import Frame

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from chaos import soak
 from chaos.soak import Memory, Process, Redis, Snapshot
-from checkpoints import make_checkpoint
-from redis_servers import command
-from servers import ROOT, run_command
+from support.checkpoints import make_checkpoint
+from support.redis_servers import command
+from support.servers import ROOT, run_command
 
 from pipeline.errors import MiniSGLError
 from pipeline.log.address import connect

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints import make_checkpoint
-from servers import Server, serve
+from support.checkpoints import make_checkpoint
+from support.servers import Server, serve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

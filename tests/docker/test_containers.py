@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from redis_servers import STARTED, Servers, until
+from support.redis_servers import STARTED, Servers, until
 
 from ops.serve.config import COMMANDS, ServerConfig, parse_command
 from pipeline.flags import flags_of, owners_of

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-from checkpoints import make_checkpoint
-from selection import group_of
-from servers import MEASURED_CONTEXT, NARROW, Server, is_alive, serve
-from streams import PROMPTS, ask_all, family_of
+from support.checkpoints import make_checkpoint
+from support.selection import group_of
+from support.servers import MEASURED_CONTEXT, NARROW, Server, is_alive, serve
+from support.streams import PROMPTS, ask_all, family_of
 
 T = TypeVar("T")
 Answers = dict[str, tuple[str, str]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis_servers import Servers, running_server
 from safetensors.numpy import load_file, save_file
-from servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
-from streams import Stream, events_of
+from support.redis_servers import Servers, running_server
+from support.servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
+from support.streams import Stream, events_of
 
 from ops.bench import nonsense
 from pipeline.events import Admitted, Failed, Finished
@@ -55,7 +55,7 @@ def test_another_tokenizer_is_refused_beside_a_living_server(plain_server: Serve
     assert line.startswith("minisgl: --namespace minisgl: its ") and "(tokenizer " in line
 
 
-@pytest.mark.night  # tests/pipeline/test_slots.py has it
+@pytest.mark.night  # tests/pipeline/stage/test_slots.py has it
 def test_less_context_is_refused_beside_a_living_server_with_the_flag(plain_server: Server, tmp_path: Path) -> None:
     model = str(nonsense.ensure(tmp_path / "models"))
     flags = ("--redis-url", plain_server.redis_url, "--max-seq-len", "1024")
@@ -64,7 +64,7 @@ def test_less_context_is_refused_beside_a_living_server_with_the_flag(plain_serv
     assert "pass --max-seq-len 4096 or more, or stop them first" in line
 
 
-@pytest.mark.night  # tests/stages/generate/test_takeover.py has it
+@pytest.mark.night  # tests/stages/generate/loop/test_takeover.py has it
 def test_an_engine_in_another_dtype_takes_over_and_the_history_says_so(redis_servers: Servers, tmp_path: Path) -> None:
     model, port = str(nonsense.ensure(tmp_path / "models")), free_port()
     commands: list[Command] = []

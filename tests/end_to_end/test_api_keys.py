@@ -7,13 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from redis_servers import command
-from servers import Server, eventually, is_alive, serve, wait_until_ready
+from support.redis_servers import command
+from support.servers import Server, eventually, is_alive, serve, wait_until_ready
 
 from pipeline.names import WEB
-from web.keys import hash_of
+from web.http.keys import hash_of
 
-# By day tests/web/test_keys.py tests who is let in, and tests/ops/serve/test_config.py what a command line shows.
+# By day tests/web/http/test_keys.py tests who is let in, and tests/ops/serve/test_config.py what a command line shows.
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 KEYS = ("sk-first-8f3a6b", "sk-second-5c7d2e")

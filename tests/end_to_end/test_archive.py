@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from kernel_variants import VARIANTS
-from redis_servers import command
-from servers import Server, eventually
-from streams import IDS
-from tool import Tool
+from support.kernel_variants import VARIANTS
+from support.redis_servers import command
+from support.servers import Server, eventually
+from support.streams import IDS
+from support.tool import Tool
 
 from pipeline.archive.reader import open_archive
 from pipeline.names import Names

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import NARROW, Server
+from support.servers import NARROW, Server
 from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from redis_servers import Servers, command
-from selection import AT_NIGHT
-from servers import ROOT, Server, free_port, serve
+from support.redis_servers import Servers, command
+from support.selection import AT_NIGHT
+from support.servers import ROOT, Server, free_port, serve
 
 from ops.bench import nonsense
 from pipeline.process.redis_server import EmbeddedRedis

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from bodies_within_limits import ALONE, Drawn, any_body, body
-from selection import by_night, rest_at_night
-from servers import Server
-from streams import Stream, ask_all
+from support.bodies_within_limits import ALONE, Drawn, any_body, body
+from support.selection import by_night, rest_at_night
+from support.servers import Server
+from support.streams import Stream, ask_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(by_night(300, 3600)), pytest.mark.xdist_group("plain_server")]
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from servers import Server, eventually
+from support.servers import Server, eventually
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import Servers, running_server
-from servers import eventually, serve
-from streams import LONG, Stream, events_of
+from support.lived_requests import LivedRequests
+from support.redis_servers import Servers, running_server
+from support.servers import eventually, serve
+from support.streams import LONG, Stream, events_of
 
 from pipeline.events import Finished, Tokenized, TokensProduced
 from pipeline.log.protocol import Inbox

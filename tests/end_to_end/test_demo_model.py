@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from selection import AT_NIGHT, by_night
-from servers import Server, eventually, serve
-from streams import Stream, events_of
+from support.selection import AT_NIGHT, by_night
+from support.servers import Server, eventually, serve
+from support.streams import Stream, events_of
 
 from ops.demo_model.evaluate import FAMILIES, Answered, Examiner
 from ops.demo_model.messages import Message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from servers import serve
+from support.servers import serve
 
 from ops.bench.models import SHAPES, Shape, write_all_but_weights
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
-from selection import by_night
-from servers import Server, eventually, free_port, is_alive, run_command, serve
-from streams import assert_nothing_is_left, events_of, num_of
+from support.bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
+from support.selection import by_night
+from support.servers import Server, eventually, free_port, is_alive, run_command, serve
+from support.streams import assert_nothing_is_left, events_of, num_of
 
 from ops.bench import nonsense
 from pipeline.events import Admitted, AnyEvent, Finished
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 

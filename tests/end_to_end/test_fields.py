@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import STOP
-from fields import EOS, FIELDS, PROMPT, Field, Said
-from selection import AT_NIGHT
-from servers import Server
-from streams import events_of
+from support.checkpoints import STOP
+from support.fields import EOS, FIELDS, PROMPT, Field, Said
+from support.selection import AT_NIGHT
+from support.servers import Server
+from support.streams import events_of
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.events import Finished, Submitted, TokensProduced

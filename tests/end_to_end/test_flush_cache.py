@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from servers import Server
+from support.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 

@@ -8,9 +8,9 @@ from contextlib import closing
 
 import httpx
 import pytest
-from fresh_logs import fresh_logs
-from redis_servers import command, until
-from servers import Server
+from support.fresh_logs import fresh_logs
+from support.redis_servers import command, until
+from support.servers import Server
 
 from minisgl import main
 from pipeline.log.redis import RedisLog

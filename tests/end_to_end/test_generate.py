@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server, eventually
+from support.servers import Server, eventually
 from transformers import PreTrainedTokenizerFast
 
 from ops.sse_reader import frames_in

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server, serve
-from streams import events_of
+from support.servers import Server, serve
+from support.streams import events_of
 
 from pipeline.events import Submitted, TokensProduced
 
-# By day tests/stages/generate/test_worker.py and tests/web/live/test_ready.py have what it recommends.
+# By day tests/stages/generate/loop/test_worker.py and tests/web/live/test_ready.py have what it recommends.
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 BODY = {"messages": [{"role": "user", "content": "Tell me how a log remembers."}], "max_tokens": 24, "ignore_eos": True}

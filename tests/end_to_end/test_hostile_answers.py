@@ -9,10 +9,10 @@ from typing import Final
 
 import httpx
 import pytest
-from browser import Browser, browsing
-from checkpoints import make_checkpoint
-from hostile_markup import CENSUS, HOSTILE, TRAP
-from servers import Server, serve
+from support.browser import Browser, browsing
+from support.checkpoints import make_checkpoint
+from support.hostile_markup import CENSUS, HOSTILE, TRAP
+from support.servers import Server, serve
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import httpx
 import pytest
-from measured import Scrape
-from servers import MEASURED_CONTEXT as CONTEXT
-from servers import Server, eventually
-from streams import Stream, body, events_of
+from support.measured import Scrape
+from support.servers import MEASURED_CONTEXT as CONTEXT
+from support.servers import Server, eventually
+from support.streams import Stream, body, events_of
 
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
 from pipeline.names import GENERATE, STAGES

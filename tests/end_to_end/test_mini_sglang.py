@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server
+from support.servers import Server
 
 from pipeline.names import STAGES
 

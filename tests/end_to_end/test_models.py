@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import make_checkpoint, reference_tokens
-from servers import serve
+from support.checkpoints import make_checkpoint, reference_tokens
+from support.servers import serve
 from transformers import AutoTokenizer
 
 from pipeline.events import Admitted, TokensProduced, decode

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from checkpoints import TEXT, make_checkpoint
-from namespaces import Namespace, namespace
-from redis_servers import find_servers, running_server
-from servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve
-from streams import Stream, assert_nothing_is_left, events_of
-from tool import Tool
+from support.checkpoints import TEXT, make_checkpoint
+from support.namespaces import Namespace, namespace
+from support.redis_servers import find_servers, running_server
+from support.servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve
+from support.streams import Stream, assert_nothing_is_left, events_of
+from support.tool import Tool
 
 from pipeline.events import Finished
 from pipeline.names import GENERATE

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import redis
-from checkpoints import TEXT, make_checkpoint
-from raw_client import connect, request
-from selection import by_night
-from servers import Server, eventually, serve
+from support.checkpoints import TEXT, make_checkpoint
+from support.raw_client import connect, request
+from support.selection import by_night
+from support.servers import Server, eventually, serve
 
 from pipeline.events import (
     Admitted,

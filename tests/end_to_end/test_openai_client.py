@@ -12,10 +12,10 @@ from typing import Any, cast
 import openai
 import pytest
 import torch
-from checkpoints import END, STOP, make_checkpoint, reference_tokens
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
-from servers import Server, serve
+from support.checkpoints import END, STOP, make_checkpoint, reference_tokens
+from support.servers import Server, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.events import AnyEvent, Finished, Tokenized, TokensProduced, decode

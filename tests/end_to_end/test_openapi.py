@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server
+from support.servers import Server
 
 from pipeline.names import STAGES
 

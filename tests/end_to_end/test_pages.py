@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import Browser, browsing
-from servers import Server
+from support.browser import Browser, browsing
+from support.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, browsing
-from checkpoints import make_checkpoint
 from selenium.webdriver.common.keys import Keys
-from servers import ROOT, Server, eventually, serve
-from streams import Stream, assert_nothing_is_left
+from support.browser import Browser, browsing
+from support.checkpoints import make_checkpoint
+from support.servers import ROOT, Server, eventually, serve
+from support.streams import Stream, assert_nothing_is_left
 
 import minisgl
 from pipeline.log.redis import RedisLog

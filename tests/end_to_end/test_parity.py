@@ -21,10 +21,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
-from selection import by_night, rest_at_night
-from servers import Server, eventually, serve
-from streams import Stream
+from support.checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
+from support.selection import by_night, rest_at_night
+from support.servers import Server, eventually, serve
+from support.streams import Stream
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -44,7 +44,7 @@ from pipeline.events import (
     new_uid,
 )
 from pipeline.names import SEAL, sibling_uids
-from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from selection import rest_at_night
-from servers import Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
-from streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
+from support.selection import rest_at_night
+from support.servers import Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
+from support.streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
 
 from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, Tokenized
@@ -146,7 +146,7 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
         assert story == ["signal", short.uid, endless.uid]
 
 
-@pytest.mark.night  # by day tests/pipeline/process/test_supervisor.py has one
+@pytest.mark.night  # by day tests/pipeline/stage/test_supervisor.py has one
 def test_a_worker_that_finds_its_configuration_broken_ends_everything(tmp_path: Path) -> None:
     """The supervisor does not look into tokenizer.json; who does says its one line, and is not started again."""
     model = tmp_path / "model"

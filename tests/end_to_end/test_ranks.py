@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import hasty_ranks
 import httpx
 import psutil
 import pytest
-from checkpoints import TEXT
-from selection import by_night, rest_at_night
-from servers import Server, eventually, is_alive, serve
-from streams import Stream, assert_nothing_is_left, events_of, num_of
-from tool import Tool
+from support import hasty_ranks
+from support.checkpoints import TEXT
+from support.selection import by_night, rest_at_night
+from support.servers import Server, eventually, is_alive, serve
+from support.streams import Stream, assert_nothing_is_left, events_of, num_of
+from support.tool import Tool
 
 from pipeline.events import Cancelled, Finished, TakenOver
 from pipeline.names import GENERATE

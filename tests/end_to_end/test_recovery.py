@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import make_checkpoint
-from selection import by_night
-from servers import Server, eventually, is_alive, serve
-from streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts
+from support.checkpoints import make_checkpoint
+from support.selection import by_night
+from support.servers import Server, eventually, is_alive, serve
+from support.streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts
 
 from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, TokensProduced
 from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE
-from stages.generate.past import TOKENS_IN_DOUBT
+from stages.generate.loop.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from redis_servers import Servers, command, watched
-from servers import Server, eventually, serve
-from streams import (
+from support.redis_servers import Servers, command, watched
+from support.servers import Server, eventually, serve
+from support.streams import (
     LONG,
     Stream,
     ask_all,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from redis_servers import Servers, command, running_server
-from selection import by_night
-from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
+from support.redis_servers import Servers, command, running_server
+from support.selection import by_night
+from support.servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
 from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB

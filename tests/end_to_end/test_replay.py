@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import TEXT, make_checkpoint
-from fresh_logs import fresh_logs
-from kernel_variants import VARIANTS
-from servers import Server, serve
+from support.checkpoints import TEXT, make_checkpoint
+from support.fresh_logs import fresh_logs
+from support.kernel_variants import VARIANTS
+from support.servers import Server, serve
 
 from minisgl import main
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from redrive import leaves, record
-from servers import Server
+from support.redrive import leaves, record
+from support.servers import Server
 
 import minisgl
 from ops.replay.files import read_dump

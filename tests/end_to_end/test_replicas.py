@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from servers import Command, Server, eventually, run_command, serve
+from support.servers import Command, Server, eventually, run_command, serve
 
 from ops.bench import nonsense
 from pipeline.events import Finished, Submitted, Tokenized, decode
 from pipeline.log.protocol import Entry, Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import TOKENIZE
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day test_start_lines.py has two
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import TEXT, make_checkpoint
-from kernel_variants import DTYPES, VARIANTS
-from servers import Server, eventually, serve
-from streams import Stream, events_of, num_of
+from support.checkpoints import TEXT, make_checkpoint
+from support.kernel_variants import DTYPES, VARIANTS
+from support.servers import Server, eventually, serve
+from support.streams import Stream, events_of, num_of
 
 from pipeline.events import Preempted, TakenOver, TokensProduced
 from pipeline.names import GENERATE

@@ -10,8 +10,8 @@ from typing import Literal
 
 import psutil
 import pytest
-from redis_servers import running_server, until
-from servers import Command, run_command
+from support.redis_servers import running_server, until
+from support.servers import Command, run_command
 
 from ops.bench import nonsense
 from ops.bench.models import write_all_but_weights
@@ -21,7 +21,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
-from pipeline.slots import Status
+from pipeline.stage.slots import Status
 
 # By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.
 pytestmark = [pytest.mark.slow, pytest.mark.night]

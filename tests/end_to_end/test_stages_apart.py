@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from redis_servers import find_servers, running_server
-from servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
+from support.redis_servers import find_servers, running_server
+from support.servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
 
 from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB

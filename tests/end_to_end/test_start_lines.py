@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import free_port
-from terminal import on_a_terminal
+from support.servers import free_port
+from support.terminal import on_a_terminal
 
 from ops.bench import nonsense
 

@@ -17,17 +17,17 @@ from typing import Annotated, Any, Final, Literal
 import httpx
 import jsonschema
 import pytest
-from checkpoints import make_checkpoint
-from chunks import documents, put_together
-from evil_grammars import EVILS, REFUSED_AS
-from fresh_logs import fresh_logs
-from kernel_variants import VARIANTS
 from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field, create_model
-from selection import by_night
-from servers import Server, eventually, serve
-from streams import Stream, events_of, num_of
+from support.checkpoints import make_checkpoint
+from support.chunks import documents, put_together
+from support.evil_grammars import EVILS, REFUSED_AS
+from support.fresh_logs import fresh_logs
+from support.kernel_variants import VARIANTS
+from support.selection import by_night
+from support.servers import Server, eventually, serve
+from support.streams import Stream, events_of, num_of
 from transformers import PreTrainedTokenizerFast
 
 from minisgl import main
@@ -39,9 +39,9 @@ from pipeline.flags import parse_config
 from pipeline.log.protocol import Inbox
 from pipeline.names import GENERATE, slot_name
 from pipeline.replaying import again
-from pipeline.slots import read_statuses
+from pipeline.stage.slots import read_statuses
 from pipeline.views.recorded import History
-from stages.generate.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 
 pytestmark = pytest.mark.slow
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bursts import BURST, answers_of, burst, engines_of, uids_of
-from redis_servers import find_servers, running_server
-from selection import AT_NIGHT, by_night, rest_at_night
-from servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
-from streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
+from support.bursts import BURST, answers_of, burst, engines_of, uids_of
+from support.redis_servers import find_servers, running_server
+from support.selection import AT_NIGHT, by_night, rest_at_night
+from support.servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
+from support.streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
 
 from ops.bench import nonsense
 from pipeline.events import Admitted, Finished, TakenOver
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
-from pipeline.slots import Status, read_statuses
+from pipeline.stage.slots import Status, read_statuses
 
 pytestmark = pytest.mark.slow
 

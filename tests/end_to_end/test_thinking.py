@@ -14,12 +14,12 @@ from typing import Any, Final
 import httpx
 import jsonschema
 import pytest
-from checkpoints import make_checkpoint
-from chunks import documents, put_together
-from dialects import make_tokenizer
-from kernel_variants import VARIANTS
-from selection import by_night
-from servers import eventually, serve
+from support.checkpoints import make_checkpoint
+from support.chunks import documents, put_together
+from support.dialects import make_tokenizer
+from support.kernel_variants import VARIANTS
+from support.selection import by_night
+from support.servers import eventually, serve
 from tokenizers import Tokenizer
 
 from ops.offline.stages import Stages
@@ -41,7 +41,7 @@ from pipeline.flags import parse_config
 from pipeline.recording import Recording
 from pipeline.replaying import again
 from pipeline.views.recorded import History
-from stages.generate.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 
 pytestmark = pytest.mark.slow
 

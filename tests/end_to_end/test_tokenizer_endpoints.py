@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import BOS, STOP, TEXT
-from servers import NARROW, Server, eventually
-from streams import PROMPTS, Stream
+from support.checkpoints import BOS, STOP, TEXT
+from support.servers import NARROW, Server, eventually
+from support.streams import PROMPTS, Stream
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.names import GENERATE

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
-from selection import by_night
-from servers import ROOT, Server
+from support.selection import by_night
+from support.servers import ROOT, Server
 
 from ops.demo_model.corpus import Maker
 from ops.demo_model.messages import Message

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from measured import Scrape
-from servers import MEASURED_CONTEXT as CONTEXT
-from servers import ROOT, Server, eventually
-from streams import Stream, body
-from terminal import on_a_terminal
+from support.measured import Scrape
+from support.servers import MEASURED_CONTEXT as CONTEXT
+from support.servers import ROOT, Server, eventually
+from support.streams import Stream, body
+from support.terminal import on_a_terminal
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story

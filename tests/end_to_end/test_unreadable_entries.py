@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from measured import Scrape
-from redis_servers import command
-from servers import Server, eventually
-from streams import PROMPTS, Stream
+from support.measured import Scrape
+from support.redis_servers import command
+from support.servers import Server, eventually
+from support.streams import PROMPTS, Stream
 
 from pipeline.names import STAGES
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 import jsonschema
 import numpy as np
 import pytest
-from dialects import make_tokenizer
 from llguidance import LLMatcher, LLTokenizer
-from selection import by_night
+from support.dialects import make_tokenizer
+from support.selection import by_night
 from tokenizers import Tokenizer
 
 from pipeline.constraint import Constraint
@@ -25,8 +25,8 @@ from pipeline.events import Calls, Markup, SamplingParams, Submitted, Templating
 from pipeline.grammars import parser_limits
 from stages.detokenize.text import IncrementalText
 from stages.detokenize.worker import load_decoder
-from stages.generate.grammars import _Spelled
-from stages.tokenize.answers import answer_grammar
+from stages.generate.loop.grammars import _Spelled
+from stages.tokenize.constraints.answers import answer_grammar
 from stages.tokenize.prompts import PromptEncoder
 from web.wire.markup.reader import Reader, reader_for, tools_of
 

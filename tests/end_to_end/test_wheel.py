@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from selection import by_night, rest_at_night
-from servers import ROOT, Command, free_port, wait_until_ready
+from support.selection import by_night, rest_at_night
+from support.servers import ROOT, Command, free_port, wait_until_ready
 
 from ops.bench.wheels import isolation
 from stages.generate.kernels import build, library

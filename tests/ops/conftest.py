@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fresh_logs import fresh_logs
-from lived_requests import LivedRequests
-from openai_stand_in import OpenAIStandIn, listening
+from support.fresh_logs import fresh_logs
+from support.lived_requests import LivedRequests
+from support.openai_stand_in import OpenAIStandIn, listening
 
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import command
-from tool import Tool
+from support.lived_requests import LivedRequests
+from support.redis_servers import command
+from support.tool import Tool
 
 import ops.dead
 from pipeline.events import Failed, SamplingParams, Submitted, decode, new_uid

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import Servers, command, running_server
 from rich.cells import cell_len
-from servers import ROOT
-from stand_in_stages import StandIn
-from terminal import on_a_terminal
-from tool import Tool
+from support.lived_requests import LivedRequests
+from support.redis_servers import Servers, command, running_server
+from support.servers import ROOT
+from support.stand_in_stages import StandIn
+from support.terminal import on_a_terminal
+from support.tool import Tool
 
 from ops.top.screen import Screenful, age, lines_of, shares
 from pipeline.events import (
@@ -37,7 +37,7 @@ from pipeline.events import (
     Submitted,
     encode,
 )
-from pipeline.journal import JournalWriter
+from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import RedisFacts

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from histories import entries_of
-from lived_requests import LivedRequests
-from redis_servers import command, until
-from tool import Tool
+from support.histories import entries_of
+from support.lived_requests import LivedRequests
+from support.redis_servers import command, until
+from support.tool import Tool
 
 from minisgl import main
 from ops.trace import lines_of, why_absent
@@ -36,7 +36,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import WEB, Names
 from pipeline.process.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.views.history import story
 
 

@@ -7,8 +7,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import STARTED, Servers, command, running_server, until
+from support.lived_requests import LivedRequests
+from support.redis_servers import STARTED, Servers, command, running_server, until
 
 from pipeline.errors import ConfigError
 from pipeline.events import Finished, TokensProduced, decode

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from checkpoints import TEXT, train_tokenizer
+from support.checkpoints import TEXT, train_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.spelling import Spelling, text_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BOS, END, STOP, train_tokenizer
+from support.checkpoints import BOS, END, STOP, train_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from histories import entries_of, moments_of
+from support.histories import entries_of, moments_of
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (

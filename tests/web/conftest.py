@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from redis_servers import RunningServer, Servers, running_server
-from stand_in_stages import Stages, StandIn
+from support.redis_servers import RunningServer, Servers, running_server
+from support.stand_in_stages import Stages, StandIn
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,15 +9,15 @@ from urllib.parse import quote
 
 import pytest
 from quart import request
-from stand_in_stages import CONTEXT, MODELS, NUMERICS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, chat, error_of, request_lines, site, until
+from support.stand_in_stages import CONTEXT, MODELS, NUMERICS, StandIn
+from support.web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING
 from pipeline.names import TOKENIZE
-from pipeline.slots import Status
+from pipeline.stage.slots import Status
 from web.config import DEFAULT_BODY_BYTES
 from web.routes.info import internal_state
 

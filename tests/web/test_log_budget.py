@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from raw_client import Answer, Client, connect, request
-from redis_servers import Servers, command, running_server, until
-from stand_in_stages import StandIn
-from web_process import Server, serving
-from web_site import CHAT, chat
+from support.raw_client import Answer, Client, connect, request
+from support.redis_servers import Servers, command, running_server, until
+from support.stand_in_stages import StandIn
+from support.web_process import Server, serving
+from support.web_site import CHAT, chat
 
 from pipeline.log.protocol import RequestLimits
 from stages.tokenize.worker import MOST_ANSWERED

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from log_contract import CANCELLED, FINISHED
 from quart import Quart
-from redis_servers import command
-from selection import rest_at_night
-from stand_in_stages import MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site, until
+from support.log_contract import CANCELLED, FINISHED
+from support.redis_servers import command
+from support.selection import rest_at_night
+from support.stand_in_stages import MODELS, StandIn
+from support.web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site, until
 
 import web.routes.cache
 from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, sibling_uids
-from web.keys import Caller, Keys, hash_of, read_keys
+from web.http.keys import Caller, Keys, hash_of, read_keys
 from web.routes.unsupported import METHODS, PATHS
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"

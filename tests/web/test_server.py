@@ -13,16 +13,16 @@ from typing import Any, cast
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from redis_servers import command, until
-from stand_in_stages import MODELS, StandIn
-from web_process import ends, serving
+from support.redis_servers import command, until
+from support.stand_in_stages import MODELS, StandIn
+from support.web_process import ends, serving
 
 from pipeline.errors import ConfigError
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import Names
-from pipeline.slots import SlotLease
-from web.listener import open_listener
+from pipeline.stage.slots import SlotLease
+from web.http.listener import open_listener
 from web.live.frontend import Frontend
 from web.server import Seat, _beat
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Server, say_hello, serving
-from raw_client import chunk, head, request
-from stand_in_stages import StandIn
-from web_site import site, until
+from support.http_server import Server, say_hello, serving
+from support.raw_client import chunk, head, request
+from support.stand_in_stages import StandIn
+from support.web_site import site, until
 
 from pipeline.errors import RequestError
-from web.connection_limit import KEPT, read_proxies
-from web.http1 import MOST_AHEAD_BYTES, MOST_HEAD_BYTES, MOST_HEADERS
-from web.keys import read_keys
+from web.http.connection_limit import KEPT, read_proxies
+from web.http.http1 import MOST_AHEAD_BYTES, MOST_HEAD_BYTES, MOST_HEADERS
+from web.http.keys import read_keys
 from web.routes.access import PLACE
 
 MOST = 16
@@ -142,7 +142,7 @@ async def test_when_an_address_has_its_share_others_are_served_and_it_can_still_
 async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there_is_cut_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("web.connections.KEPT_S", 0.2)
+    monkeypatch.setattr("web.http.connections.KEPT_S", 0.2)
     async with clients_of(serve_paths) as (server, clients):
         for each in [*await clients.several(12), *await clients.several(4, "127.0.0.2")]:
             assert await each.ask(STREAM) == 200

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from pipeline.journal import JournalReader
+from pipeline.log.journal import JournalReader
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.views.company import Company, spans_of

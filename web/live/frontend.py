@@ -16,6 +16,7 @@ from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
+from web.http.turns import Turns
 from web.live.archived import Archived
 from web.live.budget import Budget
 from web.live.catalogue import Catalogue
@@ -26,7 +27,6 @@ from web.live.readers import Readers
 from web.live.ready import Readiness, Say
 from web.live.retry_after import RetryAfter
 from web.live.tail import Tail
-from web.live.turns import Turns
 
 logger = structlog.get_logger()
 

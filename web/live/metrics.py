@@ -37,7 +37,7 @@ from pipeline.metrics.families import (
     Family,
 )
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, slot_stage
-from pipeline.slots import Status, known_statuses
+from pipeline.stage.slots import Status, known_statuses
 from web.live.frontend import Frontend
 from web.live.ready import statuses_of_ranks
 

@@ -26,7 +26,7 @@ from pipeline.metrics.families import COMMIT_SECONDS, MAX_GENERATION_TOKENS, PAR
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
 from pipeline.recording import Recording
-from web.keys import shown
+from web.http.keys import shown
 from web.live.archived import told
 from web.live.client import Client
 from web.live.frontend import SHUTTING_DOWN, Frontend, reaching

@@ -20,7 +20,7 @@ from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.views.pipeline import Observed, view_of, without_addresses
 from pipeline.views.reader import Reader, as_json
 from pipeline.views.requests import Sees
-from web.live.turns import RoundRobin
+from web.http.turns import RoundRobin
 
 logger = structlog.get_logger()
 

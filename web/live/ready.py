@@ -23,7 +23,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REJECTIONS
 from pipeline.names import DETOKENIZE, GENERATE, PROBE, TOKENIZE, rank_stage
-from pipeline.slots import Status, known_statuses
+from pipeline.stage.slots import Status, known_statuses
 from web.live.tail import Tail
 
 logger = structlog.get_logger()

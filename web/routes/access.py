@@ -1,4 +1,4 @@
-"""Who may do what: each key its own requests, and the admin key everything. `web.keys` says who has which key."""
+"""Who may do what: each key its own requests, and the admin key everything. `web.http.keys` says who has which key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import structlog
 from quart import g, request
 
 from pipeline.errors import RequestError
-from web.keys import Caller
+from web.http.keys import Caller
 
 logger = structlog.get_logger()
 

@@ -14,8 +14,8 @@ from quart import Response, request
 from pipeline.errors import RequestError
 from pipeline.names import parse_id
 from pipeline.process.failpoints import failpoint
+from web.http.turns import Turns
 from web.live.client import Client
-from web.live.turns import Turns
 from web.wire import sse
 from web.wire.fields import MOST_SHOWN
 from web.wire.frames import ClientEvent, Frames

@@ -16,7 +16,7 @@ from quart import Blueprint, Response
 from pipeline.errors import RequestError
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import GENERATE, parse_id
-from pipeline.slots import Status, known_statuses
+from pipeline.stage.slots import Status, known_statuses
 from web.live.frontend import Frontend, reaching
 from web.routes.access import check_admin
 from web.routes.answers import json_response

@@ -15,9 +15,9 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
+from web.http.turns import Turns
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
-from web.live.turns import Turns
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation

@@ -14,7 +14,7 @@ from quart import Blueprint, Response
 from pipeline import VERSION
 from pipeline.metrics.counters import read_snapshot
 from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING, NUM_WAITING, Family
-from pipeline.slots import Status
+from pipeline.stage.slots import Status
 from web.live.frontend import Frontend
 from web.routes.answers import json_response
 from web.routes.operations import operation

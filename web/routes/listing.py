@@ -16,7 +16,7 @@ from pipeline.errors import RequestError
 from pipeline.names import PROBE
 from pipeline.views.company import Company
 from pipeline.views.requests import ENDED, RequestFacts, RequestState
-from web.keys import Caller
+from web.http.keys import Caller
 from web.live.catalogue import NEWEST
 from web.live.company import company_of
 from web.live.folding import folded

@@ -13,7 +13,7 @@ from pipeline.names import parse_id
 from pipeline.recording import Recording
 from pipeline.views.recorded import History
 from pipeline.walk import UNTOLD
-from web.keys import Caller
+from web.http.keys import Caller
 from web.live.folding import folded, untold, untold_histories
 from web.live.frontend import Frontend
 from web.live.lookup import Lookup, find

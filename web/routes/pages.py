@@ -9,7 +9,7 @@ from typing import Final
 from quart import Blueprint, Response, request
 from werkzeug.exceptions import NotFound
 
-from web.page_files import PAGES, PageFile, read_page, read_pages
+from web.http.page_files import PAGES, PageFile, read_page, read_pages
 from web.routes.operations import operation
 
 NAME: Final = "pages"

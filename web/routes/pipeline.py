@@ -10,7 +10,7 @@ import structlog
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
-from web.keys import Caller
+from web.http.keys import Caller
 from web.live.frontend import Frontend
 from web.live.pictures import Viewer
 from web.routes.access import caller, known_caller

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled
 from pipeline.log.protocol import Entry
 from pipeline.views.history import story
-from web.keys import Caller
+from web.http.keys import Caller
 from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living

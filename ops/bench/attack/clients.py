@@ -23,7 +23,7 @@ from typing import Any, Final
 from ops.bench.attack.kinds import KINDS, PAUSE_S, Attack, Order
 from ops.bench.attack.wire import ADMIN, ANSWER_TIMEOUT_S, CHAT, HOST, INNOCENT, NO_ANSWER, ask, connected, request
 from pipeline.process.priority import LOWEST, give_way
-from web.files import raise_file_limit
+from web.http.files import raise_file_limit
 
 HEALTH, STREAMS, NEWCOMERS = "health", "streams", "newcomers"
 HEALTH_EVERY_S: Final = 0.05

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from stages.generate.attention.base import Attend, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.one_shape import OneShapeAttention
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.attention.torch import TorchAttention
+from stages.generate.model.attention import Attend, Attention, AttentionShape
 
 __all__ = ["ATTENTION", "DETERMINISTIC", "Attend", "Attention", "AttentionShape"]
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.attention import fused
-from stages.generate.attention.base import Attend, AttentionShape
-from stages.generate.forward.batch import ForwardBatch, seen_by_tokens
+from stages.generate.batch import ForwardBatch, seen_by_tokens
+from stages.generate.model.attention import Attend, AttentionShape
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows,
 # N = pages of a row, R = rows with those that pad, X = several arrays, one after the other

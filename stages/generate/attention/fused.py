@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from stages.generate.attention.base import AttentionShape, places_of, write_pages
+from stages.generate.model.attention import AttentionShape, places_of, write_pages
 from stages.generate.model.layers.operations import TORCH, Operations
 from stages.generate.model.layers.rope import Rope, angles, make_rope
 from stages.generate.model.spec import RopeSpec

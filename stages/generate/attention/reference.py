@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
-from stages.generate.forward.batch import ForwardBatch
+from stages.generate.batch import ForwardBatch
+from stages.generate.model.attention import Attend, AttentionShape, places_of, write_pages
 
 # T = packed tokens, Q = queries of a block, C = tokens of a row so far, H = query heads, K = kv heads,
 # G = query heads of one kv head, D = head dim, P = pages, S = slots of a page, N = pages of a row

@@ -23,21 +23,21 @@ from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
-from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
-from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.batch import ForwardBatch, PageTables, build_batch, parted
+from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
-from stages.generate.forward.masks import mask_of
 from stages.generate.forward.packing import pack_weights, packs
-from stages.generate.forward.sampler import AGAIN, best, draw, draw_again, is_drawn_again
-from stages.generate.forward.scores import blocks_of, score
-from stages.generate.forward.shaping import on_device
+from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
-from stages.generate.kernels.decoder import KernelDecoder
-from stages.generate.kvcache.pool import allocate, page_bytes
+from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.spec import ModelSpec
+from stages.generate.sampling.masks import mask_of
+from stages.generate.sampling.sampler import AGAIN, best, draw, draw_again, is_drawn_again
+from stages.generate.sampling.scores import blocks_of, score
+from stages.generate.sampling.shaping import on_device
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample, Words
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary

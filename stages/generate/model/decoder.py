@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from stages.generate.attention.base import Attend
-from stages.generate.forward.batch import ForwardBatch
-from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.batch import ForwardBatch
+from stages.generate.collectives import ALONE, Collectives
+from stages.generate.model.attention import Attend
 from stages.generate.model.layers.blocks import by_rows
 from stages.generate.model.layers.experts import Experts, GroupedExperts
 from stages.generate.model.layers.linear import Linear

@@ -22,16 +22,16 @@ from pipeline.errors import ConfigError, RankLost
 from pipeline.flags import flags_for, parse_config
 from pipeline.process.config import ModelConfig
 from pipeline.process.parent import SUPERVISOR_VARIABLE, die_with_supervisor
-from stages.generate.config import GenerateConfig, RankConfig
-from stages.generate.loading import load_engine
+from stages.generate.loop.worker import LOAD_TIMEOUT_S, Loaded
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.model.ends import end_tokens
 from stages.generate.ranks.channel import TIMEOUT_S, Follower, Leader, least
 from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.steps import FollowingEngine, leading_engine
 from stages.generate.ranks.stores import memory_store, reached_store
-from stages.generate.resolve import resolve
-from stages.generate.worker import LOAD_TIMEOUT_S, Loaded
+from stages.generate.setup.config import GenerateConfig, RankConfig
+from stages.generate.setup.loading import load_engine
+from stages.generate.setup.resolve import resolve
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 PROGRAM: Final = (sys.executable, "-P", "-m", "stages.generate.ranks.children")

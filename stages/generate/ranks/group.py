@@ -21,8 +21,8 @@ from pipeline.errors import ConfigError, Fenced, GroupLost, LogError, LogUnavail
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.log.ranks import Formation, RankLog, formation_to_join
 from pipeline.names import rank_stage
-from pipeline.slots import Ends, SlotLease, read_statuses, slot_leases
-from pipeline.worker import Stop
+from pipeline.stage.slots import Ends, SlotLease, read_statuses, slot_leases
+from pipeline.stage.worker import Stop
 from stages.generate.ranks.links import RankLinks
 from stages.generate.ranks.presence import Holders
 from stages.generate.ranks.stores import opened_store, reached_store

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import RankLost
-from stages.generate.forward.collectives import GlooCollectives, NcclCollectives
+from stages.generate.collectives import GlooCollectives, NcclCollectives
 from stages.generate.ranks.channel import LOOPBACK, connect, finish, told
 
 NCCL_TIMEOUT_S: Final = 600.0

@@ -12,7 +12,7 @@ import structlog
 from pipeline.errors import ConfigError, LogError
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.names import rank_stage, slot_index
-from pipeline.slots import Ends, Status, read_statuses
+from pipeline.stage.slots import Ends, Status, read_statuses
 
 logger = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pipeline.errors import RankLost
-from stages.generate.forward.collectives import GlooCollectives
+from stages.generate.collectives import GlooCollectives
 from stages.generate.forward.engine import Engine, Launched
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.frame import NOTHING, Kind

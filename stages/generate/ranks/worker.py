@@ -17,10 +17,9 @@ from pipeline.log.protocol import StreamLog
 from pipeline.log.ranks import RankLog
 from pipeline.names import rank_stage
 from pipeline.process.priority import give_way
-from pipeline.slots import progress_reporter
-from pipeline.worker import EndAtOnce, Stop
-from stages.generate.config import GenerateConfig
-from stages.generate.loading import load_engine
+from pipeline.stage.slots import progress_reporter
+from pipeline.stage.worker import EndAtOnce, Stop
+from stages.generate.loop.worker import GIVES_WAY, LOAD_TIMEOUT_S, STEP_TIMEOUT_S, Loaded, run_engine
 from stages.generate.model.checkpoint import check_folder, fingerprint
 from stages.generate.model.ends import end_tokens
 from stages.generate.model.spec import ModelSpec
@@ -40,8 +39,9 @@ from stages.generate.ranks.group import (
 from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.presence import start_of, wait_for_others, wait_until_single
 from stages.generate.ranks.steps import FollowingEngine, leading_engine
-from stages.generate.resolve import Settings, resolve
-from stages.generate.worker import GIVES_WAY, LOAD_TIMEOUT_S, STEP_TIMEOUT_S, Loaded, run_engine
+from stages.generate.setup.config import GenerateConfig
+from stages.generate.setup.loading import load_engine
+from stages.generate.setup.resolve import Settings, resolve
 
 logger = structlog.get_logger()
 

@@ -10,8 +10,8 @@ import orjson
 
 from pipeline.errors import MiniSGLError, UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
-from pipeline.journal import Step
 from pipeline.log.entries import clipped
+from pipeline.log.journal import Step
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import LANDED, LITERAL, USUAL, RecordedSchedule
 from stages.generate.schedule.request import NewRequest

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
-from servers import ROOT
+from support.openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
+from support.servers import ROOT
 
 from ops.bench import nonsense
 from ops.bench.attack import alone, bodies, together

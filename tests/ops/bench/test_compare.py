@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
-from checkpoints import make_checkpoint
-from openai_stand_in import OpenAIStandIn, whole
 from rich.console import Console
-from servers import ROOT, eventually
+from support.checkpoints import make_checkpoint
+from support.openai_stand_in import OpenAIStandIn, whole
+from support.servers import ROOT, eventually
 from tokenizers import Tokenizer
 
 from ops.bench import compare, peers, processes

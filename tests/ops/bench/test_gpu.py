@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ROOT
+from support.servers import ROOT
 
 from ops.bench import gpu
 from pipeline.errors import ConfigError

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, reference_tokens
+from support.checkpoints import make_checkpoint, reference_tokens
 
 from ops.bench import peers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from openai_stand_in import (
+from support.openai_stand_in import (
     DONE,
     FINISH,
     ROLE,
@@ -22,7 +22,7 @@ from openai_stand_in import (
     usage_chunk,
     whole,
 )
-from servers import free_port
+from support.servers import free_port
 
 from ops.bench import datasets
 from ops.bench.datasets import Session, Span, Writer

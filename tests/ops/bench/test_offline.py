@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import AT_NIGHT
+from support.selection import AT_NIGHT
 
 from ops.bench import nonsense, offline, probes
 from ops.bench.datasets import Span

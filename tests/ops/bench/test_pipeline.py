@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from redis_servers import Servers, command
-from servers import run_command
+from support.redis_servers import Servers, command
+from support.servers import run_command
 
 from ops.bench import pipeline_clients
 from ops.bench.pipeline import median_of, way_figures, web_figures
@@ -24,7 +24,7 @@ from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
 from ops.bench.pipeline_web import WebTimes, cpu_s
 from ops.bench.report import Spread, spread_of
 from pipeline.events import SamplingParams
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.names import Names
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample

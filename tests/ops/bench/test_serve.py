@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from openai_stand_in import Body, Frames, OpenAIStandIn, whole
-from servers import ROOT, serve
+from support.openai_stand_in import Body, Frames, OpenAIStandIn, whole
+from support.servers import ROOT, serve
 
 import minisgl
 from ops.bench import serve as bench

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from checkpoints import make_checkpoint
-from openai_stand_in import DONE, FINISH, ROLE, Body, Frames, OpenAIStandIn, data, usage_chunk
-from servers import ROOT
+from support.checkpoints import make_checkpoint
+from support.openai_stand_in import DONE, FINISH, ROLE, Body, Frames, OpenAIStandIn, data, usage_chunk
+from support.servers import ROOT
 
 from ops.bench import tail
 from ops.bench.peers import SideFailed

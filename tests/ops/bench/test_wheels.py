@@ -17,7 +17,7 @@ import httpx
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
-from servers import ROOT, Command, free_port, wait_until_ready
+from support.servers import ROOT, Command, free_port, wait_until_ready
 
 from ops.bench import gpu, wheels
 from ops.bench.gpu import TESTS_NEED

@@ -13,7 +13,7 @@ from random import Random
 
 import jsonschema
 import pytest
-from selection import by_night
+from support.selection import by_night
 
 from ops.demo_model import wordings
 from ops.demo_model.corpus import BEYOND_SUMS, VERSION, Maker, conversations, frame_words, listed

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import rest_at_night
+from support.selection import rest_at_night
 from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import VERSION

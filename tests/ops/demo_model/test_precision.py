@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
-from kernel_variants import VARIANTS
+from support.checkpoints import make_checkpoint
+from support.kernel_variants import VARIANTS
 
 from ops.demo_model import precision
 from ops.demo_model.precision import Question, cross_entropy, loaded, main, num_equal

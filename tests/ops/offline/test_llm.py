@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, reference_tokens
-from servers import eventually
+from support.checkpoints import make_checkpoint, reference_tokens
+from support.servers import eventually
 from transformers import PreTrainedTokenizerFast
 
 import minisgl
@@ -27,10 +27,10 @@ from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from ops.offline.stages import UnwatchedSlot
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.names import Names
-from pipeline.slots import acquire_slot
-from stages.generate.flights import Forward
+from pipeline.stage.slots import acquire_slot
+from stages.generate.loop.flights import Forward
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints import make_checkpoint, reference_tokens
-from servers import ROOT, eventually, is_alive
+from support.checkpoints import make_checkpoint, reference_tokens
+from support.servers import ROOT, eventually, is_alive
 
 from minisgl import LLM, SamplingParams
 from ops.offline import GenerationFailed

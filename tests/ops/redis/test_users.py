@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis
-from lived_requests import LivedRequests
-from redis_servers import STARTED, Servers, running_server
-from web_site import site
+from support.lived_requests import LivedRequests
+from support.redis_servers import STARTED, Servers, running_server
+from support.web_site import site
 
 from minisgl import main
 from pipeline.errors import LogUnavailable

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from drives import recording, uid
-from lived_requests import LivedRequests
-from log_contract import submitted
-from openai_stand_in import OpenAIStandIn
-from redis_servers import command
-from tool import Tool
+from support.drives import recording, uid
+from support.lived_requests import LivedRequests
+from support.log_contract import submitted
+from support.openai_stand_in import OpenAIStandIn
+from support.redis_servers import command
+from support.tool import Tool
 
 from minisgl import main
 from ops.replay.files import read_dump, write_dump

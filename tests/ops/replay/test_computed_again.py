@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TEXT, make_checkpoint
-from dialects import make_tokenizer
-from kernel_variants import VARIANTS
-from redis_servers import until
 from safetensors.torch import load_file, save_file
-from selection import by_night, rest_at_night
+from support.checkpoints import TEXT, make_checkpoint
+from support.dialects import make_tokenizer
+from support.kernel_variants import VARIANTS
+from support.redis_servers import until
+from support.selection import by_night, rest_at_night
 
 from ops.offline import stages as offline_stages
 from ops.offline.stages import LIMITS, Wrap
@@ -41,18 +41,18 @@ from pipeline.events import (
     TokensProduced,
     new_uid,
 )
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Submission
 from pipeline.names import Names, sibling_uids
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
 from pipeline.replaying import again
 from pipeline.views.recorded import History
-from stages.generate.config import EngineConfig
-from stages.generate.flights import Forward
 from stages.generate.forward.engine import Engine
+from stages.generate.loop.flights import Forward
 from stages.generate.model.checkpoint import fingerprint
 from stages.generate.schedule.plan import BatchPlan, Computed
+from stages.generate.setup.config import EngineConfig
 
 pytestmark = [
     pytest.mark.slow,  # each test loads a model several times

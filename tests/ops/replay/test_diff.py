@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from histories import entries_of
+from support.histories import entries_of
 
 from minisgl import main
 from ops.replay.files import write_dump

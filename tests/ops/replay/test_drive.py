@@ -9,11 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drives import recording, uid
-from lived_requests import LivedRequests
-from openai_stand_in import DONE, FINISH, ROLE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
-from redis_servers import until
-from servers import free_port
+from support.drives import recording, uid
+from support.lived_requests import LivedRequests
+from support.openai_stand_in import (
+    DONE,
+    FINISH,
+    ROLE,
+    Body,
+    Frames,
+    Hold,
+    OpenAIStandIn,
+    data,
+    text_chunk,
+    usage_chunk,
+    whole,
+)
+from support.redis_servers import until
+from support.servers import free_port
 
 import minisgl
 from ops.replay.files import write_dump
@@ -22,7 +34,7 @@ from pipeline.events import Presentation, SamplingParams
 from pipeline.log.protocol import StreamLog
 from pipeline.names import WEB, sibling_uids
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 
 FOUR = SamplingParams(seed=7, max_tokens=4)
 """The stand-in answers with as many tokens."""

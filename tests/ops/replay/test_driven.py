@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import orjson
-from drives import recording, uid
+from support.drives import recording, uid
 
 from ops.replay import driven
 from ops.replay.outcomes import Outcome, outcome_of

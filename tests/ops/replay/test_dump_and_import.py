@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 import zstandard
-from lived_requests import LivedRequests
-from log_contract import submitted
-from redis_servers import command, until
-from tool import Tool
+from support.lived_requests import LivedRequests
+from support.log_contract import submitted
+from support.redis_servers import command, until
+from support.tool import Tool
 
 from minisgl import main
 from ops.replay.files import open_dump, read_dump, write_dump

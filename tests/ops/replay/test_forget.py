@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import zstandard
-from lived_requests import LivedRequests
-from log_contract import KILLED, put
-from redis_servers import command, until
-from selection import by_night
 from structlog.testing import capture_logs
+from support.lived_requests import LivedRequests
+from support.log_contract import KILLED, put
+from support.redis_servers import command, until
+from support.selection import by_night
 
 from minisgl import main
 from ops.connection import counted
@@ -36,8 +36,8 @@ from pipeline.process.config import WorkerConfig
 from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE, arm
 from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease, acquire_slot, read_statuses
-from pipeline.worker import Stop
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.stage.worker import Stop
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.archive.worker import open_archive, serve
 from web.wire.copies import COPY_OF

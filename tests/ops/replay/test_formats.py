@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from redis_servers import command
-from tool import Tool
+from support.redis_servers import command
+from support.tool import Tool
 
 from ops.replay.files import DamagedFile, read_dump
 from ops.replay.formats import from_mooncake, from_openai, to_mooncake, to_openai

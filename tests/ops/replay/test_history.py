@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from histories import entries_of
+from support.histories import entries_of
 
 import minisgl
 from ops.replay.explain import explanations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from log_contract import put
+from support.log_contract import put
 
 from ops.replay.late_tokens import why
 from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
-from pipeline.journal import JournalWriter
-from pipeline.log.memory import MemoryLog
+from pipeline.log.journal import JournalWriter
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry
 from pipeline.names import Names
 

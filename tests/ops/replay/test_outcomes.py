@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from drives import recording
+from support.drives import recording
 
 from ops.bench.load import Answer
 from ops.replay.outcomes import Difference, Outcome, first_difference, is_comparable, outcome_of, outcome_seen

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import orjson
 import pytest
-from checkpoints import make_checkpoint
-from engine_rig import POISON
-from histories import entries_of
-from lived_requests import LivedRequests
-from log_contract import put
-from redis_servers import until
-from whole_pipeline import Pipeline
+from support.checkpoints import make_checkpoint
+from support.engine_rig import POISON
+from support.histories import entries_of
+from support.lived_requests import LivedRequests
+from support.log_contract import put
+from support.redis_servers import until
+from support.whole_pipeline import Pipeline
 
 from minisgl import main
 from ops.replay import isolated
@@ -46,10 +46,10 @@ from pipeline.names import GENERATE, SEAL, Names
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
 from pipeline.replaying import LOWEST, NotComputed, again
-from pipeline.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.views.recorded import History
-from stages.generate.config import EngineConfig
-from stages.generate.past import TOKENS_IN_DOUBT
+from stages.generate.loop.past import TOKENS_IN_DOUBT
+from stages.generate.setup.config import EngineConfig
 from web.wire.openai.schemas import parse_completion
 from web.wire.submit import completion_events
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import command
-from tool import Tool
+from support.lived_requests import LivedRequests
+from support.redis_servers import command
+from support.tool import Tool
 
 from minisgl import main
 from ops.replay.history import History
@@ -24,7 +24,7 @@ from pipeline.events import (
     encode,
     new_uid,
 )
-from pipeline.journal import JournalWriter
+from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry, Produced
 from pipeline.names import Names
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 import pytest
-from drives import HELLO, UID, asked, recording, uid
-from histories import entries_of
+from support.drives import HELLO, UID, asked, recording, uid
+from support.histories import entries_of
 
 from ops.replay.redact import redacted, stand_in
 from ops.replay.traffic import Leave, Planned, Target, Traffic, traffic_of, translated

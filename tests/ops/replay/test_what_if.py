@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from journalled import Life, live
+from support.journalled import Life, live
 
 from ops.replay.what_if import fitted, lived_again, measured, parts_of
-from pipeline.journal import Step, steps
+from pipeline.log.journal import Step, steps
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 PER_PART = (2.0, 0.25, 0.001, 0.05, 0.0)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh_logs import fresh_logs
-from redis_servers import command
-from servers import free_port
+from support.fresh_logs import fresh_logs
+from support.redis_servers import command
+from support.servers import free_port
 
 from minisgl import main
 from ops.serve import command as serve

@@ -7,7 +7,7 @@ import pytest
 from ops.serve.config import ServerConfig, parse_command
 from ops.serve.nodes import with_nodes
 from pipeline.errors import ConfigError
-from stages.generate.config import GenerateConfig, NodesConfig
+from stages.generate.setup.config import GenerateConfig, NodesConfig
 
 REDIS = "--redis-url redis://127.0.0.1:1/0"
 TWO = "--tp 2 --nnodes 2 --group g"

@@ -13,7 +13,7 @@ from ops.serve.config import parse_command
 from ops.serve.shares import Share, shares_of, visible_gpus
 from pipeline.errors import ConfigError
 from pipeline.flags import flags_for
-from stages.generate.config import EngineConfig, GenerateConfig, ShareConfig
+from stages.generate.setup.config import EngineConfig, GenerateConfig, ShareConfig
 
 AUTO = EngineConfig()
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import ROOT
+from support.servers import ROOT
 
 IMPORT = "import sys\nfrom ops.serve.worker import _import_torch\n_import_torch()\nimport torch\n"
 

@@ -12,7 +12,7 @@ from ops.serve import worker
 from ops.serve.config import ServerConfig, parse_command
 from pipeline.errors import ConfigError
 from pipeline.process.observe import EXIT_BROKEN
-from stages.generate.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from ops.shell.server import Server, base_of
 from pipeline.errors import ConfigError
-from web.listener import url_here
+from web.http.listener import url_here
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk, usage_chunk
-from selection import rest_at_night
-from servers import free_port
-from terminal import Terminal, on_a_terminal
+from support.openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk, usage_chunk
+from support.selection import rest_at_night
+from support.servers import free_port
+from support.terminal import Terminal, on_a_terminal
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from openai_stand_in import DONE, FINISH, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk
-from servers import ROOT, free_port
+from support.openai_stand_in import DONE, FINISH, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk
+from support.servers import ROOT, free_port
 
 from ops.shell.reply import Piece, Reply
 from ops.shell.server import Server, Unanswered

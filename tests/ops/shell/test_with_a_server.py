@@ -20,8 +20,8 @@ import httpx
 import openai
 import psutil
 import pytest
-from servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
-from terminal import Terminal, on_a_terminal
+from support.servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
+from support.terminal import Terminal, on_a_terminal
 
 from ops.bench import nonsense
 from ops.shell.conversation import Conversation, Turn, save

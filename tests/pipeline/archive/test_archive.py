@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from selection import by_night
+from support.selection import by_night
 
 from pipeline.archive.folder import archive_id, make_archive
 from pipeline.archive.reader import Archive

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from selection import by_night
+from support.selection import by_night
 
 from pipeline.archive import frames
 from pipeline.archive.folder import archive_id, make_archive

@@ -1,6 +1,6 @@
 """An archive of many requests is still searched fast: a night makes 100,000 of them.
 
-Times are those of this process on a CPU, because other programs may run. `tests/archive_size.py` measures by the clock.
+Times are those of this process on a CPU, because other programs may run. `archive_size.py` measures by the clock.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from archive_size import fill, listed_s, opened_ms
-from selection import by_night
+from support.archive_size import fill, listed_s, opened_ms
+from support.selection import by_night
 
 
 def test_a_request_is_opened_within_100_ms_and_a_day_is_listed_within_2_s(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from log_contract import LIMITS, NAMES, Scene
+from support.log_contract import LIMITS, NAMES, Scene
 
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog

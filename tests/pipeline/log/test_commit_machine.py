@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import pytest
-from certified_histories import certified_token, history_problems
-from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, RedisGround
-from commit_oracle import CommitOracle, State, who_lives, without_clock
-from histories import entries_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from redis_servers import PLACES, Servers
-from selection import by_night, rest_at_night
+from support.certified_histories import certified_token, history_problems
+from support.commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, RedisGround
+from support.commit_oracle import CommitOracle, State, who_lives, without_clock
+from support.histories import entries_of
+from support.redis_servers import PLACES, Servers
+from support.selection import by_night, rest_at_night
 
 from pipeline.errors import Fenced, LogError
 from pipeline.events import (

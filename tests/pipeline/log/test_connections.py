@@ -12,10 +12,10 @@ from urllib.parse import quote
 
 import pytest
 import trustme
-from log_contract import NAMES, SUBMITTED, with_front
-from redis_servers import RunningServer, Servers, command, running_server, until, watched
-from selection import rest_at_night
-from servers import free_port
+from support.log_contract import NAMES, SUBMITTED, with_front
+from support.redis_servers import RunningServer, Servers, command, running_server, until, watched
+from support.selection import rest_at_night
+from support.servers import free_port
 
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log.address import connect

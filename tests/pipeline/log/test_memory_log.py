@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.events import SamplingParams, Submitted
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Quota, RequestLimits, Submission, SubmitResult
 from pipeline.names import Names
 

@@ -9,7 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from log_contract import (
+from redis._parsers.base import BaseParser
+from redis.exceptions import ResponseError
+from support.log_contract import (
     ACCEPTED,
     BUSY,
     CANCELLED,
@@ -26,9 +28,7 @@ from log_contract import (
     submitted,
     with_front,
 )
-from redis._parsers.base import BaseParser
-from redis.exceptions import ResponseError
-from redis_servers import PLACES, LossyProxy, Servers, command, running_server
+from support.redis_servers import PLACES, LossyProxy, Servers, command, running_server
 
 from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
 from pipeline.events import Cancelled, decode

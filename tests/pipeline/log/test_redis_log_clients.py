@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from log_contract import CANCELLED, LONG_MS, NAMES, ONCE, SUBMITTED, Scene, submitted, with_front
-from redis_servers import command
+from support.log_contract import CANCELLED, LONG_MS, NAMES, ONCE, SUBMITTED, Scene, submitted, with_front
+from support.redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.log.operations.requests import HISTORY_ENTRIES

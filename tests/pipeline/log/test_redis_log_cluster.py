@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 import redis
-from log_contract import NAMES, SUBMITTED, Scene, submitted, with_front
-from redis_servers import QUERY, Servers, command, running_server, until
-from servers import free_port
+from support.log_contract import NAMES, SUBMITTED, Scene, submitted, with_front
+from support.redis_servers import QUERY, Servers, command, running_server, until
+from support.servers import free_port
 
 from pipeline.errors import ConfigError, LogError, LogReadOnly, LogUnavailable
 from pipeline.log.check import check_server

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
-from log_contract import LONG_MS, NAMES, with_front
-from redis_servers import command
+from support.log_contract import LONG_MS, NAMES, with_front
+from support.redis_servers import command
 
 import pipeline.log.drivers
 from pipeline.errors import GroupLost, LogUnavailable

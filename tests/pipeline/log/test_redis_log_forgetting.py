@@ -7,8 +7,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from log_contract import NAMES, put
-from redis_servers import command
+from support.log_contract import NAMES, put
+from support.redis_servers import command
 
 from pipeline.events import new_uid
 from pipeline.log.drivers import Driver

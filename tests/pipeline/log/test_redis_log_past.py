@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import LONG_MS, NAMES
-from redis_servers import command
+from support.log_contract import LONG_MS, NAMES
+from support.redis_servers import command
 
 from pipeline.errors import LogFull
 from pipeline.log.protocol import Entry

@@ -6,8 +6,8 @@ import re
 import time
 
 import pytest
-from log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, TOO_MUCH, Scene, submitted, with_front
-from redis_servers import command
+from support.log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, TOO_MUCH, Scene, submitted, with_front
+from support.redis_servers import command
 
 from pipeline.log.operations import requests
 from pipeline.log.protocol import Once, Quota, RequestLimits, SubmitResult

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commit_grounds import DurableGround
-from log_contract import (
+from support.commit_grounds import DurableGround
+from support.log_contract import (
     ACCEPTED,
     BUSY,
     CANCELLED,
@@ -29,7 +29,7 @@ from log_contract import (
     submitted,
     with_front,
 )
-from redis_servers import PLACES, LossyProxy, Servers, command
+from support.redis_servers import PLACES, LossyProxy, Servers, command
 
 from pipeline.errors import LogFull
 from pipeline.events import Submitted, Tokenized, decode, encode

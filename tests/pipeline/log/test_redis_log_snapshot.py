@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from lived_requests import LivedRequests
-from log_contract import KILLED, LONG_MS, Scene
-from redis_servers import command
+from support.lived_requests import LivedRequests
+from support.log_contract import KILLED, LONG_MS, Scene
+from support.redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Preempted, Submitted, decode
@@ -19,7 +19,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import JANITOR, SEAL, Names, slot_name
 from pipeline.readable import UNREADABLE
-from pipeline.slots import Status
+from pipeline.stage.slots import Status
 
 NAMES = Names("a*[b]-^c\\")
 """What must be taken literally where keys are looked for by a pattern."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from log_contract import NAMES, STEPS, SUBMITTED, TOKENIZED, Detokenizer, Scene, put, say_tokens
-from redis_servers import command
+from support.log_contract import NAMES, STEPS, SUBMITTED, TOKENIZED, Detokenizer, Scene, put, say_tokens
+from support.redis_servers import command
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Failed

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import by_night
+from support.selection import by_night
 
 pytestmark = pytest.mark.slow
 

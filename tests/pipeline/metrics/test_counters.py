@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import orjson
 import pytest
-from measured import count_of, total_of
+from support.measured import count_of, total_of
 
 from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Measures, read_snapshot

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lived_requests import LivedRequests
-from redis_servers import STARTED, Servers, command, running_server, until
-from selection import by_night, rest_at_night
 from structlog.testing import capture_logs
+from support.lived_requests import LivedRequests
+from support.redis_servers import STARTED, Servers, command, running_server, until
+from support.selection import by_night, rest_at_night
 
 from pipeline.errors import ConfigError
 from pipeline.events import new_uid

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from redis_servers import until
+from support.redis_servers import until
 
 import minisgl
 from ops.serve.processes import worker_environment

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import redis
-from redis_servers import until
 from structlog.testing import capture_logs
+from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log import check

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from histories import entries_of
-from log_contract import FINISHED
+from support.histories import entries_of
+from support.log_contract import FINISHED
 
 from pipeline.events import (
     Admitted,
@@ -22,7 +22,7 @@ from pipeline.events import (
     Tokenized,
     TokensProduced,
 )
-from pipeline.journal import Row, Step
+from pipeline.log.journal import Row, Step
 from pipeline.names import SEAL
 from pipeline.recording import Recording
 from pipeline.views.company import MOST_WAITS, Company, late_tokens, spans_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from histories import moments_of
+from support.histories import moments_of
 
 from pipeline.events import AnyEvent, TokensProduced
 from pipeline.views.made import Made, times_made

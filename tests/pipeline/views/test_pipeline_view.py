@@ -30,7 +30,7 @@ from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisF
 from pipeline.metrics import families
 from pipeline.metrics.counters import Measures
 from pipeline.names import SEAL
-from pipeline.slots import Status
+from pipeline.stage.slots import Status
 from pipeline.views.pipeline import (
     MOST_REQUESTS,
     EngineView,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.events import Admitted, Chunk, EventRow, Figures, Preempted, TakenOver
-from pipeline.journal import Step
+from pipeline.log.journal import Step
 from pipeline.views.waits import spoken, why_waited
 
 PREEMPTED = Preempted(engine="generate-0", epoch=1, step=1)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from lived_requests import LivedRequests
-from measured import count_of
-from redis_servers import command, until
-from selection import AT_NIGHT, by_night
 from structlog.testing import capture_logs
+from support.lived_requests import LivedRequests
+from support.measured import count_of
+from support.redis_servers import command, until
+from support.selection import AT_NIGHT, by_night
 
 import stages.archive.worker
 from ops.serve.processes import PROGRAM
@@ -39,8 +39,8 @@ from pipeline.process.config import WorkerConfig
 from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE
 from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease, acquire_slot
-from pipeline.worker import Stop
+from pipeline.stage.slots import SlotLease, acquire_slot
+from pipeline.stage.worker import Stop
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.archive.worker import ArchiveWorker, open_archive, serve
 

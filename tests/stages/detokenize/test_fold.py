@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from folds import DECODER, admitted, token_row
-from histories import moments_of
+from support.folds import DECODER, admitted, token_row
+from support.histories import moments_of
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from measured import count_of
-from redis_servers import until
 from structlog.testing import capture_logs
+from support.measured import count_of
+from support.redis_servers import until
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
@@ -36,8 +36,8 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_name
 from pipeline.serving import Serving
-from pipeline.slots import SlotLease, acquire_guest, acquire_slot
-from pipeline.worker import Stop
+from pipeline.stage.slots import SlotLease, acquire_guest, acquire_slot
+from pipeline.stage.worker import Stop
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import ALONE, MOST_TOGETHER, DetokenizeWorker, look_after_others, serve
@@ -51,7 +51,7 @@ SHORT_MS = 60
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have who waits for something new look round more often."""
-    monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
+    monkeypatch.setattr("pipeline.stage.worker.BLOCK_MS", 20)
 
 
 def from_bytes(token_ids: Sequence[int]) -> str:

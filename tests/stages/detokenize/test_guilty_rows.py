@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from folds import DECODER, admitted
-from selection import by_night
+from support.folds import DECODER, admitted
+from support.selection import by_night
 
 from pipeline.events import (
     AnyEvent,
@@ -28,13 +28,13 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
 from pipeline.names import Names, new_uid
-from pipeline.slots import SlotLease
+from pipeline.stage.slots import SlotLease
+from pipeline.stage.worker import Stop
 from pipeline.walk import Moment
-from pipeline.worker import Stop
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import ALONE, MOST_TOGETHER, DetokenizeWorker, follow_steps
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from folds import DECODER, admitted, token_row
-from histories import moments_of
-from measured import count_of, total_of
+from support.folds import DECODER, admitted, token_row
+from support.histories import moments_of
+from support.measured import count_of, total_of
 
 from pipeline.events import (
     AnyEvent,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from support.work import lines_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from work import lines_run
 
 import stages.detokenize.text
 from stages.detokenize.text import PROMPT_TAIL, Decode, IncrementalText, StopAutomaton, StopStrings

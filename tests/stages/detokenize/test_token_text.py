@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import STOP, train_tokenizer
+from support.checkpoints import STOP, train_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stages.detokenize.token_text import token_text_of

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from dialects import make_tokenizer
-from folds import DECODER, token_row
-from log_contract import put
-from measured import count_of
 from structlog.testing import capture_logs
+from support.dialects import make_tokenizer
+from support.folds import DECODER, token_row
+from support.log_contract import put
+from support.measured import count_of
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +30,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -42,7 +42,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
-from pipeline.slots import SlotLease
+from pipeline.stage.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import LEARNT_TOGETHER, DetokenizeWorker, load_decoder
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import checkpoints
 import pytest
 import torch
-from engine_rig import Scene
-from selection import rest_at_night
+from support import checkpoints
+from support.engine_rig import Scene
+from support.selection import rest_at_night
 
 from pipeline.log.protocol import StreamLog
 from stages.generate.kernels import library

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from selection import by_night
-from split_patterns import KNOWN
+from support.selection import by_night
+from support.split_patterns import KNOWN
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import stages.tokenize.borders

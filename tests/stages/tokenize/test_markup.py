@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from dialects import make_encoder
+from support.dialects import make_encoder
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.events import Calls, Markup, Replay, SamplingParams, Submitted, Templating

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from split_patterns import KNOWN
+from support.split_patterns import KNOWN
 from tokenizers import Regex, pre_tokenizers
 
 from stages.tokenize.patterns import Pattern, UnknownPattern, literal

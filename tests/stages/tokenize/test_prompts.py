@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BOS, END, START, STOP, TEXT, train_tokenizer
+from support.checkpoints import BOS, END, START, STOP, TEXT, train_tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 

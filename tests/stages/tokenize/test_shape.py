@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from checkpoints import train_tokenizer
-from dialects import TEMPLATES
+from support.checkpoints import train_tokenizer
+from support.dialects import TEMPLATES
 
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import SamplingParams, Submitted, Templating

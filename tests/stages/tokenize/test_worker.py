@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from log_contract import put
-from measured import count_of
+from support.log_contract import put
+from support.measured import count_of
 
 import pipeline.scored
 import stages.tokenize.worker
@@ -41,8 +41,8 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
-from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
-from stages.tokenize.asked import Asked, asked_of
+from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status
+from stages.tokenize.constraints.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import BRIEF_TOKENS, CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
 

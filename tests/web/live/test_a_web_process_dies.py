@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
-from stand_in_stages import StandIn
-from web_process import serving
-from web_site import CHAT, IDS, chat
+from support.stand_in_stages import StandIn
+from support.web_process import serving
+from support.web_site import CHAT, IDS, chat
 
 
 class Stream:

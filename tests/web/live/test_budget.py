@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from redis_servers import command
-from stand_in_stages import StandIn
-from web_site import CHAT, DONE, Site, chat, error_of, received, site, until
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import CHAT, DONE, Site, chat, error_of, received, site, until
 
 from pipeline.errors import LogUnavailable
 from pipeline.log.protocol import RequestLimits

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from redis_servers import RunningServer, command
-from stand_in_stages import StandIn
-from web_site import chat, code_of, seal_of, site, text_of, until
+from support.redis_servers import RunningServer, command
+from support.stand_in_stages import StandIn
+from support.web_site import chat, code_of, seal_of, site, text_of, until
 
 import web.live.frontend
 from pipeline.names import SEAL, Names

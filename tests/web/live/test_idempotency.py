@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 from quart import Response
-from redis_servers import command
-from stand_in_stages import StandIn
 from structlog.testing import capture_logs
-from web_site import DONE, chat, error_of, one_request, received, request_lines, seal_of, site, until
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import DONE, chat, error_of, one_request, received, request_lines, seal_of, site, until
 
 import web.live.listener
 from pipeline.events import Cancelled, Failed

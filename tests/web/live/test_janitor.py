@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from measured import count_of
-from redis_servers import command, until
+from support.measured import count_of
+from support.redis_servers import command, until
 
 from pipeline.events import Cancelled, End, Failed, Finished, SamplingParams, Submitted, Timings, Usage, decode, new_uid
 from pipeline.log.protocol import Inbox, RequestLimits, StreamLog

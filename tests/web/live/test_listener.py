@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from stand_in_stages import finished, tokens
+from support.stand_in_stages import finished, tokens
 
 from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
 from pipeline.log.protocol import Entry, Reply

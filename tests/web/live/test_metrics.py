@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import psutil
 import pytest
-from measured import Scrape
-from redis_servers import RunningServer, command
-from stand_in_stages import MODELS, StandIn
-from web_site import Site, chat, code_of, error_of, site, until
+from support.measured import Scrape
+from support.redis_servers import RunningServer, command
+from support.stand_in_stages import MODELS, StandIn
+from support.web_site import Site, chat, code_of, error_of, site, until
 
 import web.live.metrics
 import web.live.open_request
@@ -35,8 +35,8 @@ from pipeline.metrics.families import (
 )
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import Names
-from pipeline.slots import Status
-from web.keys import Caller, Keys, hash_of
+from pipeline.stage.slots import Status
+from web.http.keys import Caller, Keys, hash_of
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from redis_servers import RunningServer, command
-from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import CHAT, DONE, chat, code_of, one_request, received, request_lines, seal_of, site, until
+from support.redis_servers import RunningServer, command
+from support.stand_in_stages import Stages, StandIn, finished, tokens
+from support.web_site import CHAT, DONE, chat, code_of, one_request, received, request_lines, seal_of, site, until
 
 import web.live.listener
 import web.live.open_request

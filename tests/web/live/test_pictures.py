@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 import pytest
-from redis_servers import RunningServer, Servers, running_server
-from web_site import until
+from support.redis_servers import RunningServer, Servers, running_server
+from support.web_site import until
 
 import web.live.pictures
 from pipeline.log.redis import AsyncRedisLog

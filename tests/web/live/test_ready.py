@@ -8,17 +8,17 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from redis_servers import RunningServer, command
-from stand_in_stages import CONTEXT, MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import Site, chat, error_of, seal_of, site, until
+from support.redis_servers import RunningServer, command
+from support.stand_in_stages import CONTEXT, MODELS, Stages, StandIn, finished, tokens
+from support.web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.ready
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
-from pipeline.slots import Phase, Status
+from pipeline.stage.slots import Phase, Status
 
 PATH = "/health_generate"
 

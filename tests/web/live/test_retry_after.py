@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from redis_servers import command
-from stand_in_stages import StandIn
-from web_site import chat, site, until
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import chat, site, until
 
 from pipeline.log.protocol import RequestLimits
 from web.live.retry_after import LONGEST_S, RetryAfter

@@ -8,11 +8,11 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 
 import pytest
-from measured import count_of
-from redis_servers import command
-from stand_in_stages import Stages, finished, tokens
 from structlog.testing import capture_logs
-from web_site import until
+from support.measured import count_of
+from support.redis_servers import command
+from support.stand_in_stages import Stages, finished, tokens
+from support.web_site import until
 
 import web.live.listener
 import web.live.tail

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from browser import Browser, browsing
-from stand_in_stages import Stages, StandIn
-from web_process import Server, serving
+from support.browser import Browser, browsing
+from support.stand_in_stages import Stages, StandIn
+from support.web_process import Server, serving
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from web.page_files import PAGES
+from web.http.page_files import PAGES
 
 MOST_BYTES = 300 * 1024
 OTHER = "docs.html"

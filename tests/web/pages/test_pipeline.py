@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import openai
 import pytest
-from accessibility import problems
-from browser import PHONE, Browser
-from hostile_markup import CENSUS, HOSTILE, TRAP
-from lived_requests import LivedRequests
 from selenium.webdriver.common.keys import Keys
-from stand_in_stages import StandIn
-from web_process import Server, serving
+from support.accessibility import problems
+from support.browser import PHONE, Browser
+from support.hostile_markup import CENSUS, HOSTILE, TRAP
+from support.lived_requests import LivedRequests
+from support.stand_in_stages import StandIn
+from support.web_process import Server, serving
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names

@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-import stand_in_stages
-from accessibility import problems
-from browser import PHONE, Browser
-from cut_connections import cutting
-from hostile_markup import CENSUS, HOSTILE, TRAP
 from selenium.webdriver.common.keys import Keys
-from stand_in_stages import SAY, StandIn
-from web_process import Server, serving
+from support import stand_in_stages
+from support.accessibility import problems
+from support.browser import PHONE, Browser
+from support.cut_connections import cutting
+from support.hostile_markup import CENSUS, HOSTILE, TRAP
+from support.stand_in_stages import SAY, StandIn
+from support.web_process import Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 

@@ -8,14 +8,14 @@ from contextlib import closing
 from typing import cast
 
 import pytest
-from accessibility import problems
-from browser import PHONE, Browser
-from histories import entries_of
-from hostile_markup import CENSUS, HOSTILE, TRAP
-from lived_requests import LivedRequests
 from selenium.webdriver.common.keys import Keys
-from stand_in_stages import SAY, StandIn
-from web_process import Server
+from support.accessibility import problems
+from support.browser import PHONE, Browser
+from support.histories import entries_of
+from support.hostile_markup import CENSUS, HOSTILE, TRAP
+from support.lived_requests import LivedRequests
+from support.stand_in_stages import SAY, StandIn
+from support.web_process import Server
 
 from pipeline.events import (
     Admitted,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from stand_in_stages import Stages, StandIn
 from structlog.testing import capture_logs
-from web_site import Site, chat, code_of, error_of, one_request, seal_of, site
+from support.stand_in_stages import Stages, StandIn
+from support.web_site import Site, chat, code_of, error_of, one_request, seal_of, site
 
 from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog

@@ -6,16 +6,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from redis_servers import command
-from stand_in_stages import StandIn
-from web_site import CHAT, DONE, IDS, Site, chat, code_of, site
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
 from pipeline.archive.volume import volumes
 from pipeline.archive.writer import Writer
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names, sibling_uids
 from pipeline.recording import Recording
-from web.keys import read_keys
+from web.http.keys import read_keys
 
 
 async def archive(here: Site, folder: Path, *uids: str) -> None:

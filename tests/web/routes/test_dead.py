@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 import pytest
-from lived_requests import LivedRequests
-from log_contract import put
-from redis_servers import command
-from web_site import Site, code_of, site
+from support.lived_requests import LivedRequests
+from support.log_contract import put
+from support.redis_servers import command
+from support.web_site import Site, code_of, site
 
 import web.routes.dead
 from ops.dead import letters_in

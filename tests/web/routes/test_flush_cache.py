@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from quart import Response
-from redis_servers import command
+from support.redis_servers import command
 
 import web.routes.cache
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import GENERATE, Names, slot_name
-from pipeline.slots import Phase, Status
+from pipeline.stage.slots import Phase, Status
 from web.app import create_app
 from web.live.frontend import Frontend
 

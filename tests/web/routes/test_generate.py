@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from quart import Response
-from redis_servers import command
-from stand_in_stages import StandIn
 from structlog.testing import capture_logs
-from web_site import DONE, IDS, Site, error_of, one_request, request_lines, site, until
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import DONE, IDS, Site, error_of, one_request, request_lines, site, until
 
 import web.live.listener
 import web.live.open_request

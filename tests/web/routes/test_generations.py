@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from quart import Response
-from stand_in_stages import BOS, Script, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import CHAT, IDS, chat, error_of, one_request, request_lines, seal_of, site, until
+from support.stand_in_stages import BOS, Script, StandIn, finished, tokens
+from support.web_site import CHAT, IDS, chat, error_of, one_request, request_lines, seal_of, site, until
 
 import web.live.listener
 import web.live.open_request

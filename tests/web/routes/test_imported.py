@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import command
-from stand_in_stages import StandIn
-from web_site import CHAT, chat, site
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import CHAT, chat, site
 
 from minisgl import main
 from ops.replay.files import read_dump

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from lived_requests import LivedRequests
-from log_contract import CANCELLED, put
-from redis_servers import command
-from web_site import Site, code_of, site
+from support.lived_requests import LivedRequests
+from support.log_contract import CANCELLED, put
+from support.redis_servers import command
+from support.web_site import Site, code_of, site
 
 import pipeline.archive.reader
 import web.live.catalogue
@@ -23,7 +23,7 @@ from pipeline.events import Failed, Replay, SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import PROBE, Names, sibling_uids
 from pipeline.recording import Recording
-from web.keys import hash_of, read_keys
+from web.http.keys import hash_of, read_keys
 from web.live.catalogue import HIDDEN_DIGITS
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"

@@ -7,11 +7,11 @@ import re
 from typing import Any, Final
 
 import pytest
-from chunks import documents, put_together, split
-from marked_texts import FAMILIES, written
-from selection import by_night
-from stand_in_stages import StandIn
-from web_site import IDS, Site, chat, site
+from support.chunks import documents, put_together, split
+from support.marked_texts import FAMILIES, written
+from support.selection import by_night
+from support.stand_in_stages import StandIn
+from support.web_site import IDS, Site, chat, site
 
 from pipeline.markup import ToolFormat
 from web.wire.idempotency import HEADER

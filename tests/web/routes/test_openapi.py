@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from web_site import site
+from support.web_site import site
 
 from web.routes.openapi import METHODS
 from web.routes.unsupported import PATHS

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in_stages import StandIn
-from web_process import serving
-from web_site import code_of, site
+from support.stand_in_stages import StandIn
+from support.web_process import serving
+from support.web_site import code_of, site
 
-from web.keys import read_keys
-from web.page_files import POLICY, policy_of
+from web.http.keys import read_keys
+from web.http.page_files import POLICY, policy_of
 
 PATHS = {
     "/": "index.html",

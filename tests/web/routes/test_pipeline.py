@@ -12,17 +12,17 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from lived_requests import LivedRequests
-from redis_servers import until as wait_until
-from stand_in_stages import StandIn
-from web_process import serving
-from web_site import Site, chat, code_of, received, site, until
+from support.lived_requests import LivedRequests
+from support.redis_servers import until as wait_until
+from support.stand_in_stages import StandIn
+from support.web_process import serving
+from support.web_site import Site, chat, code_of, received, site, until
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, new_uid
 from pipeline.views.pipeline import view_of
 from pipeline.views.reader import Reader, as_json
-from web.keys import Keys, hash_of, read_keys
+from web.http.keys import Keys, hash_of, read_keys
 
 PATH = "/v1/pipeline/events"
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lived_requests import LivedRequests
-from log_contract import CANCELLED
-from redis_servers import command
-from stand_in_stages import StandIn
 from structlog.testing import capture_logs
-from web_site import Site, chat, code_of, request_lines, site
+from support.lived_requests import LivedRequests
+from support.log_contract import CANCELLED
+from support.redis_servers import command
+from support.stand_in_stages import StandIn
+from support.web_site import Site, chat, code_of, request_lines, site
 
 from pipeline.archive.writer import Writer
 from pipeline.events import Failed, Submitted, Tokenized, decode, encode, new_uid
@@ -24,7 +24,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
 from pipeline.recording import Recording
 from pipeline.replaying import LOWEST
-from web.keys import Caller, Keys, hash_of, read_keys
+from web.http.keys import Caller, Keys, hash_of, read_keys
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
 KEYS = read_keys([ANN, BOB], "", ADMIN)

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from redis_servers import RunningServer, command
-from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import (
+from support.redis_servers import RunningServer, command
+from support.stand_in_stages import Stages, StandIn, finished, tokens
+from support.web_site import (
     CHAT,
     DONE,
     IDS,

@@ -7,19 +7,19 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from lived_requests import LivedRequests
-from log_contract import put
-from web_site import Site, code_of, site
+from support.lived_requests import LivedRequests
+from support.log_contract import put
+from support.web_site import Site, code_of, site
 
 import web.live.company
 import web.live.folding
 from ops.replay.late_tokens import why
 from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
-from pipeline.journal import JournalWriter
+from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, new_uid
-from web.keys import hash_of, read_keys
+from web.http.keys import hash_of, read_keys
 
 ENGINE = "generate-0"
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"

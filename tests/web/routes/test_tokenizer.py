@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from quart import Response
-from redis_servers import command
-from stand_in_stages import CONTEXT, MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import Site, chat, error_of, one_request, request_lines, site, until
+from support.redis_servers import command
+from support.stand_in_stages import CONTEXT, MODELS, StandIn
+from support.web_site import Site, chat, error_of, one_request, request_lines, site, until
 
 from pipeline.events import Answered, Cancelled, Submitted, Templating
 from pipeline.names import SEAL, Names

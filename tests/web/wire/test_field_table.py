@@ -1,5 +1,5 @@
-"""The table of all fields: what is refused, what passes, what is listed. What honoured fields do is in tests/fields.py
-and, for SGLang's form, in test_sglang_schemas.py."""
+"""The table of all fields: what is refused, what passes, what is listed. What honoured fields do is in
+tests/support/fields.py and, for SGLang's form, in test_sglang_schemas.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from request_models import NAMES
+from support.request_models import NAMES
 
 from pipeline.errors import RequestError
 from web.wire.constraints import StructuredOutputs

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fields import FIELDS, Field
+from support.fields import FIELDS, Field
 
 from pipeline.errors import RequestError
 from pipeline.events import SamplingParams

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from chunks import UID, documents, ended, finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import by_night
+from support.chunks import UID, documents, ended, finished
+from support.selection import by_night
 
 from ops.sse_reader import frames_in
 from pipeline.errors import RequestError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
-from chunks import UID, documents, ended, finished, put_together, split
 from openai.types.chat import ChatCompletion
+from support.chunks import UID, documents, ended, finished, put_together, split
 
 from pipeline.events import (
     Calls,

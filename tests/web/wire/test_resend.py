@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from selection import by_night
+from support.selection import by_night
 
 from pipeline.errors import RequestError
 from pipeline.events import Presentation, Submitted

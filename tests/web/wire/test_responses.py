@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from chunks import UID, documents, ended, finished, split
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.chunks import UID, documents, ended, finished, split
 
 from pipeline.errors import RequestError
 from pipeline.events import (

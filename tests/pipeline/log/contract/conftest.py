@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from log_contract import LIMITS, NAMES, Detokenizer, Scene
-from redis_servers import PLACES, Servers
+from support.log_contract import LIMITS, NAMES, Detokenizer, Scene
+from support.redis_servers import PLACES, Servers
 
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 

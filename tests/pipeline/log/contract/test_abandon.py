@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import ATTACHED_TO_A, CANCELLED, FINISHED, ONCE, Detokenizer, Scene, say_tokens
+from support.log_contract import ATTACHED_TO_A, CANCELLED, FINISHED, ONCE, Detokenizer, Scene, say_tokens
 
 from pipeline.log.protocol import Once, StreamLog, Submission, SubmitResult
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, sibling_uids

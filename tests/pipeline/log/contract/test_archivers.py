@@ -7,7 +7,7 @@ import time
 from typing import cast
 
 import pytest
-from log_contract import CANCELLED, FAILED, FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens
+from support.log_contract import CANCELLED, FAILED, FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens
 
 from pipeline.errors import Fenced
 from pipeline.log.archivers import ArchiverLog, ended_inbox

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from log_contract import CANCELLED, STEPS, SUBMITTED, TOKENIZED, Detokenizer, Scene, put, say_tokens
+from support.log_contract import CANCELLED, STEPS, SUBMITTED, TOKENIZED, Detokenizer, Scene, put, say_tokens
 
 from pipeline import names
 from pipeline.errors import Fenced, LogUnavailable, NewerVersion, UndecodableEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from log_contract import (
+from support.log_contract import (
     ACCEPTED,
     CANCELLED,
     FAILED,
@@ -20,7 +20,7 @@ from log_contract import (
     say_end,
     say_tokens,
 )
-from redis_servers import until
+from support.redis_servers import until
 
 from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
 from pipeline.log import entries

@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 import redis.exceptions
-from log_contract import FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens, submitted
-from redis_servers import until
+from support.log_contract import FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens, submitted
+from support.redis_servers import until
 
 from pipeline.events import StepCompleted, TokenRow, encode, new_uid
-from pipeline.journal import JournalWriter
 from pipeline.log.archivers import ended_inbox
 from pipeline.log.forgetting import FORGETTING, FORGOTTEN, ForgettingLog, Purged, Told
+from pipeline.log.journal import JournalWriter
 from pipeline.log.past import Forgotten
 from pipeline.log.protocol import Entry, StreamLog, Submission
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import LONG_MS, NAMES, SUBMITTED, TOKENIZED, Scene
+from support.log_contract import LONG_MS, NAMES, SUBMITTED, TOKENIZED, Scene
 
 from pipeline.errors import Fenced, GroupLost
 from pipeline.log.protocol import Entry, Inbox, StreamLog

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from log_contract import LONG_MS, Detokenizer, Scene, say_tokens
+from support.log_contract import LONG_MS, Detokenizer, Scene, say_tokens
 
 from pipeline.events import decode, encode
 from pipeline.log.protocol import StreamLog

@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from log_contract import LIMITS, SHORT_MS, Detokenizer, Scene, put, say_tokens
-from redis_servers import command, until
+from support.log_contract import LIMITS, SHORT_MS, Detokenizer, Scene, put, say_tokens
+from support.redis_servers import command, until
 
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog

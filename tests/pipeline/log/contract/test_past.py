@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import CANCELLED, FINISHED, LONG_MS, SHORT_MS, Detokenizer, Scene, limits, say_end, say_tokens
-from redis_servers import until
+from support.log_contract import CANCELLED, FINISHED, LONG_MS, SHORT_MS, Detokenizer, Scene, limits, say_end, say_tokens
+from support.redis_servers import until
 
 from pipeline.events import new_uid
 from pipeline.log.past import NotWhole

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from log_contract import FINISHED, SHORT_MS, STEPS, Detokenizer, Scene, limits, say_end, say_tokens
-from redis_servers import until
+from support.log_contract import FINISHED, SHORT_MS, STEPS, Detokenizer, Scene, limits, say_end, say_tokens
+from support.redis_servers import until
 
 from pipeline.errors import Fenced
 from pipeline.events import Admitted, Mark, Markup, Preempted, TokensProduced, decode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from log_contract import (
+from support.log_contract import (
     ACCEPTED,
     BUSY,
     DUPLICATE,

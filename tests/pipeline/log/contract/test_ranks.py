@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from log_contract import LONG_MS, SHORT_MS, Scene, put
-from redis_servers import until
+from support.log_contract import LONG_MS, SHORT_MS, Scene, put
+from support.redis_servers import until
 
 from pipeline.errors import Fenced, GroupLost, UndecodableEvent
 from pipeline.log.protocol import Entry, Owner, StreamLog

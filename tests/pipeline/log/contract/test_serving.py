@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from log_contract import LONG_MS, SHORT_MS, Scene
-from redis_servers import until
+from support.log_contract import LONG_MS, SHORT_MS, Scene
+from support.redis_servers import until
 
 from pipeline.errors import DoesNotFit
 from pipeline.log.protocol import GUEST, StreamLog

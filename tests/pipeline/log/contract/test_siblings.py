@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import (
+from support.log_contract import (
     ACCEPTED,
     ATTACHED_TO_A,
     BUSY,
@@ -23,7 +23,7 @@ from log_contract import (
     say_end,
     say_tokens,
 )
-from redis_servers import until
+from support.redis_servers import until
 
 from pipeline.errors import LogError
 from pipeline.events import SamplingParams, Submitted, Tokenized, decode, encode

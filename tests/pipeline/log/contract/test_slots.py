@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import LONG_MS, NAMES, SHORT_MS, STEPS, TOKENIZED, Detokenizer, Scene, say_tokens
-from redis_servers import until
+from support.log_contract import LONG_MS, NAMES, SHORT_MS, STEPS, TOKENIZED, Detokenizer, Scene, say_tokens
+from support.redis_servers import until
 
 from pipeline.errors import Fenced
 from pipeline.log.protocol import GUEST, Inbox, Owner, StreamLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
+from support.log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import decode

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from log_contract import ACCEPTED, ATTACHED_TO_A, BUSY, DUPLICATE, FINISHED, LONG_MS, SHORT_MS, SUBMITTED, Scene
-from redis_servers import until
+from support.log_contract import ACCEPTED, ATTACHED_TO_A, BUSY, DUPLICATE, FINISHED, LONG_MS, SHORT_MS, SUBMITTED, Scene
+from support.redis_servers import until
 
 from pipeline.events import SamplingParams, Submitted, decode
 from pipeline.log.protocol import Once, StreamLog, Submission, SubmitResult

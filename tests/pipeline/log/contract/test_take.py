@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from log_contract import LONG_MS, TOKENIZED, Scene
+from support.log_contract import LONG_MS, TOKENIZED, Scene
 
 from pipeline.errors import Fenced
 from pipeline.log.protocol import StreamLog

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from log_contract import ACCEPTED, SUBMITTED, Scene
+from support.log_contract import ACCEPTED, SUBMITTED, Scene
 
 from pipeline.events import Tokenized
 from pipeline.log.protocol import Entry, StreamLog

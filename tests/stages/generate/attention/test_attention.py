@@ -10,13 +10,13 @@ from itertools import takewhile
 
 import pytest
 import torch
-from flashinfer_double import Double
-from flashinfer_signatures import VERSIONS
-from selection import by_night, rest_at_night
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import VERSIONS
+from support.selection import by_night, rest_at_night
 from torch import Tensor
 
 from stages.generate.attention import ATTENTION, DETERMINISTIC, Attention, AttentionShape, flashinfer
-from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
+from stages.generate.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import make_case
-from flashinfer_double import Double
-from flashinfer_signatures import EXPORTED, FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
 from structlog.testing import capture_logs
+from support.attention_cases import make_case
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import EXPORTED, FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from stages.generate import resolve
 from stages.generate.attention import AttentionShape, flashinfer
 from stages.generate.attention.flashinfer import FlashInferAttention, Indices, compile_kernels, tools
-from stages.generate.resolve import resolve_attention
+from stages.generate.setup import resolve
+from stages.generate.setup.resolve import resolve_attention
 
 CUDA = torch.device("cuda")
 SHAPE = AttentionShape(16, 8, 128, 16, 0, torch.bfloat16, CUDA)

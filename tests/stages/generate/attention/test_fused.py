@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint, make_engine
-from devices import DEVICES, need_flashinfer
-from flashinfer_double import Double
-from flashinfer_signatures import VERSIONS
-from fused_double import FUNCTIONS
-from plans import Request, plan, shuffled_pages
-from ranks import Ranks
 from structlog.testing import capture_logs
+from support.checkpoints import Family, make_checkpoint, make_engine
+from support.devices import DEVICES, need_flashinfer
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import VERSIONS
+from support.fused_double import FUNCTIONS
+from support.plans import Request, plan, shuffled_pages
+from support.ranks import Ranks
 from torch import Tensor
 
 from pipeline.errors import ConfigError

@@ -6,8 +6,8 @@ import os
 
 import pytest
 import torch
-from attention_cases import largest_error, make_case
-from devices import DEVICES, need_flashinfer
+from support.attention_cases import largest_error, make_case
+from support.devices import DEVICES, need_flashinfer
 
 from stages.generate.attention import ATTENTION, AttentionShape, fused
 from stages.generate.attention.flashinfer import HEAD_DIMS, compile_kernels, kernels_of, load_library

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import make_case, make_plan
-from pretend_cuda import CUDA, OnDevice, pretend_cuda
+from support.attention_cases import make_case, make_plan
+from support.pretend_cuda import CUDA, OnDevice, pretend_cuda
 
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.torch import TorchAttention
-from stages.generate.forward.batch import build_batch
+from stages.generate.batch import build_batch
 
 
 @pytest.mark.parametrize("rows", [[(70, 1), (3, 1), (0, 1)], [(70, 1), (2, 9)], [(0, 9)], [(5, 1)] * 4 + [(600, 600)]])

@@ -7,11 +7,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from attention_cases import make_plan
-from pretend_cuda import CUDA, pretend_cuda
+from support.attention_cases import make_plan
+from support.pretend_cuda import CUDA, pretend_cuda
 
 from pipeline.events import SamplingParams
-from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
+from stages.generate.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 CPU = torch.device("cpu")

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import gloo_rank
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from kernel_variants import VARIANTS
-from ranks import Meeting, ThreadCollectives
-from selection import rest_at_night
+from support import gloo_rank
+from support.checkpoints import make_checkpoint
+from support.kernel_variants import VARIANTS
+from support.ranks import Meeting, ThreadCollectives
+from support.selection import rest_at_night
 
-from stages.generate.forward.collectives import ALONE, sum_in_order
+from stages.generate.collectives import ALONE, sum_in_order
 
 ROOT = Path(__file__).parents[4]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint
-from devices import CPU, DEVICES, need_flashinfer
-from flashinfer_double import Double
-from flashinfer_signatures import VERSIONS
-from pretend_cuda import CUDA, Pretended, pretend_cuda
-from schedules import make_schedule, marked
+from support.checkpoints import Family, make_checkpoint
+from support.devices import CPU, DEVICES, need_flashinfer
+from support.flashinfer_double import Double
+from support.flashinfer_signatures import VERSIONS
+from support.pretend_cuda import CUDA, Pretended, pretend_cuda
+from support.schedules import make_schedule, marked
 from torch import Tensor
 
 from ops.bench.models import Shape, write_config

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
-from devices import DEVICES, need_flashinfer
-from plans import NUM_PAGES, Request, plan, shuffled_pages
-from schedules import make_schedule, steps, steps_ahead
-from selection import rest_at_night
+from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
+from support.devices import DEVICES, need_flashinfer
+from support.plans import NUM_PAGES, Request, plan, shuffled_pages
+from support.schedules import make_schedule, steps, steps_ahead
+from support.selection import rest_at_night
 
 import stages.generate.forward.engine as engine_module
 from pipeline.errors import DeviceFull
 from pipeline.events import SamplingParams
-from stages.generate.forward import sampler
-from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
-from stages.generate.kernels import sampling
+from stages.generate.sampling import compiled as sampling
+from stages.generate.sampling import sampler
 from stages.generate.schedule.plan import PlanRow
 from stages.generate.schedule.request import NewRequest
 

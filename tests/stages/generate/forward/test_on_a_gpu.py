@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_engine
-from flashinfer_double import Double
-from plans import Request, plan, shuffled_pages
-from pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
-from schedules import make_schedule, steps_ahead
 from structlog.testing import capture_logs
+from support.checkpoints import make_checkpoint, make_engine
+from support.flashinfer_double import Double
+from support.plans import Request, plan, shuffled_pages
+from support.pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
+from support.schedules import make_schedule, steps_ahead
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, TokenRow
 from stages.generate.attention import flashinfer
-from stages.generate.attention.base import Attend, places_of, write_pages
 from stages.generate.attention.flashinfer import FlashInferAttention, Run
+from stages.generate.batch import PageTables
 from stages.generate.forward import graphs
-from stages.generate.forward.batch import PageTables
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
-from stages.generate.forward.shaping import on_device
+from stages.generate.model.attention import Attend, places_of, write_pages
+from stages.generate.sampling.shaping import on_device
 from stages.generate.schedule.plan import PlanRow
 from stages.generate.schedule.request import NewRequest
 

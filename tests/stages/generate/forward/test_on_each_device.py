@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_engine
-from devices import DEVICES, need_flashinfer
-from plans import Request, plan, shuffled_pages
-from schedules import Step, make_schedule, marked, steps, steps_ahead
+from support.checkpoints import make_checkpoint, make_engine
+from support.devices import DEVICES, need_flashinfer
+from support.plans import Request, plan, shuffled_pages
+from support.schedules import Step, make_schedule, marked, steps, steps_ahead
 
 from pipeline.events import SamplingParams
 from stages.generate.attention.flashinfer import padded_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_engine
+from support.checkpoints import make_checkpoint, make_engine
 
 from pipeline.events import SamplingParams
 from stages.generate.forward import engine as engine_module

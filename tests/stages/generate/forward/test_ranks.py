@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, make_checkpoint, make_engine
-from kernel_variants import VARIANTS
-from plans import Request, plan, shuffled_pages
-from ranks import Ranks
+from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
+from support.kernel_variants import VARIANTS
+from support.plans import Request, plan, shuffled_pages
+from support.ranks import Ranks
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
-from stages.generate.forward import scores as scores_module
 from stages.generate.forward.engine import Engine
+from stages.generate.sampling import scores as scores_module
 from stages.generate.schedule.plan import BatchPlan, Scoring
 
 PROMPT = random.Random(3).choices(range(4, 480), k=61)

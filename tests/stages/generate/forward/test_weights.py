@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, make_checkpoint
 from safetensors.torch import load_file, save_file
-from selection import rest_at_night
+from support.checkpoints import FAMILIES, Family, make_checkpoint
+from support.selection import rest_at_night
 
 import stages.generate.forward.weights as weights_module
 from stages.generate.forward.weights import dummy_weights, load_weights

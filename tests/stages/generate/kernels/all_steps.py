@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import make_engine
-from plans import Request, plan
+from support.checkpoints import make_engine
+from support.plans import Request, plan
 
-from stages.generate.kernels import decoder, library
+from stages.generate.kernels import library
+from stages.generate.model import compiled as decoder
 
 PAGE_SIZE, NUM_PAGES = 8, 128
 NUMBERS = (("float32", "none"), ("bfloat16", "none"), ("float16", "none"), ("bfloat16", "int8"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernel_variants import VARIANTS, Functions
+from support.kernel_variants import VARIANTS, Functions
 
 from stages.generate.kernels import build
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_variants import Functions
-from selection import by_night
+from support.kernel_variants import Functions
+from support.selection import by_night
 from torch import Tensor
 
 from stages.generate.kernels.library import Pages

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import rest_at_night
+from support.selection import rest_at_night
 
 from hatch_build import KernelsHook
 from stages.generate.kernels import build, library

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from checkpoints import FAMILIES, make_checkpoint
-from kernel_variants import VARIANTS
+from support.checkpoints import FAMILIES, make_checkpoint
+from support.kernel_variants import VARIANTS
 
 from stages.generate.kernels import build
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
-from kernel_variants import Functions
-from packed_products import DTYPES, FORMATS, PANEL, Gemm, Packed, padded
+from support.kernel_variants import Functions
+from support.packed_products import DTYPES, FORMATS, PANEL, Gemm, Packed, padded
 from torch import Tensor
 
 from stages.generate.kernels.library import Matrix

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, make_checkpoint, make_engine
-from kernel_variants import DTYPES, VARIANTS
-from plans import Request, plan
-from selection import by_night, rest_at_night
+from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
+from support.kernel_variants import DTYPES, VARIANTS
+from support.plans import Request, plan
+from support.selection import by_night, rest_at_night
 from torch import Tensor
 
 from pipeline.events import SamplingParams

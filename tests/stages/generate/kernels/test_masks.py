@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from kernel_variants import VARIANTS
+from support.checkpoints import make_checkpoint
+from support.kernel_variants import VARIANTS
 
-from stages.generate.forward.masks import packed, unpacked
 from stages.generate.forward.weights import dummy_weights
-from stages.generate.kernels import sampling
-from stages.generate.kernels.decoder import KernelDecoder
 from stages.generate.model.checkpoint import HEAD, check_folder
+from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.spec import ModelSpec
+from stages.generate.sampling import compiled as sampling
+from stages.generate.sampling.masks import packed, unpacked
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
 

@@ -11,18 +11,20 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint, make_engine
-from kernel_variants import VARIANTS
-from plans import Request, plan, shuffled_pages
+from support.checkpoints import Family, make_checkpoint, make_engine
+from support.kernel_variants import VARIANTS
+from support.plans import Request, plan, shuffled_pages
 from torch import Tensor
 
 from pipeline.events import SamplingParams
-from stages.generate.forward.collectives import sum_in_order
-from stages.generate.forward.draws import make_draws
-from stages.generate.kernels import build, decoder, library, sampling
-from stages.generate.kernels.memory import DRAW_BYTES, step_bytes
+from stages.generate.collectives import sum_in_order
+from stages.generate.kernels import build, library
+from stages.generate.model import compiled as decoder
 from stages.generate.model.spec import read_spec
+from stages.generate.sampling import compiled as sampling
+from stages.generate.sampling.draws import make_draws
 from stages.generate.schedule.plan import Sample
+from stages.generate.setup.kernel_memory import DRAW_BYTES, step_bytes
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_variants import VARIANTS
+from support.kernel_variants import VARIANTS
 
 from stages.generate.kernels import build
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from selection import by_night
+from support.selection import by_night
 
 from stages.generate.kernels import build
 

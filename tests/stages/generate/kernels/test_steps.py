@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_engine
-from kernel_variants import VARIANTS
-from plans import Request, plan, shuffled_pages
 from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint, make_engine
+from support.kernel_variants import VARIANTS
+from support.plans import Request, plan, shuffled_pages
 
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine

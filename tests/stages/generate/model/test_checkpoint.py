@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, make_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import FAMILIES, Family, make_checkpoint
 
 from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint, make_engine, reference_logits, reference_model
+from support.checkpoints import Family, make_checkpoint, make_engine, reference_logits, reference_model
 from transformers import DynamicCache
 
 from pipeline.events import SamplingParams

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
-from selection import rest_at_night
+from support.checkpoints import make_checkpoint
+from support.selection import rest_at_night
 
 from stages.generate.model.hub import HubModel, hub_model
 

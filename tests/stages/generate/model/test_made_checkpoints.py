@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import BOS, END, FAMILIES, STOP, Family, make_checkpoint
+from support.checkpoints import BOS, END, FAMILIES, STOP, Family, make_checkpoint
 from transformers import PreTrainedTokenizerFast
 
 from stages.generate.model.spec import read_spec

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from checkpoints import FAMILIES, make_checkpoint
+from support.checkpoints import FAMILIES, make_checkpoint
 
 from pipeline.errors import ConfigError
 from stages.generate.model.shard import kv_heads, parts_of

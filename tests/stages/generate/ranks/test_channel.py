@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_groups import connected, memory_store
-from selection import by_night, rest_at_night
+from support.gloo_groups import connected, memory_store
+from support.selection import by_night, rest_at_night
 
 from pipeline.errors import RankLost
 from stages.generate.ranks.channel import Follower, Leader, connect, file_store, least

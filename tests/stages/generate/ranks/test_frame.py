@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import make_schedule, marked, request, steps
-from selection import by_night
+from support.schedules import make_schedule, marked, request, steps
+from support.selection import by_night
 
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams

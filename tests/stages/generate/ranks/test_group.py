@@ -14,23 +14,23 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from redis_servers import until
+from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable, RankLost
 from pipeline.flags import parse_config
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Owner
 from pipeline.log.ranks import Formation
 from pipeline.names import Names
-from pipeline.slots import Status, read_statuses
-from pipeline.worker import Stop
-from stages.generate.config import GenerateConfig
+from pipeline.stage.slots import Status, read_statuses
+from pipeline.stage.worker import Stop
 from stages.generate.ranks import group as group_module
 from stages.generate.ranks import worker
 from stages.generate.ranks.channel import LOOPBACK, least
 from stages.generate.ranks.group import RankSlot, RankWatch, Terms, ack, formation_of, formed, joined
 from stages.generate.ranks.links import connect_links
 from stages.generate.ranks.stores import reached_store
+from stages.generate.setup.config import GenerateConfig
 
 TERMS = Terms("f1", "1.0", "float32")
 LEASE_MS = 90

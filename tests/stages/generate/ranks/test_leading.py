@@ -12,22 +12,22 @@ from typing import Any, TypeVar, cast
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_engine
-from gloo_groups import connected
-from kernel_variants import VARIANTS
-from schedules import make_schedule, steps, steps_ahead
+from support.checkpoints import make_checkpoint, make_engine
+from support.gloo_groups import connected
+from support.kernel_variants import VARIANTS
+from support.schedules import make_schedule, steps, steps_ahead
 
 from pipeline.errors import RankLost
 from pipeline.events import SamplingParams
 from pipeline.metrics.counters import Measures
-from stages.generate.flights import Flight, Flights
+from stages.generate.collectives import GlooCollectives
 from stages.generate.forward import engine as engine_module
-from stages.generate.forward import sampler
-from stages.generate.forward.collectives import GlooCollectives
 from stages.generate.forward.engine import Engine
-from stages.generate.meter import EngineMeter
+from stages.generate.loop.flights import Flight, Flights
+from stages.generate.loop.meter import EngineMeter
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.steps import FollowingEngine, LaunchingEngine, LeadingEngine
+from stages.generate.sampling import sampler
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.request import NewRequest
 

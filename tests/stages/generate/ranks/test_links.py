@@ -10,16 +10,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import gloo_groups
-import gloo_rank
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import make_checkpoint
-from nccl_double import Call, Nccl
+from support import gloo_groups, gloo_rank
+from support.checkpoints import make_checkpoint
+from support.nccl_double import Call, Nccl
 
 from pipeline.errors import RankLost
-from stages.generate.forward.collectives import ALONE, NcclCollectives
+from stages.generate.collectives import ALONE, NcclCollectives
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from redis_servers import until
 from structlog.testing import capture_logs
+from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable
-from pipeline.log.memory import MemoryLog
+from pipeline.log.memory.log import MemoryLog
 from pipeline.names import Names
-from pipeline.slots import Status, read_statuses
-from pipeline.worker import Stop
+from pipeline.stage.slots import Status, read_statuses
+from pipeline.stage.worker import Stop
 from stages.generate.ranks.group import RankSlot, Terms, formation_of
 from stages.generate.ranks.presence import Holders, start_of, wait_for_others, wait_until_single
 

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from journalled import POISON, Life, live, run
-from selection import by_night
+from support.journalled import POISON, Life, live, run
+from support.selection import by_night
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
-from pipeline.journal import Step, steps
-from stages.generate.log_thread import Arrived, Ended, Update
+from pipeline.log.journal import Step, steps
+from stages.generate.loop.log_thread import Arrived, Ended, Update
 from stages.generate.schedule.again import Again, StepsMissing, differences
 from stages.generate.schedule.request import NewRequest
 

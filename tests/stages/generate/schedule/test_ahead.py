@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from schedules import make_schedule, marked, num_samples, request, step
+from support.schedules import make_schedule, marked, num_samples, request, step
 
 from pipeline.events import Admitted, EventRow, TokenRow
 from stages.generate.schedule.plan import BatchPlan, RowScores, filled

@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
-import schedules
-from schedules import marked, request, step
+from support import schedules
+from support.schedules import marked, request, step
 
 from pipeline.events import EventRow
 from stages.generate.kvcache import CACHES

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import marked, request, step, steps
+from support import schedules
+from support.schedules import marked, request, step, steps
 
 from pipeline.events import Admitted, EventRow, Score, TokenRow
 from stages.generate.schedule.plan import BatchPlan, RowScores, Sample

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make_schedule, request
+from support.schedules import make_schedule, request
 
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from marked_texts import CHANNELS, FAMILIES, Written, written
-from selection import by_night
+from support.marked_texts import CHANNELS, FAMILIES, Written, written
+from support.selection import by_night
 
 from pipeline.events import Calls, Markup
 from pipeline.markup import ToolFormat

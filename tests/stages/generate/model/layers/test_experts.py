@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from pretend_cuda import CUDA, OnDevice, Waited, pretend_cuda
+from support.checkpoints import make_checkpoint
+from support.pretend_cuda import CUDA, OnDevice, Waited, pretend_cuda
 
 from stages.generate.forward import weights
 from stages.generate.forward.weights import load_weights

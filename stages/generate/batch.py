@@ -1,0 +1,138 @@
+"""A plan as tensors, for the decoder and the attention. Knows pages and positions, not requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stages.generate.sampling.shaping import on_device
+from stages.generate.schedule.plan import BatchPlan, PlanRow
+
+# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, X = several of these in one
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors, of int32, on the
+    device.
+
+    Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, and its last
+    `query_starts[b + 1] - query_starts[b]` tokens are computed in it.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    """The place of each token's key and value: page * page_size + offset."""
+    query_starts: tuple[int, ...]
+    """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
+    seq_lens: tuple[int, ...]
+    page_table_BN: Tensor
+    """Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
+    host_table_BN: npt.NDArray[np.int32]
+    """The same on the host."""
+    num_decode_rows: int
+
+
+class PageTables:
+    """Which pages each running request has, [max_running_requests, pages per row] on the host. Every rank keeps one."""
+
+    def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages_AN = np.zeros((max_running_requests, -(-max_seq_len // page_size)), np.int32)
+        self._address, self._row_bytes = self.pages_AN.ctypes.data, self.pages_AN.strides[0]
+
+    def address(self, table: int) -> int:
+        """Return where a row of the table is: NumPy takes long to say it."""
+        return self._address + table * self._row_bytes
+
+    def update(self, rows: Iterable[PlanRow]) -> None:
+        """Append the new pages of *rows*."""
+        for row in rows:
+            if row.new_pages:
+                end = row.first_page + len(row.new_pages)
+                assert end <= self.pages_AN.shape[1], f"{end} pages in a row of {self.pages_AN.shape[1]}"
+                self.pages_AN[row.table, row.first_page : end] = row.new_pages
+
+
+def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> ForwardBatch:
+    """Return *plan* as tensors on *device*; *tables* must have been updated with it.
+
+    There is one copy at most. Nothing waits for the device.
+    """
+    rows, page_size, pages_AN = plan.rows, tables.page_size, tables.pages_AN
+    starts, tables_B = [row.start for row in rows], [row.table for row in rows]
+    if plan.num_decode_rows == len(rows):  # one token each, so T is B
+        ends = [*range(1, len(rows) + 1)]
+        seq_lens = [start + 1 for start in starts]
+        numbers_XT = np.array(([row.token_ids[0] for row in rows], starts, tables_B), np.int32)
+    else:
+        lengths_B = np.array([len(row.token_ids) for row in rows])
+        assert lengths_B.min() > 0, "a row without tokens"
+        seq_lens_B, ends_B = lengths_B + starts, lengths_B.cumsum()
+        ends, seq_lens = ends_B.tolist(), seq_lens_B.tolist()
+        numbers_XT = np.empty((3, ends[-1]), np.int32)
+        numbers_XT[0] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends[-1])
+        numbers_XT[1] = np.arange(ends[-1]) + (seq_lens_B - ends_B).repeat(lengths_B)
+        numbers_XT[2] = np.repeat(tables_B, lengths_B)
+    token_ids_T, positions_T, slots_T = numbers_XT  # the last ones are tables, until the next lines
+    places_T = positions_T // page_size
+    pages_T = pages_AN.reshape(-1)[slots_T * pages_AN.shape[1] + places_T]
+    slots_T[:] = (pages_T - places_T) * page_size + positions_T
+    pages_BN = np.ascontiguousarray(pages_AN[tables_B, : -(-max(seq_lens) // page_size)])
+    token_ids, positions, slots, pages = _on_device((token_ids_T, positions_T, slots_T, pages_BN), device)
+    return ForwardBatch(
+        token_ids_T=token_ids,
+        positions_T=positions,
+        slots_T=slots,
+        query_starts=(0, *ends),
+        seq_lens=tuple(seq_lens),
+        page_table_BN=pages,
+        host_table_BN=pages_BN,
+        num_decode_rows=plan.num_decode_rows,
+    )
+
+
+def _on_device(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> Sequence[Tensor]:
+    """Return *arrays* as tensors. On another device than the host, they are parts of one."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def seen_by_tokens(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the row of each token, and how many tokens it sees, itself included, if there is no window."""
+    counts_B = np.diff(batch.query_starts)
+    rows_T = np.arange(len(counts_B)).repeat(counts_B)
+    before_B = np.array(batch.seq_lens) - np.array(batch.query_starts[1:])
+    return rows_T, before_B[rows_T] + np.arange(1, len(rows_T) + 1)
+
+
+def parted(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
+    """Return the decode rows of *batch*, and its chunks."""
+    num = batch.num_decode_rows
+    decode, chunks = (
+        replace(
+            batch,
+            token_ids_T=batch.token_ids_T[tokens],
+            positions_T=batch.positions_T[tokens],
+            slots_T=batch.slots_T[tokens],
+            query_starts=tuple(start - starts[0] for start in starts),
+            seq_lens=batch.seq_lens[rows],
+            page_table_BN=batch.page_table_BN[rows],
+            host_table_BN=batch.host_table_BN[rows],
+            num_decode_rows=num_decode_rows,
+        )
+        for tokens, rows, starts, num_decode_rows in (
+            (slice(num), slice(num), batch.query_starts[: num + 1], num),
+            (slice(num, None), slice(num, None), batch.query_starts[num:], 0),
+        )
+    )
+    return decode, chunks

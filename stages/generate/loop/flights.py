@@ -1,0 +1,238 @@
+"""Steps in flight: the engine computes them, and nobody has waited for their tokens yet. There are at most two.
+
+Knows the engine and the schedule. The worker decides when a step is launched and when it lands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import structlog
+
+from pipeline.errors import DeviceFull, RankLost
+from pipeline.events import EventRow, Failed, StepRow
+from stages.generate.loop.grammars import refusal
+from stages.generate.loop.meter import EngineMeter
+from stages.generate.loop.pace import Pace
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, Computed, filled
+from stages.generate.schedule.schedule import Schedule
+
+logger = structlog.get_logger()
+
+
+class Forward(Protocol):
+    """What the loop needs of an engine."""
+
+    def forward(self, plan: BatchPlan) -> Computed:
+        """Compute one step."""
+        ...
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """An engine that can begin a step before the tokens of the step before are on the host."""
+
+    def launch(self, plan: BatchPlan, before: Any) -> Any:
+        """Begin one step; return what `wait` needs.
+
+        *before*: what this method returned for the step before, the tokens of which replace the placeholders of *plan*.
+        None: it has none. All tokens before those of *before* are known now.
+        """
+        ...
+
+    def wait(self, launched: Any) -> Computed:
+        """Return the result of a step once it is computed. All tokens before its own are known now."""
+        ...
+
+
+class Withheld:
+    """An engine that computes a step at its launch and withholds the tokens until somebody waits for them."""
+
+    def __init__(self, engine: Forward) -> None:
+        self._engine = engine
+
+    def launch(self, plan: BatchPlan, before: Computed | None) -> Computed:
+        """See `Launches`."""
+        return self._engine.forward(plan if before is None else filled(plan, before.token_ids))
+
+    def wait(self, launched: Computed) -> Computed:
+        """See `Launches`."""
+        return launched
+
+
+def launching(engine: Forward) -> Launches:
+    """Return *engine*, or around it what launches its steps."""
+    return engine if isinstance(engine, Launches) else Withheld(engine)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched."""
+
+    plan: BatchPlan
+    marks: Sequence[StepRow]
+    number: int
+    """Of its commit. It is not that of the plan where a takeover was committed first."""
+    budget: int | None
+    """As in Figures.mixed_prefill_length."""
+    launched: Any = None
+    error: Exception | None = None
+    """The launch raised it."""
+    seconds: float = 0.0
+    """How long the loop has stood still for it."""
+
+
+class Flights:
+    """The steps in flight of one engine, oldest first."""
+
+    def __init__(self, engine: Forward, schedule: Schedule, meter: EngineMeter, pace: Pace | None) -> None:
+        self._engine = launching(engine)
+        self._schedule = schedule
+        self._meter = meter
+        self._pace = pace
+        self._flights: deque[Flight] = deque()
+        self._token_ids: Sequence[int] = ()
+        """Of the last step that has landed."""
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether the last launch raised. The step fails when it lands."""
+        return bool(self._flights) and self._flights[-1].error is not None
+
+    def launch(self, flight: Flight) -> None:
+        """Begin a step."""
+        before = self._flights[-1].launched if self._flights else None
+        began_s = time.perf_counter()
+        try:
+            flight.launched = self._engine.launch(flight.plan, before)
+        except Exception as error:  # it belongs to this step, and the step before is still to land
+            flight.error = error
+        flight.seconds = time.perf_counter() - began_s
+        self._flights.append(flight)
+
+    def land(self) -> tuple[Flight, list[StepRow], list[str]]:
+        """Wait for the oldest step. Return it, the rows that follow its marks, and the uids of requests that failed.
+
+        When the engine raises, or returns something else than was asked, each row of the step is tried alone. A request
+        whose row fails again fails. The others start over, because the step may have written anything to the pages that
+        they share; the step after it is undone. When all of several rows fail, the engine is broken and its process
+        ends. So it does when it has lost a rank, or when the device has no memory left: no request is at fault then.
+        What the schedule raises is a bug of ours: it ends the process, and no request is blamed.
+        """
+        flight, began_s = self._flights.popleft(), time.perf_counter()
+        misfits: list[StepRow] = []
+        unfit: list[str] = []
+        rows: list[StepRow] = []
+        failed: list[str] = []
+        computed, error = self._waited_for(flight)
+        flight.seconds += time.perf_counter() - began_s
+        if computed is not None:
+            misfits, unfit = self._without_misfits()
+            error = self._fault_in(computed, flight.plan)
+        if computed is None or error is not None:
+            logger.error("step_failed", step=flight.plan.step, rows=len(flight.plan.rows), exc_info=error)
+            began_s = time.perf_counter()
+            rows, failed = self._begun_again(flight)
+            flight.seconds += time.perf_counter() - began_s
+        else:
+            rows += self._schedule.complete(computed.token_ids, computed.scores)
+            self._token_ids = computed.token_ids
+            self._meter.computed(flight.plan)
+            if self._pace is not None:
+                self._pace.measured(flight.plan, flight.seconds, flight.budget)
+        return flight, [*misfits, *rows], [*unfit, *failed]
+
+    def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
+        """Return what the engine has computed, or the error of the step. Raises where no request can be at fault."""
+        try:
+            if flight.error is not None:
+                raise flight.error
+            return self._engine.wait(flight.launched), None
+        except RankLost:
+            raise
+        except DeviceFull as error:
+            self._log_full(flight.plan, error)
+            raise
+        except Exception as error:
+            return None, error
+
+    def _fault_in(self, computed: Computed, plan: BatchPlan) -> Exception | None:
+        """Return why *computed* is no result of *plan*, for those requests that did not end while the step ran."""
+        try:
+            computed.fits(plan)
+            if NOT_A_NUMBER in computed.token_ids:
+                self._of_requests_here(plan, computed).checked()
+        except (ArithmeticError, ValueError) as error:
+            return error
+        return None
+
+    def _log_full(self, plan: BatchPlan, error: DeviceFull) -> None:
+        """Log the batch for which there was no memory."""
+        holders = (self._holder(row.table) for row in plan.rows)
+        logger.error(
+            "out_of_memory",
+            error=str(error),
+            step=plan.step,
+            decode_rows=plan.num_decode_rows,
+            prefill_tokens=[len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]],
+            uids=[holder[0] for holder in holders if holder is not None],
+            remedy="lower --memory-ratio, --max-prefill-length or --max-running-requests if it happens again",
+        )
+
+    def _without_misfits(self) -> tuple[list[StepRow], list[str]]:
+        """Fail the requests whose grammars turned out to be too complex; return their rows and uids."""
+        misfits = self._schedule.misfits()
+        for uid, *_ in misfits:
+            self._schedule.drop(uid)
+        rows: list[StepRow] = [
+            EventRow(uid=uid, n=n, event=refusal(reason, param)) for uid, n, reason, param in misfits
+        ]
+        return rows, [uid for uid, *_ in misfits]
+
+    def _of_requests_here(self, plan: BatchPlan, computed: Computed) -> Computed:
+        """Return the tokens of those requests that did not end while the step ran."""
+        tables = [row.table for row in plan.rows if row.sample is not None]
+        tokens = zip(tables, computed.token_ids, strict=True)
+        return replace(computed, token_ids=[token for table, token in tokens if self._holder(table) is not None])
+
+    def _holder(self, table: int) -> tuple[str, int] | None:
+        with contextlib.suppress(KeyError):  # it ended elsewhere while the step ran
+            return self._schedule.holder(table)
+        return None
+
+    def _begun_again(self, flight: Flight) -> tuple[list[StepRow], list[str]]:
+        """Return the rows of a step that failed, and the uids of the requests that failed in it."""
+        rows = filled(flight.plan, self._token_ids).rows
+        errors: list[Exception] = []
+        of_requests: dict[str, tuple[int, Exception]] = {}
+        """Those that are still here. A broken engine raises for the others, too."""
+        for index, row in enumerate(rows):
+            alone = BatchPlan(flight.plan.step, (row,), int(index < flight.plan.num_decode_rows))
+            try:
+                computed = self._engine.wait(self._engine.launch(alone, None))
+                computed.fits(alone)
+                computed.checked()
+            except (RankLost, DeviceFull):
+                raise
+            except Exception as error:
+                errors.append(error)
+                if (holder := self._holder(row.table)) is not None:
+                    of_requests[holder[0]] = holder[1], error
+        if len(errors) == len(rows) > 1:
+            raise errors[0]
+        failed: list[StepRow] = []
+        for uid, (n, reason) in of_requests.items():
+            event = Failed(status=500, code="engine_error", message=f"The engine failed on this request: {reason}")
+            failed.append(EventRow(uid=uid, n=n, event=event))
+            self._schedule.drop(uid)
+        undone = [mark for after in self._flights for mark in after.marks]
+        self._flights.clear()
+        return [*undone, *self._schedule.start_over(), *failed], list(of_requests)

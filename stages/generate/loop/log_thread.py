@@ -1,0 +1,478 @@
+"""The thread between an engine and the log: it commits steps and brings new requests and news of ended ones.
+
+Some steps may be on their way while the engine computes the next. `outbox.py` says which, and how many.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import structlog
+
+from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
+from pipeline.events import Failed, StepCompleted
+from pipeline.log.entries import request_of
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
+from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
+from pipeline.process.failpoints import failpoint
+from pipeline.serving import Serving
+from pipeline.stage.slots import acquire_guest
+from pipeline.stage.unreadable import UnreadableEntries, uids_of
+from stages.generate.loop.log_clock import LogClock
+from stages.generate.loop.outbox import Group, Idle, Outbox, Step
+from stages.generate.loop.past import Past, past_of
+from stages.generate.loop.updates import Arrived as Arrived
+from stages.generate.loop.updates import Ended as Ended
+from stages.generate.loop.updates import Flush as Flush
+from stages.generate.loop.updates import Lost as Lost
+from stages.generate.loop.updates import Update as Update
+
+logger = structlog.get_logger()
+
+BLOCK_MS = 500
+BACKOFF_S = 0.3
+POLL_S = 0.02
+LIVE_EVERY_S = 1.0
+LISTEN_EVERY_S = 1.0
+LOOK_EVERY_S = 0.15
+"""Pause between two looks at the slots of other engines. An engine is taken over when it is away at two looks in a row:
+at one look it may have given its slot back only to ask for it again.
+"""
+MOST_STEPS_BEHIND = 256
+"""An engine plans no further step while so many wait for the detokenizer."""
+MOST_CLAIMED = 500
+"""Requests of a dead engine that are claimed at once."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Watching:
+    """This engine looks after its own slot alone."""
+
+    away: frozenset[str] = frozenset()
+    """Slots with requests in hand that no engine held at the last look."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """This engine holds the slot of a dead one, to claim its requests."""
+
+    owner: Owner
+    """The owner under which it holds that slot."""
+    away: frozenset[str]
+    """As in the state before."""
+
+
+class LogThread:
+    """Owns the engine's connection to the log.
+
+    *report_progress* tells the watchdog that waiting for the log is progress. Only the engine's loop calls it, where it
+    waits for this thread: what this thread does by itself says nothing about a forward pass.
+
+    It first adopts what the former owner of its slot had in hand, then serves the engine's loop. Beside that it is in
+    one state of each of these four machines. No transition depends on the state of another machine.
+
+    The takeover of another engine (`_takeover`). From the guest's lease on, the dead engine cannot write. Only when its
+    last steps are in the histories are its requests claimed.
+
+        state     event                                                      next
+        Watching  a look, LOOK_EVERY_S after the last: no slot was away      Watching
+                  twice, or another process got the leases of those
+                  a look: a slot was away twice, and its lease is ours now   Guest
+        Guest     steps of that slot wait for their detokenizer              Guest
+                  MOST_CLAIMED requests were claimed: there may be more      Guest
+                  fewer were claimed: the lease is given back                Watching
+
+    What the log delivered to this slot (`_deliveries`). While it is unseen, a `take` reads the pending entries first.
+
+        seen      a take or a claim is on its way: its reply may be lost     unseen
+                  more entries are pending here than this thread knows       unseen
+        unseen    the reply of a take has come                               seen
+                  the reply of a claim has come, and the state was seen      seen
+
+    Whether Redis is the process that it was (`_redis`). Another one may have lost steps and requests, so the engine
+    must begin again with what the log has.
+
+        unchecked it is the same process, or the first one                   same
+                  it is another process                                      (the thread ends: Fenced)
+        same      a call failed: LogUnavailable, LogFull                     unchecked
+
+    Whether this engine has a detokenizer (`_detokenizer`). Without one it takes nothing new. The state is looked up
+    before each take, but after `present` only every LISTEN_EVERY_S.
+
+        unknown   its slot is held | free                                    present | absent
+        present   its slot is held | free                                    present | absent
+        absent    its slot is held | free                                    present | absent
+    """
+
+    def __init__(
+        self,
+        log: StreamLog,
+        owner: Owner,
+        *,
+        lease_ms: int,
+        report_progress: Callable[[], None],
+        measures: Measures | None = None,
+        serving: Serving | None = None,
+        commit_interval_s: float = 0.0,
+    ) -> None:
+        """Serve *owner*'s engine. A request that others began with something else than *serving* fails.
+
+        *commit_interval_s*: how long a step may wait for the next ones, to be committed together.
+        """
+        self._news: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._num_told = 0
+        self._num_heard = 0
+        self._log = log
+        self._owner = owner
+        self._lease_ms = lease_ms
+        self._report_progress = report_progress
+        self._measures = measures or Measures()
+        self._serving = serving or Serving()
+        self._inbox = Inbox.tokenized(log.names)
+        self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
+        self._outbox = Outbox(commit_interval_s)
+        self._clock = LogClock()
+        self._entry_ids: dict[str, str] = {}
+        """uid -> entry of `tokenized`, for each request that this engine has in hand."""
+        self._prompt_ids: tuple[int, ...] = ()
+        """Of the last request that came. Other choices of its prompt share the object."""
+        self._cursor = self._control_cursor = "0-0"
+        self._takeover: _Watching | _Guest = _Watching()
+        self._watched_s = time.monotonic()
+        self._deliveries: Literal["seen", "unseen"] = "seen"
+        self._redis: Literal["unchecked", "same"] = "unchecked"
+        self._incarnation = ""
+        """Of the Redis that was found at the first check."""
+        self._detokenizer: Literal["unknown", "present", "absent"] = "unknown"
+        self._listened_s = 0.0
+        """When it was last found present."""
+        self._live_s = time.monotonic()
+        """When `live` was last read."""
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log thread", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def commit(
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+    ) -> None:
+        """Hand over step *number*, which consumes the entries of the uids in *ended*.
+
+        Wait while too many are on their way. With *settled*, also wait until this step is committed.
+        """
+        made_s = time.monotonic()
+        while not self._outbox.has_place(0.5):
+            if not self._thread.is_alive():
+                return
+            self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
+        group = self._outbox.put(Step(number, event, tuple(ended), room, made_s), at_once=settled)
+        while settled and self._thread.is_alive() and not group.committed.wait(0.5):
+            self._report_progress()
+
+    def idle(self, room: int) -> None:
+        """Say that there is nothing to compute, so that the thread waits for news."""
+        self._say_idle(Idle(room, self._num_heard, brief=False))
+
+    def look(self, room: int) -> None:
+        """Say that there is nothing to compute yet, so that the thread looks once for news."""
+        self._say_idle(Idle(room, self._num_heard, brief=True))
+
+    def hear(self, timeout_s: float = 0.0) -> Update | None:
+        """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
+        if not timeout_s and self._news.empty():
+            return None  # as after nearly every step
+        try:
+            news = self._news.get(timeout=timeout_s) if timeout_s else self._news.get_nowait()
+        except queue.Empty:
+            return None
+        self._num_heard += 1
+        return news
+
+    def stop(self) -> None:
+        """Commit the steps that were handed over, and end the thread."""
+        self._report_progress()
+        self._outbox.close()
+        self._stopped.set()
+        self._thread.join()
+
+    def _say_idle(self, idle: Idle) -> None:
+        while self._thread.is_alive() and not self._outbox.idle(idle, 0.5):
+            self._report_progress()
+
+    def _run(self) -> None:
+        try:
+            self._keep_trying(lambda: self._log.prepare(self._inbox))
+            self._keep_trying(self._adopt)
+            while True:
+                job = self._outbox.take(0.1)
+                if job is None:
+                    if self._stopped.is_set():
+                        return
+                    continue
+                if isinstance(job, Idle):
+                    self._wait_for_news(job)
+                else:
+                    self._pass(*job)
+                self._keep_trying(self._advance_takeover)  # after the steps, for which clients wait
+        except Exception as error:  # the engine must hear of it, whatever it is
+            self._tell(Lost(error))
+
+    def _pass(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
+        """Commit steps, wait until the detokenizer is not too far behind, and take what came meanwhile."""
+        newest, behind = self._keep_trying(lambda: self._commit(steps))
+        while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
+            self._stopped.wait(POLL_S)
+            newest, behind = self._keep_trying(lambda: self._append(()))  # hears of what ended meanwhile, too
+        self._outbox.committed(groups)
+        room = steps[-1].room
+        if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
+            self._keep_trying(lambda: self._take(room))
+
+    def _tell(self, news: Update) -> None:
+        self._num_told += 1
+        self._news.put(news)
+
+    def _keep_trying(self, work: Callable[[], T]) -> T:
+        """Do *work*, which is safe to do twice, until Redis answers.
+
+        Raises:
+            Fenced: Redis is another process than before.
+        """
+        group_lost = False
+        while not self._stopped.is_set():
+            try:
+                if self._redis == "unchecked":
+                    self._check_redis()
+                if group_lost:
+                    self._log.prepare(self._inbox)
+                return work()
+            except GroupLost as error:
+                group_lost = True
+                logger.warning("group_lost", error=str(error))
+            except (LogUnavailable, LogFull) as error:
+                self._redis = "unchecked"
+                logger.warning("log_unavailable", error=str(error))
+            self._stopped.wait(BACKOFF_S)
+        return work()  # once more, to commit the last step if Redis is there; if not, its successor computes it again
+
+    def _check_redis(self) -> None:
+        incarnation = self._log.incarnation()
+        if self._incarnation not in ("", incarnation):
+            raise Fenced("Redis was started again, or another one took its place")
+        self._incarnation, self._redis = incarnation, "same"
+
+    def _commit(self, steps: Sequence[Step]) -> tuple[str, int]:
+        """Commit steps; return what `_append` does."""
+        began_s = time.perf_counter()
+        newest, behind = self._append(steps)
+        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
+        failpoint("generate.after_commit")
+        return newest, behind
+
+    def _append(self, steps: Sequence[Step]) -> tuple[str, int]:
+        """Commit steps, perhaps none, and hear of what ended elsewhere. Return the id of the newest request that waits
+        for an engine, or was given to one, and how many steps wait for the detokenizer.
+        """
+        ended = [uid for step in steps for uid in step.ended]
+        clock, sent_s = self._clock, time.monotonic()
+        made_ms = {step.number: clock.at(step.made_s) for step in steps}
+        done = self._log.step(
+            self._owner,
+            {step.number: step.event.model_copy(update={"made_ms": made_ms[step.number]}) for step in steps},
+            ended=[self._entry_ids[uid] for uid in ended if uid in self._entry_ids],
+            control_cursor=self._control_cursor,
+            lease_ms=self._lease_ms,
+        )
+        clock.hear(sent_s, time.monotonic(), done.ms)
+        for uid in ended:
+            self._entry_ids.pop(uid, None)
+        self._pass_on(done.ended, done.flush, done.control_cursor)
+        if time.monotonic() - self._live_s > LIVE_EVERY_S:
+            self._check_live()
+        return done.newest, done.steps_length
+
+    def _take(self, room: int) -> None:
+        self._look_for_detokenizer()
+        if self._detokenizer == "absent":
+            room = 0
+        if self._deliveries == "unseen":
+            pending, known = self._log.pending(self._inbox, self._owner.slot), set(self._entry_ids.values())
+            self._bring([entry for entry in pending if entry.id not in known], resumed=None)
+        self._deliveries = "unseen"
+        taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
+        if taken.entries:
+            failpoint("generate.after_take")
+        self._deliveries = "seen"
+        self._cursor = taken.cursor
+        self._bring(taken.entries, resumed=False)
+        self._pass_on(taken.ended, taken.flush, taken.control_cursor)
+
+    def _look_for_detokenizer(self) -> None:
+        if self._detokenizer == "present" and time.monotonic() - self._listened_s <= LISTEN_EVERY_S:
+            return
+        slot = slot_name(DETOKENIZE, slot_index(self._owner.slot))
+        if self._log.lease(slot).holder:
+            self._detokenizer, self._listened_s = "present", time.monotonic()
+        else:
+            if self._detokenizer != "absent":
+                log = logger.info if self._detokenizer == "present" else logger.debug  # at the start nothing is wrong
+                log("waiting_for", stages=[slot])
+            self._detokenizer = "absent"
+
+    def _wait_for_news(self, job: Idle) -> None:
+        while self._num_told == job.heard and not self._stopped.is_set():
+            self._keep_trying(lambda: self._take(job.room))
+            self._keep_trying(self._check_live)
+            self._keep_trying(self._advance_takeover)
+            if job.brief:
+                return
+            if self._num_told == job.heard and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
+                self._stopped.wait(POLL_S)
+            elif self._num_told == job.heard:
+                self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
+
+    def _adopt(self) -> None:
+        """Go on with the requests of the slot's former owner, once all its steps are in their histories."""
+        entries = self._log.pending(self._inbox, self._owner.slot)
+        while entries and self._log.backlog(Inbox.steps(self._log.names, self._owner.slot)):
+            if self._stopped.wait(POLL_S):
+                return
+        if entries:
+            logger.info("taken_over", slot=self._owner.slot, requests=len(entries))
+            failpoint("generate.mid_takeover")
+        self._bring(entries, resumed=True)
+
+    def _advance_takeover(self) -> None:
+        if isinstance(self._takeover, _Watching):
+            self._look_at_others(self._takeover)
+        if isinstance(self._takeover, _Guest):
+            self._claim_as(self._takeover)
+
+    def _look_at_others(self, watching: _Watching) -> None:
+        """Become the guest of a slot that was away at the last look too."""
+        if time.monotonic() - self._watched_s < LOOK_EVERY_S:
+            return
+        self._watched_s = time.monotonic()
+        away = frozenset(self._log.forsaken(self._inbox, but=self._owner.slot))
+        self._takeover = _Watching(away)
+        for slot in sorted(away & watching.away):
+            owner = acquire_guest(self._log, slot, self._lease_ms)
+            if owner is not None:
+                logger.info("guest", slot=slot, epoch=owner.epoch)
+                self._takeover = _Guest(owner, away)
+                return
+
+    def _claim_as(self, guest: _Guest) -> None:
+        """Claim the requests of the dead engine, once its steps are in their histories."""
+        slot = guest.owner.slot
+        if self._log.backlog(Inbox.steps(self._log.names, slot)):
+            return
+        before, self._deliveries = self._deliveries, "unseen"
+        entries = self._log.claim_from(self._inbox, self._owner, guest.owner, MOST_CLAIMED)
+        if entries:
+            logger.info("taken_over", slot=slot, requests=len(entries))
+            failpoint("generate.mid_takeover")
+        self._bring(entries, resumed=True)
+        self._deliveries = before
+        if len(entries) < MOST_CLAIMED:
+            self._takeover = _Watching(guest.away)
+            self._log.release(guest.owner)
+
+    def _bring(self, entries: Sequence[Entry], *, resumed: bool | None) -> None:
+        """Read the histories of entries and give them to the engine.
+
+        *resumed* says whether another owner had them before; with None their histories say it.
+        """
+        readable = [entry for entry in entries if self._is_readable(entry)]
+        uids = [entry.fields["uid"] for entry in readable]
+        histories = self._keep_trying(lambda: self._log.histories(uids))
+        for entry, uid, history in zip(readable, uids, histories, strict=True):
+            try:
+                past = past_of(uid, history)
+            except Exception as error:  # UndecodableEvent, or numbers that no event has
+                refused = error if isinstance(error, UndecodableEvent) else UndecodableEvent(repr(error))
+                self._refuse(entry, refused, uids_of(entry))
+                continue
+            self._entry_ids[uid] = entry.id
+            if past is None or self._is_ended(entry, past):
+                self._tell(Ended(uid))
+            else:
+                was_here = past.had_begun if resumed is None else resumed
+                if past.request.prompt_ids != self._prompt_ids:
+                    self._prompt_ids = past.request.prompt_ids
+                request = replace(past.request, prompt_ids=self._prompt_ids)
+                self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
+
+    def _is_readable(self, entry: Entry) -> bool:
+        """Say whether an entry brings a request; if not, bury or leave it."""
+        try:
+            uid, _ = request_of(entry)
+        except UndecodableEvent as error:
+            self._refuse(entry, error, uids_of(entry))
+            return False
+        before = self._entry_ids.get(uid, entry.id)
+        if before != entry.id and before in self._keep_trying(self._pending_ids):
+            self._refuse(entry, UndecodableEvent(f"its request is in hand as the entry {before}"), ())
+            return False
+        return True
+
+    def _pending_ids(self) -> set[str]:
+        return {entry.id for entry in self._log.pending(self._inbox, self._owner.slot)}
+
+    def _refuse(self, entry: Entry, error: UndecodableEvent, uids: Sequence[str]) -> None:
+        self._keep_trying(lambda: self._unreadable.refuse(entry, error, self._owner.slot, uids))
+
+    def _is_ended(self, entry: Entry, past: Past) -> bool:
+        """End a request that another model began, or that killed its engines again and again; say whether it is one."""
+        uid, frontend, dead = entry.fields["uid"], entry.fields["frontend"], None
+        if reason := self._serving.why_not_continued(past.served_by):
+            logger.error("begun_elsewhere", uid=uid, reason=reason)
+            failed = Failed(status=500, code="other_model", message=reason)
+        elif past.is_poisonous:
+            deaths = past.num_deaths
+            logger.error("buried", uid=uid, deaths=deaths)
+            message = f"The request ended its engine {deaths} times, the last {past.num_alone} times alone."
+            failed = Failed(status=500, code="poisonous", message=message)
+            dead = DeadLetter(GENERATE, entry.fields, deaths, message)
+        else:
+            return False
+        if self._keep_trying(lambda: self._log.end(uid, failed, frontend=frontend, dead=dead)):
+            self._measures.add(REQUEST_SUCCESS, "error")
+            if dead is not None:
+                self._measures.add(BURIED)
+        return True
+
+    def _pass_on(self, uids: Sequence[str], flush: str, cursor: str) -> None:
+        """Tell the engine what a reply brought from `control`, up to *cursor*."""
+        self._control_cursor = cursor
+        if flush:
+            self._tell(Flush(flush))
+        for uid in uids:
+            if uid in self._entry_ids:
+                self._tell(Ended(uid))
+
+    def _check_live(self) -> None:
+        """End the requests in hand that are no longer in `live`: `control` may have lost their entries.
+
+        Also compare the number of pending entries. A `take` that was given up while Redis stood still may have been
+        done later.
+        """
+        self._live_s = time.monotonic()
+        if self._log.num_pending(self._inbox, self._owner.slot) > len(self._entry_ids):
+            self._deliveries = "unseen"
+        uids = list(self._entry_ids)
+        gone = set(uids) - self._log.alive(uids)
+        for uid in uids:
+            if uid in gone:
+                self._tell(Ended(uid))
+        self._unreadable.look()

@@ -1,0 +1,118 @@
+"""What the history of a request tells the engine that computes it next. A pure fold: no log, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.events import Admitted, Submitted, TakenOver, Tokenized, TokensProduced
+from pipeline.log.protocol import Entry
+from pipeline.names import SEAL
+from pipeline.serving import Serving
+from pipeline.walk import NOT_COMPUTED, walk
+from stages.generate.loop.outbox import MOST_HANDED_OVER
+from stages.generate.schedule.request import NewRequest
+
+TOKENS_IN_DOUBT = MOST_HANDED_OVER + 2
+"""An engine that dies may have computed steps that are not in the log: those that it had handed over, and with overlap
+one that had not landed. It dies in the next. A successor has come further than that only when it has made this many
+tokens.
+"""
+MOST_DEATHS_ALONE = 3
+"""A request fails for good when so many engines died while they computed nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the history of a request says to the engine that goes on with it."""
+
+    request: NewRequest
+    had_begun: bool
+    """An engine has computed it before."""
+    num_taken_over: int
+    """How many engines took it over and died before they had made TOKENS_IN_DOUBT tokens of it."""
+    num_alone: int
+    """How many of them computed nothing else."""
+    served_by: Serving
+    """The tokenizer of its prompt, and the weights that computed it so far."""
+
+    @property
+    def is_poisonous(self) -> bool:
+        """Whether it is given up."""
+        return self.num_alone >= MOST_DEATHS_ALONE
+
+    @property
+    def num_deaths(self) -> int:
+        """How many engines died of it: those that took it over, and the first one."""
+        return self.num_taken_over + 1
+
+
+def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
+    """Fold a history; return None when the request has ended or its history is gone.
+
+    Raises:
+        UndecodableEvent: An event does not decode, or tokens are missing between two events.
+    """
+    if not history or history[-1].id == SEAL:
+        return None
+    submitted: Submitted | None = None
+    tokenized: Tokenized | None = None
+    output: list[int] = []
+    had_begun = False
+    weights = ""
+    takeovers: list[tuple[int, bool]] = []
+    for _, n, event, _ in walk(history, without=NOT_COMPUTED):
+        match event:
+            case Submitted():
+                submitted = event
+            case Tokenized():
+                tokenized = event
+            case TokensProduced():
+                output += event.tokens
+            case TakenOver():
+                had_begun = True
+                takeovers.append((n, event.alone))
+            case Admitted():
+                had_begun = True
+                if event.numerics:  # else an older version wrote it, whose fingerprint is of weights and dtype
+                    weights = event.fingerprint
+    if submitted is None or tokenized is None:
+        return None
+    request = _request(uid, submitted, tokenized, output)
+    in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
+    served_by = Serving(weights=weights, tokenizer=tokenized.fingerprint)
+    return Past(request, had_begun, len(in_vain), sum(in_vain), served_by)
+
+
+def recorded_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
+    """Return the request of a history with all its output, ended or not; None: the history has no prompt.
+
+    Raises:
+        UndecodableEvent: An event does not decode.
+    """
+    submitted: Submitted | None = None
+    tokenized: Tokenized | None = None
+    output: list[int] = []
+    for _, _, event, _ in walk(history, without=NOT_COMPUTED):
+        match event:
+            case Submitted():
+                submitted = event
+            case Tokenized():
+                tokenized = event
+            case TokensProduced():
+                output += event.tokens
+    return None if submitted is None or tokenized is None else _request(uid, submitted, tokenized, output)
+
+
+def _request(uid: str, submitted: Submitted, tokenized: Tokenized, output: Sequence[int]) -> NewRequest:
+    return NewRequest(
+        uid,
+        tokenized.token_ids,
+        tuple(output),
+        submitted.sampling,
+        priority=submitted.priority,
+        bad_words=tokenized.bad_words,
+        grammar=tokenized.grammar,
+        grammar_param=tokenized.grammar_param,
+        reads_cache=submitted.replay is None or submitted.replay.cached,
+    )

@@ -1,0 +1,499 @@
+"""Rank 0's loop: take in, plan, forward, commit. Tokenized -> StepCompleted.
+
+Its memory is the schedule. The log thread does everything that crosses the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import structlog
+
+from pipeline import VERSION
+from pipeline.errors import Fenced
+from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
+from pipeline.log.protocol import Owner, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.names import GENERATE
+from pipeline.process.failpoints import failpoint
+from pipeline.process.priority import give_way
+from pipeline.serving import Serving, tokenizer_fingerprint
+from pipeline.stage.slots import SlotLease, progress_reporter, wait_until_it_fits
+from pipeline.stage.worker import Stop, WorkerProcess
+from stages.generate.kvcache import make_cache
+from stages.generate.loop.flights import Flight, Flights, Forward
+from stages.generate.loop.grammars import Grammars
+from stages.generate.loop.log_thread import Arrived, Ended, Flush, LogThread, Lost, Update
+from stages.generate.loop.meter import EngineMeter, measure_cache
+from stages.generate.loop.pace import Pace
+from stages.generate.loop.page_audit import PageAudit
+from stages.generate.loop.suspects import Suspects
+from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
+from stages.generate.model.ends import end_tokens
+from stages.generate.model.recommended import FILE as RECOMMENDATIONS
+from stages.generate.model.recommended import read_recommended
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.recorded import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, RecordedSchedule
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule
+from stages.generate.setup.config import DefaultsConfig, GenerateConfig
+from stages.generate.setup.loading import load_engine
+from stages.generate.setup.resolve import Settings, resolve
+
+logger = structlog.get_logger()
+
+STEP_TIMEOUT_S = 60.0
+"""A forward pass that takes longer is stuck, and the watchdog ends the process."""
+LOAD_TIMEOUT_S = 3600.0
+GIVES_WAY = 8
+"""Steps of niceness on a CPU, whose cores the engine shares with the processes that pass its tokens on."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
+NO_STEP = StepCompleted(rows=())
+GRAMMAR_POLL_S = 0.005
+"""An idle engine looks so often for news while it waits for a grammar."""
+
+
+class GenerateWorker:
+    """One engine's loop."""
+
+    def __init__(
+        self,
+        engine: Forward,
+        schedule: Schedule,
+        log_thread: LogThread,
+        slot_lease: SlotLease,
+        measures: Measures | None = None,
+        pace: Pace | None = None,
+        grammars: Grammars | None = None,
+        *,
+        overlap: bool = False,
+    ) -> None:
+        """*pace*: decides how many prompt tokens come beside streams, in place of the limits of *schedule*.
+
+        *grammars*: of the engine's tokenizer; without, a request with a grammar ends this worker. *overlap*: the next
+        step is planned and launched before somebody waits for the tokens of the last one.
+        """
+        self._schedule = schedule
+        self._log_thread = log_thread
+        self._slot_lease = slot_lease
+        self._pace = pace
+        self._grammars = grammars
+        self._overlap = overlap
+        self._let_go: list[str] = []
+        """Uids that ended elsewhere. The next step says so."""
+        self._rows: list[StepRow] = []
+        """Rows for the next step that do not come from a forward pass."""
+        self._refused: list[str] = []
+        """Uids of requests that failed here. The next step consumes their entries."""
+        self._resumed: dict[str, int] = {}
+        """uid -> n of requests that another owner of a slot had begun, until they are planned here."""
+        self._suspects = Suspects()
+        self._uncompiled: list[Arrived] = []
+        """Those that came with a grammar that nobody has begun to compile."""
+        self._books = PageAudit(schedule, slot_lease)
+        self._meter = EngineMeter(measures or Measures(), schedule)
+        self._flights = Flights(engine, schedule, self._meter, pace)
+        self._snapshot = schedule.snapshot() if isinstance(schedule, RecordedSchedule) else ""
+        """The schedule as it is before the next step, if that shall say it."""
+        self._snapshot_from = SNAPSHOT_EVERY
+        """The next one is taken after the step of this number .."""
+        self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
+        """.. or after the first step that ends later than this."""
+        self._snapshot_is_due = False
+        """It is taken as soon as no step is in flight."""
+
+    def run(self, stop: Stop) -> None:
+        """Work until *stop* is set or the slot is lost."""
+        while not stop and not self._slot_lease.lost.is_set():
+            self._slot_lease.report_progress(patience_s=STEP_TIMEOUT_S)
+            self._take_in()
+            takes_over = self._resumed and self._schedule.may_admit
+            ahead = self._overlap and not takes_over and not self._suspects
+            if not ahead or self._snapshot_is_due or self._flights.have_failed:
+                self._land_until(0)
+            self._try_suspects()
+            if self._uncompiled and not self._suspects:  # else new grammars would hold up the trials for ever
+                self._begin_grammars()
+                self._try_suspects()
+            if self._launch():
+                self._land_until(1 if ahead else 0)
+            elif self._flights:
+                self._land_until(0)
+            elif self._let_go or self._rows:
+                self._commit(self._schedule.skip_step(), [], [])
+            else:
+                (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
+                self._books.check()
+                self._wait_for_news(stop)
+        self._land_until(0)
+        if self._schedule.num_running:
+            failpoint("generate.during_drain")
+
+    def _launch(self) -> bool:
+        """Plan and launch the next step; False: there is nothing to compute, or a step must land first."""
+        schedule, pace = self._schedule, self._pace
+        budget = pace.budget(schedule.work) if pace is not None and schedule.has_prompts else None
+        planned = schedule.plan(budget)
+        if planned is None:
+            return False
+        plan, marks = planned
+        self._meter.planned(marks)
+        number = plan.step
+        if self._resumed and self._take_over(plan, marks, budget):
+            marks, number = [], self._schedule.skip_step()
+        failpoint("generate.before_forward")
+        self._flights.launch(Flight(plan, marks, number, budget))
+        return True
+
+    def _land_until(self, most: int) -> None:
+        """Wait for steps in flight and commit them, oldest first, until at most *most* are left."""
+        while len(self._flights) > most:
+            flight, rows, failed = self._flights.land()
+            failpoint("generate.after_forward")
+            self._refused += failed
+            ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
+            if ended:
+                failpoint("generate.with_end_row")
+            self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
+
+    def _take_in(self) -> None:
+        while (news := self._log_thread.hear()) is not None:
+            self._fold(news)
+        for arrived, result in self._grammars.ready() if self._grammars else ():
+            if isinstance(result, Failed):
+                self._refuse(arrived.request, result)
+            else:
+                request = dataclasses.replace(arrived.request, matcher=result)
+                self._enter(dataclasses.replace(arrived, request=request))
+
+    @property
+    def _room(self) -> int:
+        """How many new requests may be taken from the log now."""
+        uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
+        return max(self._schedule.room - uncompiled, 0)
+
+    def _wait_for_news(self, stop: Stop) -> None:
+        if self._grammars:
+            self._grammars.wait(GRAMMAR_POLL_S)
+            return
+        while not stop and not self._slot_lease.lost.is_set():
+            self._slot_lease.report_progress()
+            news = self._log_thread.hear(timeout_s=0.2)
+            if news is not None:
+                self._fold(news)
+                return
+
+    def _fold(self, news: Update) -> None:
+        match news:
+            case Arrived(request) as arrived:
+                if request.grammar:
+                    assert self._grammars is not None, "an engine without grammars got a request with one"
+                    self._uncompiled.append(arrived)
+                else:
+                    self._enter(arrived)
+            case Ended(uid):
+                self._schedule.drop(uid)
+                if self._grammars is not None:
+                    self._grammars.drop(uid)
+                self._uncompiled = [other for other in self._uncompiled if other.request.uid != uid]
+                self._resumed.pop(uid, None)
+                self._suspects.drop(uid)
+                self._let_go.append(uid)
+            case Flush(control_id):
+                pages = self._schedule.flush()
+                logger.info("flushed", pages=pages)
+                self._slot_lease.say(flushed=control_id, flushed_pages=self._slot_lease.status.flushed_pages + pages)
+            case Lost(error):
+                raise error
+
+    def _enter(self, arrived: Arrived) -> None:
+        """Let a request run, or wait for its trial. Its grammar is compiled."""
+        request = arrived.request
+        if arrived.resumed and not request.grammar:
+            self._resumed[request.uid] = len(request.output_ids)
+        if arrived.suspect and not request.grammar:
+            self._suspects.add(request)
+        else:
+            self._add(request)
+
+    def _begin_grammars(self) -> None:
+        """Have the grammars compiled of those that came. A suspect waits for its trial."""
+        came = {arrived.request.uid for arrived in self._uncompiled}
+        self._say_taken_over([one.request for one in self._uncompiled if one.resumed and not one.suspect], alone=False)
+        uncompiled, self._uncompiled = self._uncompiled, []  # without those that ended meanwhile
+        for arrived in uncompiled:
+            if arrived.request.uid not in came:
+                self._uncompiled.append(arrived)
+            elif arrived.suspect:
+                self._suspects.add(arrived.request)
+            else:
+                self._compile(arrived)
+
+    def _compile(self, arrived: Arrived) -> None:
+        assert self._grammars is not None, "an engine without grammars got a request with one"
+        self._grammars.begin(arrived)
+
+    def _say_taken_over(self, requests: Sequence[NewRequest], *, alone: bool) -> None:
+        """Commit that this engine took over *requests*, before it compiles their grammars: it may die of that."""
+        if not requests:
+            return
+        self._land_until(0)
+        rows = [self._taken_over(request.uid, len(request.output_ids), alone=alone) for request in requests]
+        self._commit(self._schedule.skip_step(), rows, [], settled=True)
+        failpoint("generate.after_takeover_committed")
+        self._take_in()  # as in _take_over
+
+    def _try_suspects(self) -> None:
+        """Let the next suspect run alone, once the trial before is over. No grammar is compiled beside it."""
+        trial = self._suspects.trial
+        if trial is not None:
+            is_compiled = self._grammars is None or trial.uid not in self._grammars
+            if not is_compiled or not trial.is_over(self._schedule.num_output(trial.uid)):
+                return
+            self._end_trial()
+        request = None if self._grammars else self._suspects.begin()
+        if request is None:
+            return
+        logger.warning("runs_alone", uid=request.uid, n=len(request.output_ids))
+        self._land_until(0)
+        self._rows += self._schedule.isolate(request.uid)
+        if request.grammar:
+            self._say_taken_over([request], alone=True)
+            if request.uid not in self._let_go:  # it may have ended meanwhile
+                self._compile(Arrived(request, resumed=True, suspect=True))
+        elif not self._add(request):
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        self._suspects.end()
+        self._schedule.isolate(None)
+
+    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow], budget: int | None) -> bool:
+        """Commit that this engine took over those requests of a plan that others had begun; False: there are none.
+
+        It is in the log before anything is computed for them, so an engine that dies of a request has left its mark.
+        """
+        trial = self._suspects.trial
+        rows: list[StepRow] = []
+        for mark in marks:
+            n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
+            if n is not None:
+                rows.append(self._taken_over(mark.uid, n, alone=trial is not None and trial.uid == mark.uid))
+        if rows:
+            assert not self._flights, "step.lua would take a step in flight for one that was committed before"
+            self._commit(plan.step, [*rows, *marks], [], mixed_prefill_length=budget, settled=True)
+            failpoint("generate.after_takeover_committed")
+            self._take_in()  # raises if it could not be committed because the slot has another owner
+        return bool(rows)
+
+    def _taken_over(self, uid: str, n: int, *, alone: bool) -> EventRow:
+        by = self._schedule.identity
+        event = TakenOver(engine=by.engine, epoch=by.epoch, numerics=by.numerics, alone=alone)
+        return EventRow(uid=uid, n=n, event=event)
+
+    def _add(self, request: NewRequest) -> bool:
+        """Queue a request; False when it can never run here: the next step says so."""
+        failed = self._schedule.add(request)
+        if failed is not None:
+            self._refuse(request, failed)
+        return failed is None
+
+    def _refuse(self, request: NewRequest, failed: Failed) -> None:
+        self._resumed.pop(request.uid, None)
+        self._rows.append(EventRow(uid=request.uid, n=len(request.output_ids), event=failed))
+        self._refused.append(request.uid)
+
+    def _commit(
+        self, number: int, rows: Sequence[StepRow], ended: Sequence[str], *, settled: bool = False, **figures: Any
+    ) -> None:
+        schedule = self._schedule
+        given, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
+        held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
+        said = {
+            "rows": (*self._rows, *rows),
+            "let_go": tuple(self._let_go),
+            "given": given,
+            "chunks": chunks,
+            "schedule": self._snapshot,
+            "figures": Figures(**held, **figures),
+        }
+        event = NO_STEP.model_copy(update=said)  # it looks at no row again, and model_construct takes twice as long
+        self._meter.committed(event)
+        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
+        self._rows, self._let_go, self._refused = [], [], []
+        self._snapshot = ""
+        due = number >= self._snapshot_from or time.monotonic() >= self._snapshot_s
+        if not isinstance(schedule, RecordedSchedule) or not due or settled:
+            return
+        self._snapshot_is_due = bool(self._flights)
+        if not self._flights:
+            self._snapshot, self._snapshot_from = schedule.snapshot(), number + SNAPSHOT_EVERY
+            self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
+
+
+def _figures(flight: Flight) -> dict[str, Any]:
+    plan = flight.plan
+    prefills = plan.rows[plan.num_decode_rows :]
+    return {
+        "decode_rows": plan.num_decode_rows,
+        "prefill_rows": len(prefills),
+        "prefill_tokens": sum(len(row.token_ids) for row in prefills),
+        "mixed_prefill_length": flight.budget,
+        "forward_ms": round(flight.seconds * 1000, 3),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to compute. Its process keeps it when it loses its slot."""
+
+    engine: Forward
+    settings: Settings
+    eos_ids: tuple[int, ...]
+
+    def can_serve(self, serving: Serving) -> Serving:
+        """Return *serving* with the context that this engine can serve."""
+        settings = self.settings
+        step = settings.page_size if settings.context_flag == "--num-pages" else 1
+        return dataclasses.replace(
+            serving, context=settings.limits.context, context_flag=settings.context_flag, context_step=step
+        )
+
+    def said(self) -> dict[str, object]:
+        """Return what the engine's status says about how it computes."""
+        settings = self.settings
+        return {
+            "numerics": settings.numerics,
+            "batch_invariant": settings.batch_invariant,
+            "why_torch": settings.why_torch,
+        }
+
+    def grammars(self, folder: Path) -> Grammars:
+        """Return the grammars of an engine with the tokenizer of *folder*."""
+        return Grammars(folder, self.eos_ids, self.settings.limits.vocab_size).started()
+
+    def schedule(self, owner: Owner, serving: Serving, *, noted: bool = False) -> Schedule:
+        """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context.
+
+        *noted*: the steps say what it was given.
+        """
+        settings = self.settings
+        return (RecordedSchedule if noted else Schedule)(
+            make_cache(settings.cache, settings.num_pages, settings.page_size),
+            dataclasses.replace(settings.limits, context=serving.context),
+            self.eos_ids,
+            Identity(owner.slot, owner.epoch, serving.weights, settings.numerics, VERSION),
+        )
+
+
+Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Loaded]
+"""Loads a model and reports its progress."""
+
+
+def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
+    """Be one engine until SIGTERM; return the exit code."""
+
+    def load_and_give_way(config: GenerateConfig, folder: Path, say: Callable[[float], None]) -> Loaded:
+        loaded = load(config, folder, say)
+        if loaded.settings.device.type == "cpu":
+            give_way(GIVES_WAY)
+        return loaded
+
+    return run_engine(config, open_log, folder, load_and_give_way)
+
+
+def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+    """Be one engine with the model that *load* returns.
+
+    It asks for a slot once the model is loaded. When it loses the slot it forgets its requests, keeps its weights and
+    asks again.
+    """
+    process = WorkerProcess(GENERATE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
+    measures = process.measures
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    names = config.names.served_model_name or (model_id(folder),)
+    serving = serving_of(folder, names[0], dummy=config.engine.dummy_weight)
+    with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
+        wait_until_it_fits(process.log, serving, process.stop)  # a load takes long, and may need what the others have
+        loaded = load(config, folder, progress_reporter(announcement, "weights"))
+    measure_cache(measures, loaded.settings)
+    defaults = sampling_defaults(config.defaults, folder)
+    pace = Pace() if loaded.settings.paced else None
+    for slot_lease in process.slot_leases(loaded.can_serve(serving)):
+        failpoint("generate.after_lease")
+        serving = slot_lease.serving or serving
+        log_thread = LogThread(
+            process.log,
+            slot_lease.owner,
+            lease_ms=process.lease_ms,
+            report_progress=functools.partial(slot_lease.report_progress, patience_s=STEP_TIMEOUT_S),
+            measures=measures,
+            serving=serving,
+            commit_interval_s=loaded.settings.commit_interval_s,
+        )
+        log_thread.start()
+        slot_lease.say(
+            phase="ready",
+            models=names,
+            context=serving.context,
+            sampling_defaults=defaults,
+            fingerprint=serving.weights,
+            **loaded.said(),
+        )
+        schedule = loaded.schedule(slot_lease.owner, serving, noted=config.log.journal_bytes > 0)
+        grammars = loaded.grammars(folder)
+        try:
+            overlap = loaded.settings.overlap
+            worker = GenerateWorker(
+                loaded.engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap
+            )
+            worker.run(process.stop)
+        except Fenced as error:
+            logger.warning("fenced", error=str(error))
+            slot_lease.lost.set()
+        finally:
+            grammars.close()
+            log_thread.stop()
+    return 0
+
+
+def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int | float]:
+    """Return the sampling defaults that the model in *folder* recommends, unless *config* switches them off.
+
+    Raises:
+        ConfigError: The file that says it cannot be read.
+    """
+    if config.generation_config == "none":
+        return {}
+    recommended = read_recommended(folder)
+    for reason in recommended.ignored:
+        logger.warning("recommendation_ignored", file=str(folder / RECOMMENDATIONS), reason=reason)
+    return recommended.sampling
+
+
+def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
+    """Load the model and call *report* with the progress, 0 to 1.
+
+    Raises:
+        ConfigError: Folder, flags and machine do not fit together.
+    """
+    assert config.engine.tp == 1, "ranks are loaded together"
+    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    settings = resolve(config.engine, spec, share=config.share)
+    engine = load_engine(config, spec, folder, settings, report)
+    if settings.device.type == "cuda":
+        settings = settings.with_pages(engine.num_pages)
+    return Loaded(engine, settings.with_fused(engine.fused), end_tokens(folder, spec))
+
+
+def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:
+    """Return what an engine of the checked *folder* serves under the name *model*, but for the context."""
+    return Serving(model, fingerprint(folder, dummy=dummy), tokenizer_fingerprint(folder))

@@ -1,0 +1,61 @@
+"""The interface of an attention backend. It writes and reads the KV pages; it knows neither model nor schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stages.generate.batch import ForwardBatch
+
+# T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, 2 = keys and values
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer) -> o_THD.
+
+Writes all k and v to the batch's slots before it reads any page: in one step a row may read what another one writes.
+Only the positions below a row's length count. The rest of its pages may hold anything, even NaN, without any effect.
+"""
+
+CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same in every layer and every step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int = 0
+    """A token sees this many tokens, itself included; 0: all before it."""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    deterministic: bool = False
+    """The bits of a token must not depend on what is computed beside it, nor on how its prompt is divided."""
+    fused: bool = False
+    """FlashInfer also computes what it can of the rest of a layer (`fused.py`), if it computes the attention."""
+
+
+class Attention(Protocol):
+    """Causal grouped-query attention over pages; softmax(q k / sqrt(D)) v with the sums in float32."""
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        """Do the work that all layers of a step share, once, and return the function that the layers call."""
+        ...
+
+
+def places_of(slots_T: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return the page of each slot, and its place on the page."""
+    return slots_T // page_size, slots_T % page_size
+
+
+def write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, places: tuple[Tensor, Tensor]) -> None:
+    """Store keys and values in the pages, at *places* (`places_of`)."""
+    pages_T, offsets_T = places
+    kv_2PKSD[0, pages_T, :, offsets_T] = k_TKD
+    kv_2PKSD[1, pages_T, :, offsets_T] = v_TKD

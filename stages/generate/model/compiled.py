@@ -1,0 +1,366 @@
+"""The decoder of `kernels.h` from Python: weights that are packed once, and one call for all layers of a step."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from itertools import accumulate, chain
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor
+
+from stages.generate.batch import PageTables
+from stages.generate.collectives import ALONE, Collectives
+from stages.generate.kernels.arena import Arena, give_back
+from stages.generate.kernels.library import Format, Library, Matrix, library
+from stages.generate.model.checkpoint import EMBEDDING, HEAD
+from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
+from stages.generate.model.spec import ModelSpec
+from stages.generate.sampling.compiled import addresses
+from stages.generate.sampling.sampler import best as best_of
+from stages.generate.schedule.plan import BatchPlan, Words
+
+# T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary, O = outputs,
+# I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row
+
+FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
+PANEL: Final = 16
+"""Outputs of a panel: as in kernels.h."""
+
+
+class _Mlp(ctypes.Structure):
+    _fields_: ClassVar = [("gate_up", Matrix), ("down", Matrix)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", Matrix),
+        ("output", Matrix),
+        ("mlp", _Mlp),
+        ("router", Matrix),
+        ("experts", POINTER(_Mlp)),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("variant", c_void_p),
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocabulary")),
+        *((name, c_int64) for name in ("window", "num_experts", "experts_per_token", "first_token", "num_embeddings")),
+        ("normalize", c_int32),
+        ("eps", c_float),
+        ("embedding_format", c_int),
+        ("embedding", c_void_p),
+        ("layers", POINTER(_Layer)),
+        ("norm", c_void_p),
+        ("head", Matrix),
+        ("frequencies", c_void_p),
+        ("rope_factor", c_float),
+        ("threads", c_int32),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("num_tokens", c_int64),
+        ("num_rows", c_int64),
+        *((name, c_void_p) for name in ("token_ids", "starts", "lengths", "tables")),
+        ("table_width", c_int64),
+        ("frequencies", c_void_p),
+        ("pages", c_void_p),
+        ("num_pages", c_int64),
+        ("page_size", c_int64),
+        ("format", c_int),
+        ("x", c_void_p),
+        ("wrong", c_int64),
+    ]
+
+
+_DONE, _NO_MEMORY, _WRONG_TOKEN, _WRONG_ROW, _WRONG_PAGE = range(5)  # Outcome of step.h
+
+
+class KernelDecoder:
+    """A spec and its packed weights. The same numbers for a row in any batch, chunking and number of threads."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: dict[str, Tensor],
+        *,
+        variant: str,
+        quantization: str,
+        threads: int,
+        collectives: Collectives = ALONE,
+    ) -> None:
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then.
+
+        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
+        """
+        found = library()
+        assert isinstance(found, Library), found
+        self._spec, self._functions, self._collectives = spec, found.functions, collectives
+        self._variant = ctypes.addressof(found.variant(variant))
+        self._quantized, self._threads = quantization == "int8", threads
+        self._kept: list[object] = []
+        self._arena = Arena()
+        self._declare()
+        embedding_VE = weights.pop(EMBEDDING)
+        head_VE = weights.pop(HEAD, embedding_VE)
+        self._rope = make_rope(spec.rope, spec.head_dim, embedding_VE.device)
+        layers = (_Layer * spec.num_layers)(*(self._layer(index, weights) for index in range(spec.num_layers)))
+        self._kept.append(layers)
+        self._model = _Model(
+            variant=self._variant,
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocabulary=spec.vocab_size,
+            window=spec.window,
+            num_experts=spec.experts.num_experts,
+            experts_per_token=spec.experts.experts_per_token,
+            first_token=spec.rank * spec.vocab_rows,
+            num_embeddings=spec.vocab_rows,
+            normalize=int(spec.experts.normalize),
+            eps=spec.norm_eps,
+            embedding_format=FORMATS[embedding_VE.dtype],
+            embedding=self._keep(embedding_VE.contiguous()),
+            layers=layers,
+            norm=self._floats(weights.pop("model.norm.weight")),
+            head=self._pack(head_VE),
+            frequencies=self._floats(self._rope.freq_F),
+            rope_factor=spec.rope.attention_factor,
+            threads=threads,
+        )
+        self._no_logits_0V = torch.empty(0, spec.vocab_rows)
+        assert not weights, f"unused weights: {', '.join(weights)}"
+
+    def forward(
+        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None = None
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """Compute one step and write the keys and values of its tokens. *last_R*: as in `Computer`.
+
+        Returns:
+            x_TE in float32, the last layer's output for each token; and B + 1 numbers, where each row begins in T.
+
+        Raises:
+            ValueError: A token is not of the vocabulary, or a row or its pages cannot be.
+            OverflowError: A token id is not a number of 32 bits.
+            MemoryError: There is no memory for a step of so many tokens.
+        """
+        rows = plan.rows
+        starts = (0, *accumulate(len(row.token_ids) for row in rows))
+        lengths = [row.start + len(row.token_ids) for row in rows]
+        token_ids_T = array("i", chain.from_iterable(row.token_ids for row in rows))
+        if last_R is not None:
+            known_T = np.frombuffer(token_ids_T, np.int32)
+            unknown_T = known_T < 0
+            known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
+        width = -(-max(lengths) // tables.page_size)
+        if len(rows) == 1:  # its pages are read where they are
+            pages, table_width = tables.address(rows[0].table), tables.pages_AN.shape[1]
+        else:
+            pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
+            pages, table_width = pages_BN.ctypes.data, pages_BN.shape[1]
+        frequencies_TF = self._frequencies(starts, lengths)
+        x_TE = torch.empty(starts[-1], self._spec.hidden_size)
+        starts_B, lengths_B = array("i", starts), array("i", lengths)
+        step = _Step(
+            num_tokens=starts[-1],
+            num_rows=len(rows),
+            token_ids=_address(token_ids_T),
+            starts=_address(starts_B),
+            lengths=_address(lengths_B),
+            tables=pages,
+            table_width=table_width,
+            frequencies=None if frequencies_TF is None else frequencies_TF.ctypes.data,
+            pages=kv_L2PKSD.data_ptr(),
+            num_pages=kv_L2PKSD.shape[2],
+            page_size=tables.page_size,
+            format=FORMATS[kv_L2PKSD.dtype],
+            x=x_TE.data_ptr(),
+        )
+        outcome = self._compute(step, x_TE)
+        if outcome == _NO_MEMORY:
+            raise MemoryError(f"there is no memory for a step of {starts[-1]} tokens")
+        if outcome == _WRONG_TOKEN:
+            raise ValueError(f"token id {token_ids_T[step.wrong]}: the vocabulary has {self._spec.vocab_size} tokens")
+        if outcome == _WRONG_ROW:
+            raise ValueError(f"row {step.wrong} of the step cannot be: its tokens and its length do not fit together")
+        if outcome == _WRONG_PAGE:
+            wrong = tables.pages_AN[rows[step.wrong].table, :width].tolist()
+            raise ValueError(f"row {step.wrong} of the step has pages {wrong}; there are {kv_L2PKSD.shape[2]}")
+        return x_TE, starts
+
+    @property
+    def takes_masks(self) -> bool:
+        """See `Computer`. Ranks do not: rank 0 alone knows the masks, and no rank its own part of them."""
+        return self._collectives.size == 1
+
+    def head(
+        self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in.
+
+        Several ranks compute all rows, because a rank knows the largest logit of its own part only.
+        """
+        together = self._collectives.size > 1
+        if together:
+            wanted_R = [True] * len(rows_R)
+        places_R = array("i", [row if wanted else -1 for row, wanted in enumerate(wanted_R)])
+        logits_RV = torch.empty(len(places_R), self._spec.vocab_rows) if any(wanted_R) else self._no_logits_0V
+        rows, best_R = array("i", rows_R), array("i", places_R)
+        assert not masks_R or (len(masks_R) == len(rows) and self.takes_masks)
+        masks = addresses(masks_R, self._spec.vocab_size)
+        outcome = self._functions.kernels_head(
+            ctypes.byref(self._model),
+            x_TE.data_ptr(),
+            len(x_TE),
+            _address(rows),
+            len(rows),
+            _address(places_R),
+            logits_RV.data_ptr(),
+            masks.ctypes.data if masks_R else None,
+            _address(best_R),
+        )
+        if outcome == _WRONG_TOKEN:
+            raise ValueError(f"rows {rows.tolist()}: the step has {len(x_TE)} tokens")
+        if outcome:
+            raise MemoryError(f"there is no memory for the logits of {len(rows)} rows")
+        if together:
+            logits_RV = self._collectives.gather_to_0(logits_RV)[:, : self._spec.vocab_size].contiguous()
+            return best_of(logits_RV), logits_RV
+        if not best_R:
+            return torch.empty(0, dtype=torch.int64), logits_RV
+        return torch.frombuffer(array("q", best_R), dtype=torch.int64), logits_RV
+
+    def logits(self, x_NE: Tensor) -> Tensor:
+        """Return logits_NV, float32, of some tokens that `forward` returned."""
+        return self.head(x_NE.contiguous(), range(len(x_NE)), [True] * len(x_NE))[1]
+
+    def _compute(self, step: _Step, x_TE: Tensor) -> int:
+        """Compute the layers of *step* into its x_TE; return the outcome.
+
+        Several ranks compute one part after the other, and add up what each of them adds to x_TE.
+        """
+        model = ctypes.byref(self._model)
+        if self._collectives.size == 1:
+            return int(self._functions.kernels_forward(model, ctypes.byref(step)))
+        x_TE.zero_()
+        for part in range(1 + 2 * self._spec.num_layers):
+            added_TE = torch.zeros_like(x_TE)
+            if outcome := self._functions.kernels_part(model, ctypes.byref(step), part, added_TE.data_ptr()):
+                return int(outcome)
+            x_TE += self._collectives.all_reduce(added_TE)
+        return _DONE
+
+    def _frequencies(self, starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray | None:
+        """Return freq_TF where a token has its own frequencies: a dynamic rope beyond the context of the training."""
+        if self._spec.rope.kind != "dynamic" or max(lengths) <= self._spec.rope.original_max_positions:
+            return None
+        ends_T = np.repeat(np.subtract(lengths, starts[1:]), np.diff(starts))
+        return dynamic_frequencies(self._rope, torch.from_numpy(np.arange(starts[-1]) + ends_T)).numpy()
+
+    def _layer(self, index: int, weights: dict[str, Tensor]) -> _Layer:
+        spec, prefix = self._spec, f"model.layers.{index}"
+
+        def linear(name: str) -> Matrix:
+            return self._pack(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+
+        def mlp(name: str) -> _Mlp:
+            return _Mlp(
+                self._pack(
+                    weights.pop(f"{name}.gate_up_proj.weight"),
+                    weights.pop(f"{name}.gate_up_proj.bias", None),
+                    pair=True,
+                ),
+                linear(f"{name}.down_proj"),
+            )
+
+        layer = _Layer(
+            input_norm=self._floats(weights.pop(f"{prefix}.input_layernorm.weight")),
+            mlp_norm=self._floats(weights.pop(f"{prefix}.post_attention_layernorm.weight")),
+            qkv=linear(f"{prefix}.self_attn.qkv_proj"),
+            output=linear(f"{prefix}.self_attn.o_proj"),
+        )
+        if spec.qk_norm:
+            layer.q_norm = self._floats(weights.pop(f"{prefix}.self_attn.q_norm.weight"))
+            layer.k_norm = self._floats(weights.pop(f"{prefix}.self_attn.k_norm.weight"))
+        if index in spec.experts.layers:
+            layer.router = self._pack(weights.pop(f"{prefix}.mlp.gate.weight"), quantized=False)
+            experts = [mlp(f"{prefix}.mlp.experts.{expert}") for expert in range(spec.experts.num_experts)]
+            together = (_Mlp * len(experts))(*experts)
+            self._kept.append(together)
+            layer.experts = together
+        else:
+            layer.mlp = mlp(f"{prefix}.mlp")
+        give_back()
+        return layer
+
+    def _pack(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, pair: bool = False, quantized: bool = True
+    ) -> Matrix:
+        """Return a packed matrix; a *pair* is two matrices, one on the other, whose panels come in turn."""
+        weight_OI = weight_OI.contiguous()
+        source = FORMATS[weight_OI.dtype]
+        target = Format.INT8 if quantized and self._quantized else source
+        outputs, inputs = weight_OI.shape
+        each = outputs // 2 if pair else outputs
+        size = self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair))
+        panels = self._arena.take(size)
+        second = weight_OI.data_ptr() + each * inputs * weight_OI.itemsize if pair else None
+        self._functions.kernels_pack(
+            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.ctypes.data
+        )
+        bias = None
+        if bias_O is not None:
+            parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
+            bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
+        num_outputs = 2 * PANEL * -(-each // PANEL) if pair else outputs
+        self._kept.append(panels)
+        return Matrix(panels.ctypes.data, bias, num_outputs, inputs, target)
+
+    def _floats(self, values: Tensor) -> int:
+        return self._keep(values.float().contiguous())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Return the address of *tensor*, which stays as long as the decoder."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _declare(self) -> None:
+        """Tell ctypes the arguments of the library's functions."""
+        functions = self._functions
+        functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
+        functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
+        functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4]
+        functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
+        functions.kernels_packed_bytes.restype = c_int64
+        functions.kernels_pack.argtypes = [
+            c_void_p,
+            c_int,
+            c_int,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int,
+            c_void_p,
+        ]
+        functions.kernels_pack.restype = None
+
+
+def _address(numbers: array[int]) -> int:
+    """Return where *numbers* are. NumPy takes many times as long to make an array and to say its address, above all
+    after the weights were read: nothing else is left in the caches then."""
+    return numbers.buffer_info()[0]

@@ -1,0 +1,1 @@
+"""From flags, checkpoint and machine to an engine that is ready."""

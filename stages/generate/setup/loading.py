@@ -1,0 +1,97 @@
+"""An engine, or one of its ranks, from settings that are settled, and what its process logs of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from stages.generate.collectives import ALONE, Collectives
+from stages.generate.forward.engine import Engine
+from stages.generate.forward.gpu_memory import Measure
+from stages.generate.model.spec import ModelSpec
+from stages.generate.setup.config import GenerateConfig
+from stages.generate.setup.resolve import Settings
+
+logger = structlog.get_logger()
+
+
+def load_engine(
+    config: GenerateConfig,
+    spec: ModelSpec,
+    folder: Path,
+    settings: Settings,
+    report: Callable[[float], None],
+    collectives: Collectives = ALONE,
+) -> Engine:
+    """Load the model, or the part of a rank, as *settings* says, and log how it computes."""
+    dtype = str(settings.dtype).removeprefix("torch.")
+    if settings.why_torch:
+        logger.info("kernels_unavailable", reason=settings.why_torch)
+    if config.engine.dtype == "auto" and dtype != spec.dtype:
+        reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
+        logger.info("dtype_is_float32", reason=reason)
+    if settings.cpus:
+        os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
+    measure = None
+    if settings.device.type == "cuda" and not config.engine.num_pages and settings.num_ranks == 1:  # ranks have agreed
+        measure = Measure(settings.limits.max_prefill_length, config.engine.memory_ratio)
+    began_s = time.monotonic()
+    engine = Engine(
+        spec,
+        folder,
+        device=settings.device,
+        dtype=settings.dtype,
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        max_running_requests=settings.limits.max_running_requests,
+        max_seq_len=settings.limits.context,
+        attention=settings.attention,
+        kernels=settings.kernels,
+        quantization=settings.quantization,
+        threads=settings.threads,
+        graph=settings.graph,
+        needs_graph=config.engine.graph > 0,
+        deterministic=settings.deterministic,
+        measure=measure,
+        dummy=config.engine.dummy_weight,
+        collectives=collectives,
+        progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
+    )
+    if measure is not None:
+        settings = settings.with_pages(engine.num_pages)
+    settings = settings.with_fused(engine.fused)
+    logger.debug(
+        "engine_loaded",
+        seconds=round(time.monotonic() - began_s, 2),
+        architecture=spec.architecture,
+        device=settings.device,
+        dtype=dtype,
+        quantization=settings.quantization,
+        kernels=settings.kernels,
+        attention=settings.attention,
+        cache=settings.cache,
+        pages=settings.num_pages,
+        page_size=settings.page_size,
+        context=settings.limits.context,
+        threads=settings.threads,
+        overlap=settings.overlap,
+        graph=engine.graph,
+        batch_invariant=settings.batch_invariant,
+        numerics=settings.numerics,
+        **_heads_of(spec, settings),
+    )
+    return engine
+
+
+def _heads_of(spec: ModelSpec, settings: Settings) -> dict[str, int]:
+    """Return what the line of a loaded engine says of its ranks' KV heads; nothing if it is a single rank."""
+    num_ranks = settings.num_ranks
+    if num_ranks == 1:
+        return {}
+    kept = spec.sharded(0, num_ranks).num_kv_heads
+    copies = kept * num_ranks - spec.num_kv_heads
+    return {"ranks": num_ranks, "kv_heads_of_a_rank": kept, "kv_heads_copied": copies}

