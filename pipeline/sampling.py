@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -67,3 +67,17 @@ class SamplingParams(Value):
     def shapes(self) -> bool:
         """Whether the logits are changed before a token is chosen."""
         return self.penalizes or bool(self.logit_bias or self.allowed_token_ids)
+
+
+class Constraint(Value):
+    """One of the four things that an answer can be bound to. The tokenizer makes a grammar of it."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+    """A JSON schema, a regular expression, a JSON list of texts, or a grammar in GBNF or Lark."""
+    whitespace: str | None = None
+    """Of a JSON schema: the pattern of whitespace between tokens of JSON; None: our own."""
+    param: str
+    """The field of the request that holds it."""
+    whitespace_param: str = ""
+    """The field that holds `whitespace`."""

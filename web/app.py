@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 import uuid
@@ -18,6 +17,7 @@ from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from web.config import DEFAULT_BODY_BYTES
 from web.http.asgi import OneTask
+from web.http.connections import BODY_TIMEOUT_S, spread_s
 from web.http.keys import Caller, Keys, keys_in
 from web.http.origins import Origins, body_refusal, is_preflight
 from web.http.page_files import PAGES
@@ -43,7 +43,6 @@ from web.wire.openai.errors import CODES
 
 logger = structlog.get_logger()
 
-BODY_TIMEOUT_S: Final = 30
 PATH_SHOWN: Final = 256
 """Most characters of a path in a log line; a client may send thousands."""
 OPEN_PATHS: Final = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
@@ -208,11 +207,6 @@ def _route_and_method() -> tuple[str, str]:
     """Return the route and the method, never the path itself: labels of metrics have few values."""
     rule = request.url_rule.rule if request.url_rule else "unknown"
     return rule, request.method if request.method in METHODS else "unknown"
-
-
-def spread_s(timeout_s: float) -> float:
-    """Return a timeout that is up to a quarter longer, so that connections that began together do not end together."""
-    return timeout_s * random.uniform(1, 1.25)
 
 
 class _Request(Request):

@@ -86,7 +86,7 @@ class Lives:
             self._step(uids, n, watch)
         for uid in uids:
             watch.time("end", self._log.end, uid, Cancelled(by="bench"), frontend=FRONTEND)
-        self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
+        self._commit_step(StepCompleted(rows=(), released=tuple(uids)), entry_ids, Stopwatch())
         self._log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
     def _submit(self, uids: list[str], watch: Stopwatch) -> None:

@@ -164,7 +164,7 @@ class Past:
 
 
 def matches(history: Sequence[Entry], where: Where) -> bool:
-    """Say whether a history fulfils all conditions; one that cannot be read fulfils none."""
+    """Return whether a history fulfils all conditions; one that cannot be read fulfils none."""
     if not where:
         return True
     if not history:

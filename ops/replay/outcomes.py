@@ -112,7 +112,7 @@ class Difference:
 
 
 def is_comparable(before: Outcome, after: Outcome) -> bool:
-    """Say whether both have an answer, of which something can be compared. One that was cancelled may be short."""
+    """Return whether both have an answer, of which something can be compared. One that was cancelled may be short."""
     ended = {before.end, after.end}
     if ended & {"", FAILED}:
         return False

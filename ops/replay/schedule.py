@@ -19,7 +19,7 @@ from pipeline.archive.reader import open_archive
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import Preempted, TakenOver
 from pipeline.flags import at_least, flag, parse_flags
-from pipeline.log.journal import Step, steps
+from pipeline.log.journal import JournalStep, steps
 from pipeline.log.protocol import Entry, StreamLog
 from pipeline.names import parse_id
 from stages.generate.loop.past import recorded_request
@@ -181,7 +181,7 @@ def planned_again(source: Source, engine: str, which: StepsConfig, limits: Mappi
     requests.learn([uid for step in found.steps for uid in _uids_in(step)] + snapshot_uids(found.steps[0].schedule))
     counts = dict.fromkeys(("steps", "tokens", "arrivals", "preemptions", "takeovers"), 0)
     difference: dict[str, Any] = {}
-    computed: list[tuple[Step, BatchPlan]] = []
+    computed: list[tuple[JournalStep, BatchPlan]] = []
     for step, different in differences(found.steps, requests.request, lambda *one: computed.append(one)):
         if different:
             difference = {"step": step.id, "what": different}
@@ -200,7 +200,10 @@ def planned_again(source: Source, engine: str, which: StepsConfig, limits: Mappi
 
 
 def _otherwise(
-    steps: Sequence[Step], computed: Sequence[tuple[Step, BatchPlan]], requests: Requests, limits: Mapping[str, int]
+    steps: Sequence[JournalStep],
+    computed: Sequence[tuple[JournalStep, BatchPlan]],
+    requests: Requests,
+    limits: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what was measured from the snapshot on, and what is estimated for the same and for other *limits*."""
     if len(computed) < FEWEST_FITTED:
@@ -256,7 +259,7 @@ class Found:
 
     first: tuple[int, int]
     """The first of them."""
-    steps: Sequence[Step]
+    steps: Sequence[JournalStep]
     """From the last snapshot before it on."""
     tokens: Mapping[str, Mapping[int, int]]
     """As in Requests, also of steps a little before the snapshot."""
@@ -289,7 +292,7 @@ def steps_between(log: StreamLog, engine: str, first: str, last: str) -> Found:
     before = log.journal(engine, last=snapshot, max_entries=STEPS_BEHIND, newest=True)
     entries = [*before, *_forward(log, engine, snapshot, end or "+")]
     tokens: dict[str, dict[int, int]] = {}
-    found: list[Step] = []
+    found: list[JournalStep] = []
     for step in steps(entries):
         for row in step.rows:
             tokens.setdefault(row.uid, {})[row.n] = row.token
@@ -339,12 +342,12 @@ def _forward(log: StreamLog, engine: str, after: str, last: str) -> Iterator[Ent
         after = entries[-1].id
 
 
-def _uids_in(step: Step) -> list[str]:
+def _uids_in(step: JournalStep) -> list[str]:
     """Return the requests that came to the schedule in a step."""
-    return [word.rpartition(" ")[2] for word in step.given if word.startswith("add ")]
+    return [word.rpartition(" ")[2] for word in step.inputs if word.startswith("add ")]
 
 
-def _count(counts: dict[str, int], step: Step) -> None:
+def _count(counts: dict[str, int], step: JournalStep) -> None:
     counts["steps"] += 1
     counts["tokens"] += len(step.rows)
     counts["arrivals"] += len(_uids_in(step))

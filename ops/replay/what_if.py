@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from pipeline.events import Preempted
-from pipeline.log.journal import Step
+from pipeline.log.journal import JournalStep
 from stages.generate.loop.pace import Pace
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import RecordedSchedule, snapshot_uids
@@ -127,12 +127,12 @@ class Times:
         self.outcome.preemptions += preemptions
 
 
-def measured(steps: Sequence[Step]) -> Outcome:
+def measured(steps: Sequence[JournalStep]) -> Outcome:
     """Return what the journal itself says."""
     times = Times()
     for step in steps:
         began_ms = step.made_ms - step.figures.forward_ms
-        for word in step.given:
+        for word in step.inputs:
             if word.startswith("add "):
                 times.came(word.rpartition(" ")[2], began_ms)
         for row in step.rows:
@@ -144,7 +144,7 @@ def measured(steps: Sequence[Step]) -> Outcome:
 
 
 def lived_again(
-    steps: Sequence[Step],
+    steps: Sequence[JournalStep],
     request_of: Callable[[str, int], NewRequest],
     tokens: Mapping[str, Sequence[int]],
     time_of: StepTime,
@@ -195,7 +195,7 @@ def lived_again(
     return times.outcome
 
 
-def between_ms(steps: Sequence[Step]) -> list[float]:
+def between_ms(steps: Sequence[JournalStep]) -> list[float]:
     """Return the times between steps, besides the forward passes, while there was something to compute."""
     return [
         max(0.0, step.made_ms - step.figures.forward_ms - before.made_ms)
@@ -208,6 +208,6 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return round(float(np.quantile(values, share)), 1) if values else 0.0
 
 
-def _given(steps: Sequence[Step]) -> list[tuple[float, str]]:
+def _given(steps: Sequence[JournalStep]) -> list[tuple[float, str]]:
     """Return what the schedule was told, each with its moment."""
-    return [(step.made_ms - step.figures.forward_ms, word) for step in steps for word in step.given]
+    return [(step.made_ms - step.figures.forward_ms, word) for step in steps for word in step.inputs]

@@ -12,7 +12,7 @@ from statistics import median_low
 from typing import Any, Final
 
 from pipeline.events import Admitted, Preempted, TakenOver
-from pipeline.log.journal import Step
+from pipeline.log.journal import JournalStep
 from pipeline.names import parse_id
 from pipeline.views.recorded import History
 from pipeline.views.waits import Wait, why_waited
@@ -35,7 +35,7 @@ class Company:
         self._steps: list[dict[str, Any]] = []
         self._companions: list[tuple[str, ...]] = []
         """Of each of these steps."""
-        self._between: dict[str, list[Step]] = {}
+        self._between: dict[str, list[JournalStep]] = {}
         """The steps of each engine since its last one with a token of the request."""
         self._waits: list[Wait] = []
         self._missing = {(token.by.engine, token.step) for token in history.tokens}
@@ -45,10 +45,10 @@ class Company:
         """The uids of all others that were computed together with it, in the order of their coming."""
         return list(dict.fromkeys(uid for uids in self._companions for uid in uids))
 
-    def take(self, engine: str, step: Step) -> None:
+    def take(self, engine: str, step: JournalStep) -> None:
         """Take the next step of *engine*."""
         between = self._between.setdefault(engine, [])
-        between.append(replace(step, rows=(), schedule="", given=()))
+        between.append(replace(step, rows=(), schedule="", inputs=()))
         chunks = {chunk.uid: chunk.count for chunk in step.chunks}
         row = next((row for row in step.rows if row.uid == self._uid), None)
         if row is None and self._uid not in chunks and all(event.uid != self._uid for event in step.events):
@@ -79,7 +79,7 @@ class Company:
         ]
         return {"uid": self._uid, "complete": not self._missing, "steps": steps, "waits": waits}
 
-    def _tell(self, engine: str, step: Step, n: int, prompt_tokens: int) -> None:
+    def _tell(self, engine: str, step: JournalStep, n: int, prompt_tokens: int) -> None:
         figures = step.figures
         told: dict[str, Any] = {
             "id": step.id,

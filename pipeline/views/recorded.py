@@ -15,13 +15,13 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
+    Logprob,
     Mark,
     Preempted,
     Submitted,
     TakenOver,
     Tokenized,
     TokensProduced,
-    ToldScore,
 )
 from pipeline.recording import Recording
 from pipeline.views.made import Made, times_made
@@ -58,7 +58,7 @@ class Token:
     chunks: int
     """As in TokensProduced."""
     by: Maker
-    score: ToldScore | None
+    score: Logprob | None
     """Its log-probability and the most probable tokens, if the client asked for them."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.events import Preempted, TakenOver
-from pipeline.log.journal import Step
+from pipeline.log.journal import JournalStep
 
 LEAST_MS: Final = 5
 """In shorter waits, what the engine did not compute may be the rounding of clocks."""
@@ -85,7 +85,7 @@ class Wait:
         return f"token {self.n} of {self.uid} waited {spoken(self.waited_ms)}: {listed}"
 
 
-def why_waited(steps: Sequence[Step], uid: str, n: int, since_ms: int, until_ms: int | None = None) -> Wait:
+def why_waited(steps: Sequence[JournalStep], uid: str, n: int, since_ms: int, until_ms: int | None = None) -> Wait:
     """Return what happened in *steps*, the last of which made token *n* of *uid*; *since_ms* is when the wait began.
 
     *until_ms* is an estimate of when the token was made, where the log does not say it.

@@ -4,11 +4,34 @@ string may still remove. Knows one request at a time, and nothing of the log.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from stages.detokenize.token_text import TokenText
+import orjson
+from tokenizers import Tokenizer
+
+from pipeline.spelling import Spelling, text_of
+
+TokenText = Callable[[int], str]
+"""Token id -> its text, as `pipeline.spelling.text_of` writes it."""
+
+
+def token_text_of(tokenizer: Tokenizer) -> TokenText:
+    """Return the function from token to text of *tokenizer*. An unknown token has an empty text."""
+    added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    spelling = Spelling.of(None if tokenizer.decoder is None else orjson.loads(tokenizer.decoder.__getstate__()))
+
+    @functools.lru_cache(maxsize=65_536)
+    def piece(token_id: int) -> str:
+        written = tokenizer.id_to_token(token_id)
+        if written is None or token_id in added:
+            return added.get(token_id, "")
+        return text_of(spelling.bytes_of(written))
+
+    return piece
+
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text; bytes that are not UTF-8 become U+FFFD."""
@@ -102,7 +125,7 @@ class IncrementalText:
         return self._decode(self._ids[:end])
 
     def _is_silent(self, token: int) -> bool:
-        """Say whether *token* has no text anywhere, as a special token has none. One space has none at a beginning."""
+        """Return whether *token* has no text anywhere, as special tokens. One space has none at a beginning."""
         return not self._decode([token] * 3)
 
     def _show_all(self, text: str) -> str:

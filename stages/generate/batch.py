@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stages.generate.sampling.shaping import on_device
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 # T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, X = several of these in one
@@ -136,3 +135,9 @@ def parted(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
         )
     )
     return decode, chunks
+
+
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Return numbers of the host as a tensor. Nothing waits for the device."""
+    tensor = torch.from_numpy(np.asarray(numbers))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What the ranks of one model do together in a step. Each has a part of every matrix (`model/shard.py`).
+"""What the ranks of one model do together in a step. Each has a part of every matrix (`forward/weights.py`).
 
 All ranks call the same methods in the same order, with tensors of the same shape. Does not know how ranks find each
 other.
@@ -6,6 +6,7 @@ other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stages.generate.ranks.channel import finish
+from pipeline.errors import RankLost
 
 
 class Collectives(Protocol):
@@ -108,3 +109,21 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
+
+
+def finish(works: Sequence[dist.Work]) -> None:
+    """Wait until *works* are done.
+
+    Raises:
+        RankLost: A rank is gone, or did not take its part in time.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise RankLost(f"another rank of the engine is gone: {told(error)}") from error
+
+
+def told(error: RuntimeError) -> str:
+    """Return what gloo says without the place in its source and its advice."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0].strip()

@@ -32,6 +32,8 @@ LARGEST_TEXT_BYTES: Final = 4 << 20
 """Most bytes that are encoded when the served context does not bound them. A BPE takes 2 us for each, and up to
 330 bytes of memory where a text has no border (tokenizers 0.23). Meanwhile this process encodes no other prompt."""
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
+LARGEST_PART_BYTES: Final = 128 << 10
+"""Most bytes of a long text without a border, where the tokenizer has any. No text in a language has so many."""
 LONG_TEXT: Final = 64 << 10
 """Other prompts do not wait for a text of more characters, and it is encoded in parts."""
 NO_MARKUP: Final = Markup()
@@ -207,6 +209,7 @@ class PromptEncoder:
         least = self._least_tokens(prompt)
         if least + 1 > context:
             raise too_long(f"at least {least}", context, prompt.param)
+        self._refuse_uncut(prompt)
 
     def refuse_too_large(self, prompt: Rendered, context: int) -> None:
         """Refuse a text, without encoding it, that need not fit into the context but is too large to encode.
@@ -218,6 +221,22 @@ class PromptEncoder:
             num_bytes = len(prompt.text.encode())
             if num_bytes > LARGEST_TEXT_BYTES:
                 raise _too_large(f"has {num_bytes}", LARGEST_TEXT_BYTES, prompt.param)
+        self._refuse_uncut(prompt)
+
+    def _refuse_uncut(self, prompt: Rendered) -> None:
+        """Refuse a long text that would be encoded in parts, with one that takes too much memory."""
+        if self._borders is None or not prompt.is_long:
+            return
+        largest = max(len(part.encode()) for part in self._borders.parts(prompt.text))
+        if largest > LARGEST_PART_BYTES:
+            raise RequestError(
+                f"{prompt.param}: has {largest} bytes in a row where the tokenizer finds no end of a word, such as one "
+                f"letter again and again; at most {LARGEST_PART_BYTES} are accepted. Put spaces or marks between them, "
+                "or send the text in parts.",
+                code="request_too_large",
+                param=prompt.param,
+                status=413,
+            )
 
     def _least_tokens(self, prompt: Rendered) -> int:
         return -(-len(prompt.text) // self._longest_token)

@@ -15,12 +15,12 @@ from support.servers import Command, run_command
 
 from ops.bench import nonsense
 from ops.bench.models import write_all_but_weights
-from pipeline.constraint import Constraint
 from pipeline.events import Answered, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import SUBMITTED_ID, TOKENIZE, Names
 from pipeline.process.redis_server import find_binary
+from pipeline.sampling import Constraint
 from pipeline.stage.slots import Status
 
 # By day tests/stages/tokenize/test_worker.py has requests that take too long, and test_checker.py the other process.

@@ -33,12 +33,12 @@ from transformers import PreTrainedTokenizerFast
 from minisgl import main
 from ops.offline.stages import Stages
 from ops.replay.compute import Computer
-from pipeline.constraint import Constraint
 from pipeline.events import Admitted, Failed, Finished, Preempted, SamplingParams, Submitted, TakenOver
 from pipeline.flags import parse_config
 from pipeline.log.protocol import Inbox
 from pipeline.names import GENERATE, slot_name
 from pipeline.replaying import again
+from pipeline.sampling import Constraint
 from pipeline.stage.slots import read_statuses
 from pipeline.views.recorded import History
 from stages.generate.setup.config import GenerateConfig

@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 
 from ops.offline.stages import Stages
 from ops.replay.compute import Computer
-from pipeline.constraint import Constraint
 from pipeline.events import (
     Calls,
     Failed,
@@ -40,6 +39,7 @@ from pipeline.events import (
 from pipeline.flags import parse_config
 from pipeline.recording import Recording
 from pipeline.replaying import again
+from pipeline.sampling import Constraint
 from pipeline.views.recorded import History
 from stages.generate.setup.config import GenerateConfig
 

@@ -20,9 +20,9 @@ from support.dialects import make_tokenizer
 from support.selection import by_night
 from tokenizers import Tokenizer
 
-from pipeline.constraint import Constraint
 from pipeline.events import Calls, Markup, SamplingParams, Submitted, Templating
 from pipeline.grammars import parser_limits
+from pipeline.sampling import Constraint
 from stages.detokenize.text import IncrementalText
 from stages.detokenize.worker import load_decoder
 from stages.generate.loop.grammars import _Spelled

@@ -49,7 +49,7 @@ def eventually(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Say whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
+    """Return whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

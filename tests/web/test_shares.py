@@ -17,10 +17,10 @@ from support.stand_in_stages import StandIn
 from support.web_site import site, until
 
 from pipeline.errors import RequestError
+from web.http.asgi import PLACE
 from web.http.connection_limit import KEPT, read_proxies
 from web.http.http1 import MOST_AHEAD_BYTES, MOST_HEAD_BYTES, MOST_HEADERS
 from web.http.keys import read_keys
-from web.routes.access import PLACE
 
 MOST = 16
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-admin"

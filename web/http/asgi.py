@@ -39,6 +39,15 @@ __all__ = [
     "TaskGroup",
     "WorkerContext",
 ]
+PLACE: Final = "minisgl.place"
+"""In the state of an ASGI scope: the connection that the request came on."""
+SEND: Final = "minisgl.send"
+"""There: the function that sends a piece of a streamed answer, and returns whether it did."""
+WRITE: Final = "minisgl.write"
+"""There: the function that writes the piece that the function it is given makes, unless somebody would have to wait for
+the client. It returns whether it did."""
+PICTURES: Final = "/v1/pipeline/events"
+"""The path of the streams that have no end of their own."""
 _NO_LOGGER: Final = "hypercorn.error"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ import structlog
 from quart import Quart
 
 from pipeline.errors import RequestError
-from web.app import BODY_TIMEOUT_S, spread_s
 from web.http.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
 from web.http.connection_limit import address_of
 from web.http.listener import BACKLOG
@@ -27,6 +27,7 @@ from web.http.turns import RoundRobin
 
 logger = structlog.get_logger()
 
+BODY_TIMEOUT_S: Final = 30
 LINGER_S: Final = float(BODY_TIMEOUT_S)
 """How long a client may go on sending a body that is dropped; then the connection is cut."""
 HEAD_TIMEOUT_S: Final = 20.0
@@ -221,7 +222,7 @@ class Connection:
         if hasattr(self, "protocol"):
             self.protocol.stop()
 
-    def let_go(self, error: RequestError) -> None:
+    def released(self, error: RequestError) -> None:
         """As Member.let_go."""
         if self._lingering is None and hasattr(self, "protocol") and self.protocol.can_refuse:
             self._tasks.spawn(self.protocol.refuse, error)
@@ -237,7 +238,7 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Say whether bytes have come that the protocol has not got."""
+        """Return whether bytes have come that the protocol has not got."""
         return self._receiver.num_received > self._num_read
 
     async def turn(self) -> None:
@@ -359,3 +360,8 @@ class Connection:
             self._lingering.cancel()
         await self.protocol.end()
         self._stop_idle_timer()
+
+
+def spread_s(timeout_s: float) -> float:
+    """Return a timeout that is up to a quarter longer, so that connections that began together do not end together."""
+    return timeout_s * random.uniform(1, 1.25)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 import structlog
 from quart import g, request
 
 from pipeline.errors import RequestError
+from web.http.asgi import PLACE
 from web.http.keys import Caller
 
 logger = structlog.get_logger()
-
-PLACE: Final = "minisgl.place"
-"""Where the state of an ASGI scope may have the connection that the request came on."""
 
 
 class Place(Protocol):

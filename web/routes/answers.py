@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 from urllib.parse import quote
 
 import orjson
@@ -14,6 +14,7 @@ from quart import Response, request
 from pipeline.errors import RequestError
 from pipeline.names import parse_id
 from pipeline.process.failpoints import failpoint
+from web.http.asgi import SEND, WRITE
 from web.http.turns import Turns
 from web.live.client import Client
 from web.wire import sse
@@ -23,12 +24,6 @@ from web.wire.openai.errors import NotNow, error_body
 
 Send: TypeAlias = Callable[[bytes], Awaitable[bool]]
 Write: TypeAlias = Callable[[Callable[[], bytes]], bool]
-SEND: Final = "minisgl.send"
-"""Where the state of an ASGI scope may have the function that sends a piece of a streamed answer, and returns whether
-it did."""
-WRITE: Final = "minisgl.write"
-"""Where it may have the function that does so at once, and only if nobody has to wait for the client. It is given the
-function that makes the piece."""
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -10,6 +10,7 @@ import structlog
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
+from web.http.asgi import PICTURES
 from web.http.keys import Caller
 from web.live.frontend import Frontend
 from web.live.pictures import Viewer
@@ -20,7 +21,6 @@ from web.wire import sse
 
 logger = structlog.get_logger()
 
-PATH: Final = "/v1/pipeline/events"
 _COUNT: Final = re.compile(r"[1-9][0-9]{0,8}")
 COUNT: Final = {"description": "Ends the stream after so many pictures.", "pattern": f"^{_COUNT.pattern}$"}
 
@@ -28,7 +28,7 @@ COUNT: Final = {"description": "Ends the stream after so many pictures.", "patte
 def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
     routes = Blueprint("pipeline", __name__)
 
-    @routes.get(PATH)
+    @routes.get(PICTURES)
     @operation("Pictures of the pipeline, at most two a second", answers=(EVENTS,), query={"pictures": COUNT})
     async def events() -> Response:
         who = known_caller()
@@ -67,4 +67,4 @@ async def _pictures(frontend: Frontend, who: Caller, most: int) -> AsyncGenerato
                 return
     finally:
         await pictures.aclose()
-        logger.info("request", status=200, path=PATH, pictures=num_sent)
+        logger.info("request", status=200, path=PICTURES, pictures=num_sent)

@@ -216,7 +216,7 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
 
 
 def _asks_for_events(given: str | None) -> bool:
-    """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
+    """Return whether the client wants raw events, not frames. Raises RequestError for anything else."""
     if given not in (None, "events"):
         raise RequestError("format: should be `events`, or left out", param="format", code="invalid_value")
     return given is not None

@@ -47,5 +47,5 @@ def _is_object(text: str) -> bool:
 
 
 def _begins_twice(event: Submitted, bos: str) -> bool:
-    """Say whether a prompt begins with the text of the token that the tokenizer puts before it."""
+    """Return whether a prompt begins with the text of the token that the tokenizer puts before it."""
     return bool(bos) and event.add_special_tokens is not False and event.prompt.startswith(bos)

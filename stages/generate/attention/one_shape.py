@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.generate.batch import ForwardBatch, seen_by_tokens
+from stages.generate.batch import ForwardBatch, on_device, seen_by_tokens
 from stages.generate.model.attention import Attend, AttentionShape, places_of, write_pages
 from stages.generate.model.layers.blocks import padded
-from stages.generate.sampling.shaping import on_device
 
 # T = packed tokens, R = rows of a block, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,
 # P = pages of a block, S = slots of a page, C = tokens of a block, B = rows of the batch, N = pages of a row

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from stages.generate.batch import ForwardBatch
+from stages.generate.batch import ForwardBatch, on_device
 from stages.generate.model.attention import Attend, AttentionShape
-from stages.generate.sampling.shaping import on_device
 
 # B = decode rows, T = packed tokens, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,
 # P = pages, S = slots of a page, U = pages in use by decode rows, E = those with slots that are hidden from their row,

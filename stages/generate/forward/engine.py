@@ -23,21 +23,21 @@ from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
-from stages.generate.batch import ForwardBatch, PageTables, build_batch, parted
+from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
-from stages.generate.forward.packing import pack_weights, packs
 from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
+from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
+from stages.generate.model.layers.linear import can_pack, pack
 from stages.generate.model.spec import ModelSpec
 from stages.generate.sampling.masks import mask_of
 from stages.generate.sampling.sampler import AGAIN, best, draw, draw_again, is_drawn_again
 from stages.generate.sampling.scores import blocks_of, score
-from stages.generate.sampling.shaping import on_device
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample, Words
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
@@ -468,3 +468,18 @@ def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
     if len(last_R):
         places_T = (-1 - token_ids_T).clamp_(min=0)
         token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether weights are packed on this device."""
+    return device.type == "cpu" and can_pack(dtype)
+
+
+def pack_weights(weights: dict[str, Tensor]) -> None:
+    """Replace every matrix of a linear layer by its packed form, one after the other.
+
+    Tied embeddings become two matrices: one to look up rows in, and a packed one for the head.
+    """
+    weights[HEAD] = pack(weights.pop(HEAD, weights[EMBEDDING]))
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[name] = pack(weights.pop(name))

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from stages.generate.attention.flashinfer import FlashInferAttention, padded_rows
-from stages.generate.batch import ForwardBatch, PageTables
+from stages.generate.batch import ForwardBatch, PageTables, on_device
 from stages.generate.model.decoder import Decoder
-from stages.generate.sampling.shaping import on_device
 
 # R = rows of a graph, B = decode rows of a step, E = hidden size, L = layers, P = pages, K = kv heads,
 # S = slots of a page, D = head dim, A = rows of the page table, N = pages of a row

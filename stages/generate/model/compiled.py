@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
@@ -10,13 +12,13 @@ from itertools import accumulate, chain
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.batch import PageTables
 from stages.generate.collectives import ALONE, Collectives
-from stages.generate.kernels.arena import Arena, give_back
 from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
@@ -24,6 +26,45 @@ from stages.generate.model.spec import ModelSpec
 from stages.generate.sampling.compiled import addresses
 from stages.generate.sampling.sampler import best as best_of
 from stages.generate.schedule.plan import BatchPlan, Words
+
+HUGE: Final = 2**21
+"""Bytes of a huge page on x86-64, and on aarch64 where small pages have 4 KiB."""
+AT_ONCE: Final = 32 * HUGE
+"""Address space that is taken at a time. What is written to becomes memory, a huge page at a time."""
+ALIGNMENT: Final = 64
+
+
+class Arena:
+    """Gives out pieces of memory, which stay as long as any of them is used."""
+
+    def __init__(self) -> None:
+        self._rest = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return *size* bytes that begin at a cache line."""
+        if size > len(self._rest):
+            self._rest = _mapped(max(size, AT_ONCE))
+        taken, self._rest = self._rest[:size], self._rest[-(-size // ALIGNMENT) * ALIGNMENT :]
+        return taken
+
+
+def give_back() -> None:
+    """Return freed memory to the system. The C library keeps what lies between other pieces, such as matrices that were
+    packed; only glibc has a function for it.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _mapped(size: int) -> npt.NDArray[np.uint8]:
+    """Return new memory that begins where a huge page can."""
+    area = mmap.mmap(-1, -(-size // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(area, np.uint8)
+    first = -array.ctypes.data % HUGE
+    return array[first : len(array) - HUGE + first]
+
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary, O = outputs,
 # I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row

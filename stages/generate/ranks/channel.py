@@ -7,7 +7,6 @@ nothing, whatever it waits for. Every error of gloo ends the ranks of the engine
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from pipeline.errors import RankLost
 from pipeline.process.private import open_private
+from stages.generate.collectives import finish, told
 from stages.generate.ranks.frame import HEADER, SIZE, Kind, Reader, frames_of, num_beyond, num_used, signal
 from stages.generate.schedule.plan import BatchPlan
 
@@ -237,21 +237,3 @@ def broadcast(group: Any, ints: np.ndarray, timeout_s: float) -> dist.Work:
     options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s)
     work: dist.Work = group.broadcast([torch.from_numpy(ints)], options)
     return work
-
-
-def finish(works: Sequence[dist.Work]) -> None:
-    """Wait until *works* are done.
-
-    Raises:
-        RankLost: A rank is gone, or did not take its part in time.
-    """
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise RankLost(f"another rank of the engine is gone: {told(error)}") from error
-
-
-def told(error: RuntimeError) -> str:
-    """Return what gloo says without the place in its source and its advice."""
-    return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0].strip()

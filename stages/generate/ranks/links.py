@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import RankLost
-from stages.generate.collectives import GlooCollectives, NcclCollectives
-from stages.generate.ranks.channel import LOOPBACK, connect, finish, told
+from stages.generate.collectives import GlooCollectives, NcclCollectives, finish, told
+from stages.generate.ranks.channel import LOOPBACK, connect
 
 NCCL_TIMEOUT_S: Final = 600.0
 """In its first steps a rank may compile kernels, for which the others wait."""

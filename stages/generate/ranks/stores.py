@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from pipeline.errors import RankLost
-from stages.generate.ranks.channel import PATIENCE_S, told
+from stages.generate.collectives import told
+from stages.generate.ranks.channel import PATIENCE_S
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 REACH_S: Final = 5.0

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from pipeline.events import SamplingParams
+from stages.generate.batch import on_device
 from stages.generate.sampling import compiled as sampling
 from stages.generate.sampling.draws import HALF_BITS, Draws, fractions, make_draws
-from stages.generate.sampling.shaping import on_device, shape
+from stages.generate.sampling.shaping import shape
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 
 # R = rows that sample, X = some of them, V = vocabulary, C = candidates, N = any number of tokens, B = blocks of them

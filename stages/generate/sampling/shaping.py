@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stages.generate.batch import on_device
 from stages.generate.sampling import compiled as sampling
 from stages.generate.sampling.masks import mask_of, unpacked
 from stages.generate.schedule.plan import Sample
@@ -162,9 +163,3 @@ def _refuse(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], t
         return
     for row, mask_W in zip(rows, masks_XW, strict=True):
         logits_RV[row].masked_fill_(on_device(~unpacked(mask_W, vocab_size), logits_RV.device), NEVER)
-
-
-def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor. Nothing waits for the device."""
-    tensor = torch.from_numpy(np.asarray(numbers))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pipeline.constraint import Constraint
 from pipeline.events import Calls, Submitted
 from pipeline.markup import Markup
-from pipeline.sampling import Value
+from pipeline.sampling import Constraint, Value
 
 Wanted = Literal["", "may", "must"]
 

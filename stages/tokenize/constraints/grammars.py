@@ -17,9 +17,9 @@ import orjson
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import brief, is_limit, parser_limits
+from pipeline.sampling import Constraint
 from pipeline.vocabulary import AddedTokens
 from stages.tokenize.constraints.schemas import place_of, reduced, why_overlapping
 

@@ -6,7 +6,7 @@ import pytest
 from support.checkpoints import STOP, train_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from stages.detokenize.token_text import token_text_of
+from stages.detokenize.text import token_text_of
 
 
 def test_the_bytes_of_all_pieces_are_the_text() -> None:

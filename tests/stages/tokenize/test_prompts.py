@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Replay, SamplingParams, Submitted, Task, Templating
-from stages.tokenize.prompts import LONG_TEXT, PromptEncoder, Rendered, limit_too_high, tokens_kept
+from stages.tokenize.prompts import LARGEST_PART_BYTES, LONG_TEXT, PromptEncoder, Rendered, limit_too_high, tokens_kept
 from stages.tokenize.templates import NO_VARIABLES
 
 TOOL_TEMPLATE = """\
@@ -169,6 +169,16 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(encoder: PromptE
     error = refused("64 tokens", encoder.refuse_too_long, Rendered("x" * 1_000_000, True, "prompt"), context=64)
     assert (error.code, error.param) == ("context_length_exceeded", "prompt")
     encoder.refuse_too_long(Rendered("x" * 63, True, "prompt"), context=64)
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "\n", "ß"])
+def test_a_long_text_that_cannot_be_cut_is_refused_before_it_is_encoded(encoder: PromptEncoder, letter: str) -> None:
+    most = LARGEST_PART_BYTES // len(letter.encode())
+    for refuse in (encoder.refuse_too_large, encoder.refuse_too_long):
+        error = refused(str(LARGEST_PART_BYTES), refuse, Rendered(letter * (most + 1), True, "prompt"), context=1 << 30)
+        assert (error.code, error.param, error.status) == ("request_too_large", "prompt", 413)
+        refuse(Rendered(letter * most, True, "prompt"), context=1 << 30)
+        refuse(Rendered(f"{letter * (most - 99)} and more. " * 5, True, "prompt"), context=1 << 30)
 
 
 def test_another_template_is_another_fingerprint(folder: Path, tmp_path: Path, encoder: PromptEncoder) -> None:

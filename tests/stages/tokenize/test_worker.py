@@ -13,7 +13,6 @@ from support.measured import count_of
 
 import pipeline.scored
 import stages.tokenize.worker
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import (
     Answered,
@@ -41,6 +40,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
+from pipeline.sampling import Constraint
 from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status
 from stages.tokenize.constraints.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered

@@ -14,8 +14,8 @@ from support.http_server import serving
 from support.raw_client import chunked, request
 from support.web_site import until
 
+from web.http.asgi import SEND, WRITE
 from web.http.connections import HEAD_TIMEOUT_S, IDLE_TIMEOUT_S
-from web.routes.answers import SEND, WRITE
 
 NUM = 50
 

@@ -165,7 +165,7 @@ async def test_over_the_budget_what_runs_goes_on_and_what_was_sent_before_is_ans
                 assert await (await here.post(chat(), headers=KEY)).get_data(as_text=False) == before
                 status, error = await error_of(here.post(chat("other words"), headers=KEY))
                 assert (status, error["code"]) == (400, "idempotency_key_reused")
-                stand_in.let_go.set()
+                stand_in.released.set()
                 assert b"lo!" in await received(stream, DONE)
 
 

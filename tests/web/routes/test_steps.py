@@ -14,7 +14,7 @@ from support.web_site import Site, code_of, site
 import web.live.company
 import web.live.folding
 from ops.replay.late_tokens import why
-from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
+from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
@@ -44,7 +44,7 @@ class Journalled:
             step = StepCompleted(
                 rows=tuple(TokenRow(uid=uid, n=n + index, token=7) for uid, n in running.items() if n),
                 chunks=tuple(Chunk(uid=uid, start=0, count=5) for uid, n in running.items() if not n),
-                figures=Figures(decode_rows=sum(n > 0 for n in running.values()), forward_ms=9, free_pages=100),
+                figures=StepStats(decode_rows=sum(n > 0 for n in running.values()), forward_ms=9, free_pages=100),
             )
             entry = Entry(f"1-{self._number}", {"ms": str(began_ms + 10 * index)} | encode(step))
             put(self._log, self._log.names.journal(ENGINE), self._writer.fields(entry, step), entry.id)

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.model.layers.mlp import gated
-from stages.generate.model.layers.norm import rms_norm
 from stages.generate.model.layers.rope import Rope, apply_rope, rope_tables
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return *x* normalised over its last dimension, in float32, times *weight*, which may have a row for each head."""
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
+
 
 # T = packed tokens, E = hidden size, H = query heads, K = kv heads, N = H + K, D = head dim, I = intermediate size,
 # O = 2 I

@@ -23,12 +23,11 @@ from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, TokenRow
 from stages.generate.attention import flashinfer
 from stages.generate.attention.flashinfer import FlashInferAttention, Run
-from stages.generate.batch import PageTables
+from stages.generate.batch import PageTables, on_device
 from stages.generate.forward import graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
 from stages.generate.model.attention import Attend, places_of, write_pages
-from stages.generate.sampling.shaping import on_device
 from stages.generate.schedule.plan import PlanRow
 from stages.generate.schedule.request import NewRequest
 

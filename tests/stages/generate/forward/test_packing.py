@@ -10,7 +10,7 @@ from support.checkpoints import make_checkpoint, make_engine
 
 from pipeline.events import SamplingParams
 from stages.generate.forward import engine as engine_module
-from stages.generate.forward.packing import pack_weights, packs
+from stages.generate.forward.engine import pack_weights, packs
 from stages.generate.forward.weights import load_weights
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, check_folder
 from stages.generate.model.layers.linear import can_pack

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from stages.generate.kernels.arena import ALIGNMENT, AT_ONCE, HUGE, Arena, give_back
+from stages.generate.model.compiled import ALIGNMENT, AT_ONCE, HUGE, Arena, give_back
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import FAMILIES, make_checkpoint
 
 from pipeline.errors import ConfigError
-from stages.generate.model.shard import kv_heads, parts_of
+from stages.generate.forward.weights import kv_heads, parts_of
 from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
 
 

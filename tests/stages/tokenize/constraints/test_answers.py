@@ -14,10 +14,10 @@ from llguidance import LLMatcher, LLTokenizer
 from support.dialects import make_tokenizer
 from tokenizers import Tokenizer
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.events import Calls, SamplingParams, Submitted, Templating
 from pipeline.grammars import parser_limits, with_stack
+from pipeline.sampling import Constraint
 from pipeline.vocabulary import AddedTokens
 from stages.generate.loop.grammars import _Spelled
 from stages.tokenize.constraints import calls as call_writer
@@ -670,7 +670,7 @@ def written(defs: dict[str, Any], of: Any, count: int) -> Rules:
     rules = Rules()
     with contextlib.suppress(ValueError):
         call_writer._Writer(Dialect("qwen3_coder", False, (), AddedTokens({}, frozenset())), rules).tagged(
-            call_writer.Tool(0, "f", parameters, True)
+            call_writer.CallableTool(0, "f", parameters, True)
         )
     return rules
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from support.servers import eventually
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.markup import Markup
+from pipeline.sampling import Constraint
 from pipeline.vocabulary import AddedTokens
 from stages.tokenize.constraints.asked import Asked
 from stages.tokenize.constraints.checker import MOST_TRIES, Checked, GrammarChecker

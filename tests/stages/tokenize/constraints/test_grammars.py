@@ -13,9 +13,9 @@ from typing import Any, Literal
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import parser_limits, with_stack
+from pipeline.sampling import Constraint
 from stages.tokenize.constraints.grammars import LARGEST_GRAMMAR_BYTES, MOST_OPERATORS, _Tokens, grammar_of
 from stages.tokenize.constraints.schemas import reduced
 from web.wire.constraints import MOST_CHOICES

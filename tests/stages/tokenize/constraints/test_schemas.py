@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field, TypeAdapter
 
-from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import parser_limits, with_stack
+from pipeline.sampling import Constraint
 from stages.tokenize.constraints.grammars import byte_tokens, grammar_of
 from stages.tokenize.constraints.schemas import reduced, why_overlapping
 
