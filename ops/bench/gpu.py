@@ -40,7 +40,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
     "models": (f"{FORWARD}/test_engine.py", "tests/stages/generate/model/test_decoder.py"),
     "engine": (f"{FORWARD}/test_on_each_device.py",),
     "deterministic": (f"{FORWARD}/test_deterministic.py",),
-    "sampling": (f"{FORWARD}/test_exact_sampling.py",),
+    "sampling": ("tests/stages/generate/sampling/test_exact_sampling.py",),
     "server": ("tests/end_to_end/test_each_device.py",),
     "ranks": (f"{FORWARD}/test_collectives.py",),
     HOPPER: ("tests/stages/generate/attention/test_on_pages.py", "-k", HOPPER, "--timeout", "0"),

@@ -1,4 +1,4 @@
-"""`make recovery` and `make soak`: what cannot work is refused in one line, before a server starts."""
+"""`make attack`, `recovery` and `soak`: what cannot work is refused in one line, before a server starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from chaos import recovery, soak
+from chaos.attack import __main__ as attack
 from chaos.measure import exit_code
 
 
@@ -19,6 +20,10 @@ from chaos.measure import exit_code
         (recovery.main, "--output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
         (soak.main, "--requests 1000", "--requests 1000 and --warmup 1000: no request is left after the warm-up"),
         (soak.main, "--output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
+        (attack.main, "--seconds 0", "must be a number of seconds above 0"),
+        (attack.main, "--health-ms no", "'no': must be a number above 0"),
+        (attack.main, "--checkout /nowhere", "--checkout /nowhere: no minisgl.py there"),
+        (attack.main, "--output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(

@@ -13,7 +13,7 @@ from support.redis_servers import Servers, running_server
 from support.servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
 from support.streams import Stream, events_of
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from pipeline.events import Admitted, Failed, Finished
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
@@ -34,7 +34,7 @@ def refusal(folder: Path, *arguments: str) -> str:
 
 def with_other_weights(folder: Path) -> Path:
     """Write the model of `plain_server` under *folder*, as after another training."""
-    model = shutil.copytree(nonsense.ensure(folder / "models"), folder / "tuned")
+    model = shutil.copytree(nonsense(folder / "models"), folder / "tuned")
     weights = load_file(model / "model.safetensors")
     save_file({name: (values * np.float32(0.5)) for name, values in weights.items()}, model / "model.safetensors")
     return model
@@ -57,7 +57,7 @@ def test_another_tokenizer_is_refused_beside_a_living_server(plain_server: Serve
 
 @pytest.mark.night  # tests/pipeline/stage/test_slots.py has it
 def test_less_context_is_refused_beside_a_living_server_with_the_flag(plain_server: Server, tmp_path: Path) -> None:
-    model = str(nonsense.ensure(tmp_path / "models"))
+    model = str(nonsense(tmp_path / "models"))
     flags = ("--redis-url", plain_server.redis_url, "--max-seq-len", "1024")
     line = refusal(tmp_path, "stage", "generate", "--model", model, *flags)
     assert line.startswith("minisgl: --max-seq-len: gives a context of 1024 tokens")
@@ -66,7 +66,7 @@ def test_less_context_is_refused_beside_a_living_server_with_the_flag(plain_serv
 
 @pytest.mark.night  # tests/stages/generate/loop/test_takeover.py has it
 def test_an_engine_in_another_dtype_takes_over_and_the_history_says_so(redis_servers: Servers, tmp_path: Path) -> None:
-    model, port = str(nonsense.ensure(tmp_path / "models")), free_port()
+    model, port = str(nonsense(tmp_path / "models")), free_port()
     commands: list[Command] = []
 
     def start(stage: str, *flags: str) -> Command:

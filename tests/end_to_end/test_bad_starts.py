@@ -20,7 +20,7 @@ from support.redis_servers import Servers, command
 from support.selection import AT_NIGHT
 from support.servers import ROOT, Server, free_port, serve
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense, write_nonsense
 from pipeline.process.redis_server import EmbeddedRedis
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
@@ -179,7 +179,7 @@ BY_DAY = {
 def test_what_cannot_work_is_refused_with_the_remedy(case: str, redis_url: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    nonsense.write(model)
+    write_nonsense(model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     command(redis_url, "CONFIG", "SET", "maxmemory", 64 << 20)
@@ -213,7 +213,7 @@ def test_what_only_an_engine_can_tell_is_told_once(flags: list[str], words: list
 
 @pytest.mark.night
 def test_a_chat_template_that_shows_no_user_is_told_once(tmp_path: Path) -> None:
-    model = nonsense.ensure(tmp_path)
+    model = nonsense(tmp_path)
     (model / "chat_template.jinja").write_text("{{ messages[0].role }}")
     flags = ["--model", str(model), "--port", str(free_port()), "--data-dir", str(tmp_path / "data")]
     ended = run(["serve", *flags], tmp_path, {})

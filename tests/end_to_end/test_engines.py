@@ -14,7 +14,7 @@ from support.selection import by_night
 from support.servers import Server, eventually, free_port, is_alive, run_command, serve
 from support.streams import assert_nothing_is_left, events_of, num_of
 
-from ops.bench import nonsense
+from ops.bench.models import NONSENSE_ID
 from pipeline.events import Admitted, AnyEvent, Finished
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
@@ -99,7 +99,7 @@ def test_an_engine_that_joins_takes_its_share_and_hands_it_over_when_it_leaves(
     server: Server, undisturbed: list[tuple[str, str]], folder: Path
 ) -> None:
     """It needs no detokenizer of its own: another one serves it as a guest."""
-    model = folder / "models" / nonsense.MODEL_ID
+    model = folder / "models" / NONSENSE_ID
     flags = ["--redis-url", server.redis_url, "--model", str(model), "--page-size", "16", "--threads", "1"]
     with server.log() as log:
         with steady_load(server, LONG) as answers:

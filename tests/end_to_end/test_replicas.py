@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.servers import Command, Server, eventually, run_command, serve
 
-from ops.bench import nonsense
+from ops.bench.models import NONSENSE_ID
 from pipeline.events import Finished, Submitted, Tokenized, decode
 from pipeline.log.protocol import Entry, Inbox
 from pipeline.log.redis import RedisLog
@@ -57,7 +57,7 @@ def started_together(folder: Path) -> Iterator[Deployment]:
 def started_apart(folder: Path) -> Iterator[Deployment]:
     """`serve --tokenizers 1` and `stage tokenize --replicas 2`, which knows nothing of the other but its Redis."""
     with serve(folder, "--tokenizers", "1") as server:
-        model = folder / "models" / nonsense.MODEL_ID
+        model = folder / "models" / NONSENSE_ID
         arguments = ["stage", "tokenize", "--replicas", "2", "--redis-url", server.redis_url, "--model", str(model)]
         stage = run_command(arguments, folder)
         try:

@@ -13,8 +13,7 @@ import pytest
 from support.redis_servers import running_server, until
 from support.servers import Command, run_command
 
-from ops.bench import nonsense
-from ops.bench.models import write_all_but_weights
+from ops.bench.models import NONSENSE, write_all_but_weights
 from pipeline.events import Answered, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
@@ -40,7 +39,7 @@ SLOW_TEXT = "all work, and no [play] " * 100_000
 def tokenizer(folder: Path, redis_url: str) -> Iterator[Command]:
     """Run `minisgl stage tokenize`."""
     (folder / "model").mkdir()
-    write_all_but_weights(nonsense.SHAPE, folder / "model")
+    write_all_but_weights(NONSENSE, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(CUBIC_TEMPLATE)
     flags = ["--redis-url", redis_url, "--model", str(folder / "model"), "--tokenize-timeout", str(LIMIT_S)]
     command = run_command(["stage", TOKENIZE, *flags], folder)

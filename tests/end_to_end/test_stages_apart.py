@@ -15,7 +15,7 @@ import pytest
 from support.redis_servers import find_servers, running_server
 from support.servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
 
-from ops.bench import nonsense
+from ops.bench.models import NONSENSE_ID, nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 # By day test_takeover.py starts all at once, and tests/web/live/test_ready.py says for whom a frontend waits.
@@ -65,14 +65,14 @@ def _is_ready(command: Command) -> bool:
 
 def _start(stage: str, port: int, redis_url: str, folder: Path) -> Command:
     where = ["--port", str(port)] if stage == WEB else []
-    model = {GENERATE: folder / nonsense.MODEL_ID, WEB: None}.get(stage, folder / "text")
+    model = {GENERATE: folder / NONSENSE_ID, WEB: None}.get(stage, folder / "text")
     which = ["--model", str(model)] if model else []
     return run_command(["stage", stage, "--redis-url", redis_url, *which, *where], folder / stage)
 
 
 def _models(folder: Path) -> None:
     """Make the model in *folder*, and beside it what the text stages need of it: they may live elsewhere."""
-    model = nonsense.ensure(folder)
+    model = nonsense(folder)
     (folder / "text").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "text" / name).write_bytes((model / name).read_bytes())

@@ -1,44 +1,57 @@
-"""`minisgl bench attack`: its clients see what happened, a broken bound is said, and a real server stands it."""
+"""`make attack`: its clients see what happened, a broken bound is said, and a real server stands it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from support.openai_stand_in import DONE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
-from support.servers import ROOT
+from chaos.attack import bodies
+from chaos.attack.__main__ import AttackConfig, Run, Seen, broken, main, table
+from chaos.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
+from chaos.attack.clients import Newcomers, Reading, Streams, Told, attacker, health, newcomers, streams
+from chaos.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
+from chaos.attack.target import Server, read_deaths
+from chaos.attack.wire import ATTACKERS_HOST
+from support.openai_stand_in import (
+    DONE,
+    Body,
+    Frames,
+    Hold,
+    OpenAIStandIn,
+    data,
+    listening,
+    text_chunk,
+    usage_chunk,
+    whole,
+)
 
-from ops.bench import nonsense
-from ops.bench.attack import alone, bodies, together
-from ops.bench.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
-from ops.bench.attack.clients import Newcomers, Reading, Streams, Told, attacker, health, newcomers, streams
-from ops.bench.attack.config import AttackConfig
-from ops.bench.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
-from ops.bench.attack.target import Server, read_deaths
-from ops.bench.attack.together import Figures
-from ops.bench.attack.wire import ATTACKERS_HOST
+from ops.bench.models import nonsense
 
-GOOD = Figures(
+SEEN = Seen(
+    length_s=10.0,
     health={"ms": [1.0] * 99 + [50.0], "failures": 0},
-    streams={"whole": 9, "early": [], "refused": 0, "longest_pause_ms": 20.0},
+    streams={"whole": 9, "early": [], "refused": 0, "longest_pause_ms": 100.0},
     newcomers={"first_ms": [30.0], "answers": {"chats": {"200": 2}}},
     server=Server(web_bytes=100 << 20, redis_bytes=9 << 20, redis_budget_bytes=10 << 20, replaced=3),
-    answers={"tokenizes": {"200": 3, "400": 1}},
-    connections=12,
-    cpu_s={"bodies": 1.5, "idlers": 0.5},
+    attacks={"viewers": {"answers": {"viewers": {"200": 4}}, "connections": 5, "cpu_s": 1.0}},
 )
-HALF = alone.Half(GOOD.health, {"longest_pause_ms": 100.0, "early": []}, GOOD.newcomers, GOOD.server)
-RUN = alone.Run(HALF, HALF, {"answers": {"viewers": {"200": 4}}, "connections": 5, "cpu_s": 1.0})
+TOGETHER = Run(SEEN)
+ALONE_RUN = Run(SEEN, dataclasses.replace(SEEN, attacks={}))
 NUM_TOKENS = 20
 CUT_OFF = [text_chunk("a"), usage_chunk(1, NUM_TOKENS)]
+
+
+@pytest.fixture
+def stand_in() -> Iterator[OpenAIStandIn]:
+    with listening() as server:
+        yield server
 
 
 def order(stand_in: OpenAIStandIn) -> Order:
@@ -186,7 +199,7 @@ def test_the_kinds_that_are_measured_alone_use_up_nothing_that_all_share() -> No
 
 
 def test_stop_strings_almost_match_the_answer(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(nonsense.ensure(tmp_path) / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(nonsense(tmp_path) / "tokenizer.json"))
     assert tokenizer.decode([LETTER_A]) == "a" and tokenizer.decode([NO_CHARACTER]) == "\ufffd"
     told = sent(bodies.stops())
     for longest in (1800, 3900, 1024):
@@ -218,60 +231,49 @@ def test_grammars_schemas_and_labels_have_the_sizes_that_their_names_say() -> No
     assert all(60_000 < len(data) < 1 << 16 for data in labels["labels of 64 KB"])
 
 
-def test_no_bound_is_broken_by_a_server_that_stood_it() -> None:
-    assert together.broken(GOOD, 100) == []
-    shown = together.table(GOOD, AttackConfig(), 60)
-    assert "below 10 MiB" in shown and "tokenizes: 3 x 200, 1 x 400" in shown
-    assert "bodies 1.5 s, idlers 0.5 s" in shown and "chats: 2 x 200" in shown
+def changed(run: Run, **changes: Any) -> Run:
+    """Return *run* with other findings beside the attack."""
+    return dataclasses.replace(run, attacked=dataclasses.replace(run.attacked, **changes))
 
 
+@pytest.mark.parametrize("run", [TOGETHER, ALONE_RUN])
+def test_no_bound_is_broken_by_a_server_that_stood_it(run: Run) -> None:
+    assert broken("viewers", [run] * 3, AttackConfig()) == []
+    shown = table({"viewers": [run] * 3}, AttackConfig())
+    assert "viewers: 12 x 200" in shown and "chats: 6 x 200" in shown
+
+
+@pytest.mark.parametrize("run", [TOGETHER, ALONE_RUN])
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    "changes",
     [
-        ({"health": {"ms": [1.0] * 9 + [500.0], "failures": 0}}, "/health took 455.1 ms"),
-        ({"health": {"ms": [], "failures": 0}}, "/health took"),
-        ({"health": {"ms": [1.0], "failures": 1}}, "did not answer 200 for 1 of 1"),
-        ({"streams": {"whole": 1, "early": ["cut"]}}, "1 streams ended early; the first: cut"),
-        ({"streams": {"whole": 0, "early": []}}, "No stream came to its end"),
-        ({"server": Server(deaths=["web-0 with 3"])}, "Workers died: web-0 with 3"),
-        ({"server": Server(web_bytes=478 << 20)}, "A web process took 478 MiB"),
-        ({"server": Server(redis_bytes=11, redis_budget_bytes=10)}, "Redis took"),
+        {"health": {"ms": [1.0] * 9 + [500.0], "failures": 0}},
+        {"health": {"ms": [], "failures": 0}},
+        {"health": {"ms": [1.0], "failures": 1}},
+        {"streams": SEEN.streams | {"early": ["cut"]}},
+        {"server": Server(deaths=["web-0 with 3"])},
+        {"server": Server(web_bytes=478 << 20)},
+        {"server": Server(redis_bytes=11, redis_budget_bytes=10)},
     ],
 )
-def test_a_broken_bound_is_said(changes: dict[str, object], says: str) -> None:
-    (said,) = together.broken(dataclasses.replace(GOOD, **changes), 100)  # type: ignore[arg-type]
-    assert says in said
+def test_a_broken_bound_is_said(run: Run, changes: dict[str, object]) -> None:
+    assert len(broken("viewers", [changed(run, **changes)], AttackConfig())) == 1
 
 
-def test_alone_no_bound_is_broken_where_the_attack_changes_nothing() -> None:
-    assert alone.broken([RUN] * 3, AttackConfig()) == []
-    shown = alone.table({"viewers": [RUN] * 3}, AttackConfig())
-    assert "viewers: 12 x 200" in shown and "viewers: 15 connections" in shown and "10%" in shown
+def test_together_a_stream_must_come_whole_and_alone_others_must_be_served_and_streams_go_on() -> None:
+    for changes, alone_too in (
+        ({"streams": SEEN.streams | {"whole": 0}}, False),
+        ({"streams": SEEN.streams | {"longest_pause_ms": 500.0}}, True),
+        ({"newcomers": SEEN.newcomers | {"answers": {"chats": {"200": 1, "503": 2}}}}, True),
+    ):
+        assert len(broken("viewers", [changed(ALONE_RUN, **changes)], AttackConfig())) == alone_too
+        assert len(broken("viewers", [changed(TOGETHER, **changes)], AttackConfig())) == (not alone_too)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"streams": {"longest_pause_ms": 500.0, "early": []}},
-            "paused for 0.50 s, and without the attack for 0.10 s",
-        ),
-        ({"streams": {"longest_pause_ms": 100.0, "early": ["cut"]}}, "2 streams ended early; the first: cut"),
-        ({"health": {"ms": [101.0], "failures": 0}}, "/health took 101.0 ms"),
-        ({"health": {"ms": [1.0], "failures": 1}}, "/health did not answer 200 for 2 times"),
-        (
-            {"newcomers": {"first_ms": [], "answers": {"chats": {"200": 1, "503": 2}}}},
-            "other clients did not get 200: chats: 4 x 503",
-        ),
-        ({"server": Server(deaths=["web-0 with 3"])}, "workers died: web-0 with 3"),
-    ],
-)
-def test_alone_a_bound_is_broken_by_the_median_or_by_any_failure(changes: dict[str, Any], says: str) -> None:
-    bad = dataclasses.replace(RUN, attacked=dataclasses.replace(HALF, **changes))
-    (said,) = alone.broken([bad, RUN, bad], AttackConfig())
-    assert says in said
-    for_all = [text for text in alone.broken([bad, RUN, RUN], AttackConfig()) if "paused" in text or "took" in text]
-    assert for_all == []
+def test_the_median_of_runs_is_compared_with_a_bound() -> None:
+    slow = changed(ALONE_RUN, streams=SEEN.streams | {"longest_pause_ms": 500.0}, health={"ms": [101.0], "failures": 0})
+    assert broken("viewers", [slow, ALONE_RUN, ALONE_RUN], AttackConfig()) == []
+    assert len(broken("viewers", [slow, ALONE_RUN, slow], AttackConfig())) == 2
 
 
 def test_deaths_are_read_from_the_log_and_a_tokenizer_that_was_to_be_replaced_is_none(tmp_path: Path) -> None:
@@ -291,30 +293,25 @@ def test_deaths_are_read_from_the_log_and_a_tokenizer_that_was_to_be_replaced_is
 @pytest.mark.timeout(600)
 def test_a_server_stands_an_attack(tmp_path: Path) -> None:
     """Other tests share the cores: the bound of /health is wide."""
-    command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", "--health-ms", "5000"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=570, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No bound is broken." in done.stdout
+    assert main(["--health-ms", "5000", "--output", str(tmp_path / "out.json")], {}) == 0
     document = json.loads((tmp_path / "out.json").read_text())
-    figures = document["figures"]
-    assert document["broken"] == [] and document["health_ms"]["count"] > 10
-    assert set(figures["answers"]) >= {"wrong bodies", "tokenizes", "leavers", "dribblers", "viewers", "stories"}
-    assert set(figures["cpu_s"]) == set(KINDS)
-    assert set(figures["answers"].get("wrong bodies", {})) <= {"400", "413", UNANSWERED}
-    assert figures["streams"]["whole"] >= document["options"]["streams"] and figures["server"]["web_bytes"] > 1 << 20
-    assert figures["connections"] >= document["options"]["idle"]
+    ((run,),) = document["runs"].values()
+    seen = run["attacked"]
+    assert document["broken"] == [] and len(seen["health"]["ms"]) > 10
+    assert set(seen["attacks"]) == set(KINDS)
+    answers = {what: counts for each in seen["attacks"].values() for what, counts in each["answers"].items()}
+    assert set(answers) >= {"wrong bodies", "tokenizes", "leavers", "dribblers", "viewers", "stories"}
+    assert set(answers["wrong bodies"]) <= {"400", "413", UNANSWERED}
+    assert seen["streams"]["whole"] >= document["options"]["streams"] and seen["server"]["web_bytes"] > 1 << 20
+    assert sum(each["connections"] for each in seen["attacks"].values()) >= document["options"]["idle"]
 
 
 @pytest.mark.slow
 @pytest.mark.night
 @pytest.mark.timeout(600)
 def test_a_kind_is_measured_alone(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", "--alone", "--runs", "1", "--seconds", "3"]
-    bounds = ["--health-ms", "5000", "--pause", "60", "--kinds", "stories", "--output", str(tmp_path / "out.json")]
-    done = subprocess.run([*command, *bounds], capture_output=True, text=True, timeout=570, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = ["--alone", "--runs", "1", "--seconds", "3", "--health-ms", "5000", "--pause", "60", "--kinds", "stories"]
+    assert main([*flags, "--output", str(tmp_path / "out.json")], {}) == 0
     (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]["stories"]
-    assert run["attack"]["answers"]["stories"]
+    assert run["attacked"]["attacks"]["stories"]["answers"]["stories"]
     assert run["quiet"]["streams"]["longest_pause_ms"] > 0 and run["attacked"]["server"]["tokenizer_bytes"] > 1 << 20

@@ -1,6 +1,6 @@
-"""The clients of `minisgl bench attack`. Each role is a process of its own, so that none delays what another measures.
+"""The clients of `make attack`. Each role is a process of its own, so that none delays what another measures.
 
-`python -m ops.bench.attack.clients ROLE ORDER`, with an `Order` as JSON, prints a line when it is ready. Then, for each
+`python -m chaos.attack.clients ROLE ORDER`, with an `Order` as JSON, prints a line when it is ready. Then, for each
 line on its stdin: `go` begins, and is answered by a line once all of its clients have begun; `stop` ends them, and is
 answered by what they saw, as JSON. Roles are the kinds of attackers and:
 
@@ -20,8 +20,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from ops.bench.attack.kinds import KINDS, PAUSE_S, Attack, Order
-from ops.bench.attack.wire import ADMIN, ANSWER_TIMEOUT_S, CHAT, HOST, INNOCENT, NO_ANSWER, ask, connected, request
+from chaos.attack.kinds import KINDS, PAUSE_S, Attack, Order
+from chaos.attack.wire import ADMIN, ANSWER_TIMEOUT_S, CHAT, HOST, INNOCENT, NO_ANSWER, ask, connected, request
+
 from pipeline.process.priority import LOWEST, give_way
 from web.http.files import raise_file_limit
 

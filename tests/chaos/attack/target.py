@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
+from chaos.attack.kinds import Order
+from chaos.attack.wire import ADMIN, ATTACKER, INNOCENT
 
-from ops.bench import nonsense
-from ops.bench.attack.kinds import Order
-from ops.bench.attack.wire import ADMIN, ATTACKER, INNOCENT
+from ops.bench.models import nonsense
 from ops.bench.peers import our_server
-from ops.bench.processes import started, tree_of
+from ops.bench.processes import ROOT, started, tree_of
 from pipeline.errors import MiniSGLError
 from pipeline.process.parent import EXIT_REPLACE
 
@@ -77,7 +77,7 @@ def target(program: Path, model: Path, flags: Sequence[str]) -> Iterator[Target]
     """Run the server of *program* with a small model below the folder *model*."""
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-attack-", ignore_cleanup_errors=True) as folder,
-        our_server(Path(folder), ["--model", str(nonsense.ensure(model)), *KEYS, *flags], program=program) as (
+        our_server(Path(folder), ["--model", str(nonsense(model)), *KEYS, *flags], program=program) as (
             served,
             _,
         ),
@@ -131,8 +131,8 @@ class Client:
 @contextlib.contextmanager
 def client(name: str, order: Order) -> Iterator[Client]:
     """Start a process of clients; it is ready after `Client.ready`."""
-    command = [sys.executable, "-m", "ops.bench.attack.clients", name, json.dumps(asdict(order))]
-    with started(command, None, alone=True) as process:
+    command = [sys.executable, "-m", "chaos.attack.clients", name, json.dumps(asdict(order))]
+    with started(command, None, environment={"PYTHONPATH": str(ROOT / "tests")}, alone=True) as process:
         yield Client(name, process)
 
 

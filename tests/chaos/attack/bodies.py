@@ -10,12 +10,12 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ops.bench.attack.wire import CHAT, COMPLETIONS, request
+from chaos.attack.wire import CHAT, COMPLETIONS, request
 
 Requests = Mapping[str, Sequence[bytes]]
 LARGEST_BODY: Final = 4 << 20
 LETTER_A: Final = 64
-"""The token of `a` in the model of `nonsense`."""
+"""The token of `a` in the model NONSENSE."""
 NO_CHARACTER: Final = 187
 """The token of the byte 0xFF, which no text in UTF-8 has."""
 LONG: Final = 3800

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ops.bench.attack import bodies
-from ops.bench.attack.bodies import LARGEST_BODY, Requests
-from ops.bench.attack.wire import (
+from chaos.attack import bodies
+from chaos.attack.bodies import LARGEST_BODY, Requests
+from chaos.attack.wire import (
     ANSWER_TIMEOUT_S,
     ATTACKERS_HOST,
     CHAT,
