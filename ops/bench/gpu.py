@@ -214,13 +214,13 @@ def table(found: Mapping[str, Any]) -> str:
     lines = ["", f"{len(by_status['failed'])} failed" if by_status["failed"] else "Nothing failed"]
     lines += [f"{one['name']}, {status}: {one['reason']}" for status, all_of in by_status.items() for one in all_of]
     columns = ("name", "status", "passed", "failed", "skipped")
-    rows = [(*columns, "seconds")]
+    rows: list[tuple[str, ...]] = [(*columns, "seconds")]
     rows += [(*(str(group[column]) for column in columns), f"{group['seconds']:.0f}") for group in found["groups"]]
     lines += ["", aligned(rows)]
     tests = [test for group in found["groups"] for test in group["tests"]]
     lines += [f"failed: {test['test']}: {test['why']}" for test in tests if test["outcome"] == "failed"]
     lines += sorted({f"skipped: {test['why']}" for test in tests if test["outcome"] == "skipped"})
-    timings = [("output tokens/s, and shares of", "", "read bandwidth", "matrix rate")]
+    timings: list[tuple[str, ...]] = [("output tokens/s, and shares of", "", "read bandwidth", "matrix rate")]
     for one in found["timings"]:
         rate = f"{one['figures']['output_tokens_per_s']:,.0f}" if one["figures"] else one["status"]
         shares = (one["figures"].get(name) for name in ("decode_share", "prefill_share"))

@@ -51,8 +51,9 @@ def test_attention_agrees_with_float64_and_fills_the_pages(
         need_flashinfer(device, monkeypatch, dtype=dtype, prefill="fa3" if "fa" in name else "fa2")
     if "fa" in name and device.type == "cuda" and os.environ.get("MINISGL_FA") != "1":
         pytest.skip("its kernels compile for minutes: make gpu-check ARGS='--only fa'")
-    for number, (*sizes, window) in enumerate(SHAPES if device.type == "cuda" else SHAPES[::3]):
-        shape = AttentionShape(*sizes, page_size, window, dtype, device)
+    for number, sizes in enumerate(SHAPES if device.type == "cuda" else SHAPES[::3]):
+        num_heads, num_kv_heads, head_dim, window = sizes
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, page_size, window, dtype, device)
         if uses_flashinfer and shape.head_dim not in HEAD_DIMS:
             continue
         for rows in (DECODE_ROWS, (*DECODE_ROWS, *CHUNKS)):
