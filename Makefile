@@ -27,7 +27,7 @@ bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)
 
 attack: venv
-	@$(BIN)/minisgl bench attack $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m chaos.attack $(ARGS)
 
 # One thread in each process: many of them share the cores, and threads that wait by spinning would starve the others.
 test: export OMP_NUM_THREADS ?= 1

@@ -76,7 +76,7 @@ def newer_consumer(stage: str, version: int) -> str:
 
 
 def is_too_new(consumer: str) -> bool:
-    """Say whether *consumer* keeps entries of a version that this code does not read."""
+    """Return whether *consumer* keeps entries of a version that this code does not read."""
     _, found, version = consumer.rpartition("-v")
     return bool(found) and version.isdecimal() and int(version) > VERSION
 

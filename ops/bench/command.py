@@ -8,14 +8,14 @@ from typing import Final, cast
 
 from pipeline.errors import ConfigError
 
-KINDS: Final = ("offline", "serve", "pipeline", "compare", "tail", "attack", "gpu")
+KINDS: Final = ("offline", "serve", "pipeline", "compare", "tail", "cost", "gpu")
 USAGE: Final = """\
 usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s, and the machine's limits
        minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
        minisgl bench pipeline [flags]     the log alone: commits per second, added time per token
        minisgl bench compare [flags]      MiniSGL and transformers, llama.cpp or a server in turn, on the same requests
        minisgl bench tail [flags]         the time per token of streams while long prompts arrive, with bounds
-       minisgl bench attack [flags]       a server under hostile clients: what innocent ones notice, with bounds
+       minisgl bench cost [flags]         what journals, an archive, schemas, sampling, tabs or a busy core cost
        minisgl bench gpu [flags]          what works on a GPU, and how fast: phases within a budget of seconds
 
 Each kind explains its flags with --help.

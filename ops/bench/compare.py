@@ -22,7 +22,7 @@ from rich.status import Status
 
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
-from ops.bench.models import CheckpointConfig
+from ops.bench.models import CheckpointConfig, Prompts, Workload
 from ops.bench.peers import (
     GGUF_KINDS,
     Run,
@@ -36,7 +36,6 @@ from ops.bench.peers import (
     transformers_process,
 )
 from ops.bench.processes import interrupt_on_sigterm
-from ops.bench.prompts import Prompts, Workload
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, parse_flags
 

@@ -1,15 +1,17 @@
 """Random Qwen3 checkpoints, made on the spot without a download: for the benchmarks, and for whatever needs any model.
 
-Every word of their tokenizer is one token, so a text can have exactly as many tokens as are wanted. The checkpoints of
-`checkpoints.py` come from transformers and test other formats; these need only the tokenizers library and torch.
+Every word of their tokenizer is one token. Texts have exactly as many tokens as are wanted, for any tokenizer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import string
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -49,6 +51,12 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "95m": Shape(768, 12, 12, 4, 64, 2304, 16_000, 10_000.0, 8192),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # the shape of Qwen3-0.6B
 }
+NONSENSE: Final = Shape(
+    128, 2, 4, 2, 32, 384, 256 + len(SPECIAL_TOKENS), 10_000.0, 4096, tie_embeddings=False, dtype="float32"
+)
+"""A small model that writes letters without sense, and as many as are asked for. Its tokens are the 256 bytes and the
+special ones. It takes a second of numpy and 2 MB, and no torch."""
+NONSENSE_ID: Final = "minisgl-nonsense"
 SHAPE_8B: Final = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 1_000_000.0, 40_960, tie_embeddings=False)
 """That of Qwen3-8B, for weights that no file holds."""
 
@@ -86,6 +94,11 @@ def ensure(name: str, parent: Path) -> Path:
     if name not in SHAPES:
         raise ConfigError(f"{name}: no such benchmark checkpoint; expected one of {', '.join(SHAPES)}")
     return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
+
+
+def nonsense(parent: Path) -> Path:
+    """Return the folder of the model NONSENSE under *parent*; write it first if it is missing."""
+    return made_once(parent / NONSENSE_ID, lambda folder: write_nonsense(folder))
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -127,6 +140,33 @@ def write(shape: Shape, folder: Path) -> None:
         else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
         for name, size in tensor_shapes(read_spec(folder)).items()
     }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_nonsense(folder: Path) -> None:
+    """Write config, tokenizer and weights of NONSENSE into *folder*.
+
+    The weights prefer some tokens, so that the output can be read, if not understood: component 0 of every embedding is
+    large and survives the layers. The head's component 0 is positive for the wanted tokens and negative for all others.
+    """
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from stages.generate.model.spec import read_spec, tensor_shapes
+
+    vocabulary = write_all_but_weights(NONSENSE, folder)
+    wanted = [vocabulary[token] for token in (*string.ascii_lowercase, "Ġ", ".", ",", STOP)]
+    generator, shapes = np.random.default_rng(SEED), tensor_shapes(read_spec(folder))
+    scales = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.2}
+    weights = {
+        name: np.ones(shapes[name], np.float32)
+        if "norm" in name
+        else (generator.standard_normal(shapes[name]) * scales.get(name, 0.05)).astype(np.float32)
+        for name in dict.fromkeys((*scales, *shapes))
+    }
+    weights["model.embed_tokens.weight"][:, 0] = 8.0
+    weights["lm_head.weight"][:, 0] = -1.0
+    weights["lm_head.weight"][wanted, 0] = 1.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -190,3 +230,71 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+POOL_SIZE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text, its token ids, and the number of tokens to generate."""
+
+    text: str
+    ids: tuple[int, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, *concurrency* of them at a time."""
+
+    prompts: tuple[Prompt, ...]
+    concurrency: int
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(prompt.output_tokens for prompt in self.prompts)
+
+
+class Prompts:
+    """Makes texts of exactly as many tokens as are wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find words that are one token each, whatever is before them: they begin with a space.
+
+        Raises:
+            ConfigError: The folder has no tokenizer, or the tokenizer has too few such words.
+        """
+        from tokenizers import Tokenizer
+
+        self._file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+        except Exception as error:  # the library has no class for its errors
+            raise ConfigError(f"{self._file}: not a tokenizer ({error})") from error
+        candidates = [" " + token[1:] for token in self._tokenizer.get_vocab() if re.fullmatch("[Ġ▁][A-Za-z]+", token)]
+        candidates = sorted(candidates)[:: max(len(candidates) // POOL_SIZE, 1)]
+        encoded = self._tokenizer.encode_batch(candidates, add_special_tokens=False)
+        self._pool = [text for text, one in zip(candidates, encoded, strict=True) if len(one.ids) == 1]
+        self._num_special = len(self._tokenizer.encode("").ids)
+        if len(self._pool) < 8:
+            raise ConfigError(f"{self._file}: {len(self._pool)} words are one token, at least 8 needed")
+
+    def words(self, generator: random.Random, num_tokens: int) -> str:
+        """Return a text of *num_tokens* words."""
+        return "".join(generator.choices(self._pool, k=num_tokens))
+
+    def of(self, text: str, num_tokens: int, output_tokens: int) -> Prompt:
+        """Return *text* as a prompt of *num_tokens*, special tokens not counted.
+
+        Raises:
+            ConfigError: It has another number of tokens.
+        """
+        ids = tuple(self._tokenizer.encode(text).ids)
+        if len(ids) != num_tokens + self._num_special:
+            raise ConfigError(f"{self._file}: makes {len(ids)} tokens of {num_tokens} words of one token each")
+        return Prompt(text, ids, output_tokens)
+
+    def drawn(self, generator: random.Random, lengths: Sequence[tuple[int, int]]) -> tuple[Prompt, ...]:
+        """Return a prompt for each (tokens in, tokens out)."""
+        return tuple(self.of(self.words(generator, inputs), inputs, outputs) for inputs, outputs in lengths)

@@ -2,7 +2,7 @@
 
 Each side answers the same `Workload`. A library runs in a process of its own, so that memory and threads do not mix: a
 line of JSON asks on stdin, a line of JSON answers on stdout. For transformers this module, run as a program, is that
-process. llama.cpp is in another Python environment, which runs `llama.py`, and `gguf.py` for its weights.
+process. llama.cpp is in another Python environment, which runs `llama.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ import orjson
 from ops.bench import report
 from ops.bench.datasets import Piece, Session, Turn
 from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Form, Load, Measured, connected
+from ops.bench.models import Workload
 from ops.bench.processes import PROGRAM, last_line, started, tree_cpu_s
-from ops.bench.prompts import Workload
 from pipeline.errors import ConfigError, MiniSGLError
 
 READY_TIMEOUT_S: Final = 600.0
 SILENCE_TIMEOUT_S: Final = 600.0
 POLL_S: Final = 0.1
 LLAMA: Final = Path(__file__).with_name("llama.py")
-CONVERTER: Final = Path(__file__).with_name("gguf.py")
 GGUF_KINDS: Final = ("bf16", "q8_0")
 
 
@@ -254,7 +253,7 @@ def llama_process(python: str, weights: str, folder: Path, scratch: Path, num_th
     file = weights
     if weights in GGUF_KINDS:
         file, said = str(scratch / f"{weights}.gguf"), scratch / "gguf.log"
-        command = [python, "-I", str(CONVERTER), str(folder), file, weights]
+        command = [python, "-I", str(LLAMA), str(folder), file, weights]
         with started(command, said) as process:
             if process.wait():
                 raise SideFailed(f"{folder} could not be converted for llama.cpp: {last_line(said)}")

@@ -1,54 +1,83 @@
-"""`minisgl bench pipeline`: the cost of the log, of ranks and of the web process, without a model or a GPU.
+"""`minisgl bench pipeline`: the cost of the log and of the web process, without a model or a GPU.
 
-It measures what the host does for a step, the way of a plan to another rank, a step of one layer with one rank and with
-two, commits in a tight loop, the real stages around an engine that computes nothing, the CPU time of a web process
-before them, and the bytes that a finished request leaves. The weights of the layer are random.
+It measures what the host does for a step, the way of a plan to another rank, commits in a tight loop, the real stages
+around an engine that computes nothing, the CPU time of a web process before them, and the bytes that a finished request
+leaves. All tables have the same form: a row for each figure, a column for each load.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import secrets
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import redis
 import structlog
+import torch
 from rich.console import Console
 from rich.status import Status
 
-from ops.bench import nonsense, report
-from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
-from ops.bench.pipeline_frames import other_rank
-from ops.bench.pipeline_host import host_times_us
-from ops.bench.pipeline_ranks import one_rank, two_ranks, write_layer
-from ops.bench.pipeline_way import PROMPT, Way, WayTimes
-from ops.bench.pipeline_web import WebTimes, web_process
+from ops.bench import report
+from ops.bench.models import nonsense
+from ops.bench.pipeline_way import PAGE_SIZE, PROMPT, IdleEngine, PipelineStuck, Way, length_of, step_times_alone
+from ops.bench.processes import started
 from ops.bench.report import Spread, spread_of
 from pipeline.errors import LogUnavailable
+from pipeline.events import (
+    Cancelled,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    new_uid,
+)
 from pipeline.flags import at_least, flag, parse_flags, seconds
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.log.replies import server_of as version_of
-from pipeline.names import Names
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name, tokens_id
 from pipeline.process.redis_server import EmbeddedRedis
+from stages.generate.batch import PageTables, build_batch
+from stages.generate.ranks.channel import Follower, Leader, file_store
+from stages.generate.ranks.channel import connect as connect_ranks
+from stages.generate.ranks.frame import Kind
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 ABOUT: Final = """\
 Measures the log and the web process, without a model: what the host does for a decode step; how long its plan takes to
-another rank; a step of one layer with one rank and with two; each commit in a tight loop; what tokenizer, log and
-detokenizer add to every step of an engine that computes nothing, compared with the same schedule in a plain loop; the
-CPU time of the web process per streamed token and per request; and the bytes that a finished request leaves.
+another rank; each commit in a tight loop; what tokenizer, log and detokenizer add to every step of an engine that
+computes nothing, compared with the same schedule in a plain loop; the CPU time of the web process per streamed token
+and per request; and the bytes that a finished request leaves.
 """
 PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson", "quart", "hypercorn")
 REMEMBERED_TOKENS: Final = 200
 """Output tokens of the request that is weighed."""
-DEFAULT_STEP_S: Final = 0.01
+MOST_TAKEN: Final = 8
+"""Most requests per `take`, as in an engine."""
+STEPS_OF_A_LIFE: Final = 4
+LIVE_PROMPT: Final = "A prompt of a usual length: thirty words or so, of which none matters here. " * 2
+PROMPT_IDS: Final = tuple(range(32))
+FRONTEND: Final = "web-0"
+LIVE_LEASE_MS: Final = 600_000
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=2, max_queued=sys.maxsize)
+PAUSE_S: Final = 0.001
+"""Between two plans: a follower waits for the next one before it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +116,7 @@ class PipelineConfig:
     )
     step_s: float = flag(
         "--step-time",
-        default=DEFAULT_STEP_S,
+        default=0.01,
         parse=seconds,
         help="seconds per step of the engine; a run with 0 s is always added",
     )
@@ -95,8 +124,68 @@ class PipelineConfig:
     output: str = flag("--output", default="", help="JSON file for the setup and all figures")
 
 
-Figures: TypeAlias = dict[str, Any]
-"""A row of the JSON. Times are in microseconds, those of the way from step to step."""
+TABLES: Final = {
+    "host": (
+        "Host time of a decode step",
+        "To plan the step, to lay it out as tensors, and to complete it.",
+    ),
+    "frames": (
+        "A plan on its way to another rank, over gloo on this machine",
+        "Until rank 0 has packed it and may compute, and until the other rank has read it.",
+    ),
+    "commits": (
+        "Commits in a tight loop",
+        "A submit, tokenized or end is one request, a step or produced all rows; a take brings up to 8 requests.",
+    ),
+    "way": (
+        "What the stages add to a step",
+        "Of an engine that only waits: from step to step, and the difference of the means; the step's commit.",
+    ),
+    "web": (
+        "CPU time of the web process",
+        "Without what it takes at rest. A token is not the first one; a request has one token, on an open connection.",
+    ),
+}
+"""Name -> title, and what is meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Takes figures, and keeps the median of all runs."""
+
+    config: PipelineConfig
+    status: Status
+    figures: dict[str, dict[str, dict[str, Spread]]] = field(default_factory=lambda: {name: {} for name in TABLES})
+    """Table -> figure -> load -> microseconds."""
+
+    def take(self, table: str, load: str, run: Callable[[], Mapping[str, Sequence[float]]]) -> None:
+        """Call *run*, which returns the times of each figure, as often as the flags say."""
+        runs = []
+        for number in range(1, self.config.runs + 1):
+            self.status.update(f"{TABLES[table][0]}: {load}, run {number} of {self.config.runs}")
+            runs.append(run())
+        for name in runs[0]:
+            self.figures[table].setdefault(name, {})[load] = median_of([spread_of(each[name]) for each in runs])
+
+    def shown(self, table: str) -> str:
+        """Return a row for each figure, a column for each load."""
+        title, about = TABLES[table]
+        figures = self.figures[table]
+        rows = [["", *next(iter(figures.values()))], *([name, *map(cell, of.values())] for name, of in figures.items())]
+        return f"{title}\n\n{report.aligned(rows)}\n\n{about}\n"
+
+
+def cell(us: Spread) -> str:
+    """Return the value that a run has, or p50 and p99 of its many."""
+    return f"{us.p50:,.1f}" if us.count == 1 else f"{us.p50:,.0f} / {us.p99:,.0f}"
+
+
+def median_of(spreads: Sequence[Spread]) -> Spread:
+    """Return the median of each figure, and the smallest count."""
+    mean, p50, p90, p99 = (
+        statistics.median(getattr(spread, name) for spread in spreads) for name in ("mean", "p50", "p90", "p99")
+    )
+    return Spread(min(spread.count for spread in spreads), mean, p50, p90, p99)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -112,25 +201,20 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         check_server(config.redis_url)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with redis_and_folder(config) as (url, folder), Console(stderr=True).status("starting") as status:
-        server = server_of(url)
-        names = f"bench-{secrets.token_hex(4)}"
+        server, names, measurement = server_of(url), f"bench-{secrets.token_hex(4)}", Measurement(config, status)
         try:
-            host = measure_host(config, status)
-            frames = measure_frames(config, folder, status)
-            ranks = measure_ranks(config, folder, status)
-            commits = measure_commits(config, url, Names(f"{names}-commits"), status)
-            way, remembered, web = measure_stages(config, url, Names(f"{names}-way"), folder, status)
+            measure_host(measurement)
+            measure_frames(measurement, folder)
+            measure_commits(measurement, url, Names(f"{names}-commits"))
+            remembered = measure_stages(measurement, url, Names(f"{names}-way"), folder)
         finally:
             remove_keys(url, names)
-    print_figures(host, frames, ranks, commits, way, web, remembered, server)
+    print("Microseconds; p50 / p99 where a run has many.\n", *map(measurement.shown, TABLES), sep="\n")
+    print(f"A finished request of {remembered['prompt_tokens']} + {remembered['output_tokens']} tokens leaves ", end="")
+    print(f"{remembered['history_bytes']:,} bytes in {server['server']} {server['version']} ({server['over']}).")
     document = {
         "options": report.options_of(replace(config, redis_url=without_password(config.redis_url))),
-        "host": host,
-        "frames": frames,
-        "ranks": ranks,
-        "commits": commits,
-        "way": way,
-        "web": web,
+        **measurement.figures,
         "finished_request": remembered,
     }
     command = ["minisgl", "bench", "pipeline", *map(without_password, arguments)]
@@ -142,7 +226,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
     """Give the URL of the Redis to use and a folder with the random model; remove the folder afterwards."""
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch, contextlib.ExitStack() as stack:
-        folder = nonsense.ensure(Path(scratch))
+        folder = nonsense(Path(scratch))
         if config.redis_url:
             yield config.redis_url, folder
             return
@@ -151,141 +235,115 @@ def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
         yield server.url, folder
 
 
-def _repeated(config: PipelineConfig, status: Status, what: str) -> Iterator[int]:
-    """Yield the number of each run, and show it."""
-    for run in range(1, config.runs + 1):
-        status.update(f"{what}, run {run} of {config.runs}")
-        yield run
-
-
-def measure_host(config: PipelineConfig, status: Status) -> list[Figures]:
+def measure_host(measurement: Measurement) -> None:
     """Time what the host does for a step at every number of rows."""
-    figures = []
-    for rows in config.rows:
-        repeated = _repeated(config, status, f"host, {rows} rows")
-        spreads = [spread_of(host_times_us(rows, config.tokens)) for _ in repeated]
-        figures.append({"rows": rows, "us": median_of(spreads), "runs": spreads})
-    return figures
+    num_tokens = measurement.config.tokens
+    for rows in measurement.config.rows:
+        tables = PageTables(rows, length_of(num_tokens), PAGE_SIZE)
+
+        def pack(plan: BatchPlan, tables: PageTables = tables) -> None:
+            tables.update(plan.rows)
+            build_batch(plan, tables, torch.device("cpu"))
+
+        def step(rows: int = rows, pack: Callable[[BatchPlan], None] = pack) -> dict[str, list[float]]:
+            return {"step": step_times_alone(rows, num_tokens, IdleEngine(0.0, pack))}
+
+        measurement.take("host", rows_of(rows), step)
 
 
-def measure_frames(config: PipelineConfig, folder: Path, status: Status) -> list[Figures]:
+def measure_frames(measurement: Measurement, folder: Path) -> None:
     """Time the way of a plan to another rank at every number of rows."""
-    figures = []
-    status.update("starting another rank")
-    with other_rank(folder) as send:
+    config = measurement.config
+    measurement.status.update("starting another rank")
+    with other_rank(folder / "ranks") as send:
         send(1, config.samples)  # the first ones warm up
         for rows in config.rows:
-            runs = [send(rows, config.samples) for _ in _repeated(config, status, f"another rank, {rows} rows")]
-            sent, known = ([spread_of(times) for times in each] for each in zip(*map(astuple, runs), strict=True))
-            middle = {"sent_us": median_of(sent), "known_us": median_of(known)}
-            figures.append({"rows": rows, **middle, "runs": [*zip(sent, known, strict=True)]})
-    return figures
+            measurement.take("frames", rows_of(rows), partial(send, rows, config.samples))
 
 
-def measure_ranks(config: PipelineConfig, folder: Path, status: Status) -> list[Figures]:
-    """Time the steps of a model of one layer with one rank and with two, at every number of rows."""
-    layer, most_rows = write_layer(folder / "layer"), max(config.rows)
-    figures: list[Figures] = [{"rows": rows} for rows in config.rows]
-    for name, ranks in (("one", one_rank), ("two", two_ranks)):
-        status.update(f"loading a layer, {name}")
-        with ranks(layer, most_rows) as compute:
-            compute(most_rows, config.samples)  # the first ones warm up
-            for row in figures:
-                repeated = _repeated(config, status, f"a layer with ranks: {name}, {row['rows']} rows")
-                runs = [spread_of(compute(row["rows"], config.samples)) for _ in repeated]
-                row |= {f"{name}_us": median_of(runs), f"{name}_runs": runs}
-    return figures
+@contextlib.contextmanager
+def other_rank(meeting: Path) -> Iterator[Callable[[int, int], dict[str, list[float]]]]:
+    """Run another rank until the block ends; give what sends it plans of so many decode rows, so many times."""
+    program = "import sys; from ops.bench.pipeline import follow; follow(sys.argv[1])"
+    with started([sys.executable, "-c", program, str(meeting)], None) as process:
+        assert process.stdout is not None
+        said = process.stdout
+        leader = Leader(connect_ranks(file_store(meeting, 2), 0, 2), lambda error: None)
+
+        def send(num_rows: int, num_plans: int) -> dict[str, list[float]]:
+            times: dict[str, list[float]] = {"sent": [], "known": []}
+            for step in range(num_plans):
+                plan = decodes(step, num_rows)
+                time.sleep(PAUSE_S)
+                began_ns = time.perf_counter_ns()
+                with leader.computing(plan):
+                    sent_ns = time.perf_counter_ns()
+                line = said.readline()
+                if not line:
+                    raise PipelineStuck("the other rank has ended")
+                times["sent"].append((sent_ns - began_ns) / 1000)
+                times["known"].append((int(line) - began_ns) / 1000)
+            return times
+
+        yield send
+        leader.leave()
 
 
-def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[Figures]:
+def decodes(step: int, num_rows: int) -> BatchPlan:
+    """Return a plan of decode rows. Each needs a new page every PAGE_SIZE steps, not all in the same one."""
+    sample, rows = Sample(SamplingParams(temperature=0), 0, ()), []
+    for table in range(num_rows):
+        start = step + table
+        new_pages = () if start % PAGE_SIZE else (table,)
+        rows.append(PlanRow(table, start, (65,), new_pages, start // PAGE_SIZE, sample))
+    return BatchPlan(step, tuple(rows), num_rows)
+
+
+def follow(meeting: str) -> None:
+    """Be the other rank: receive plans until rank 0 leaves, and say when each came."""
+    follower = Follower(connect_ranks(file_store(Path(meeting), 2), 1, 2))
+    while follower.receive()[0] is not Kind.STOP:
+        print(time.perf_counter_ns(), flush=True)
+
+
+def measure_commits(measurement: Measurement, url: str, names: Names) -> None:
     """Time every commit at every number of rows."""
-    figures = []
+
+    def live(rows: int) -> dict[str, list[float]]:
+        with contextlib.closing(Lives(log, rows)) as lives:
+            return lives.times_us(measurement.config.samples)
+
     with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
-        for rows in config.rows:
-            runs = []
-            for _ in _repeated(config, status, f"commits, {rows} rows"):
-                with contextlib.closing(Lives(log, rows)) as lives:
-                    runs.append(lives.times_us(config.samples))
-            for commit in COMMITS:
-                spreads = [spread_of(run[commit]) for run in runs]
-                middle = median_of(spreads)
-                row = {"commit": commit, "rows": rows, "per_s": 1e6 / middle.mean, "us": middle, "runs": spreads}
-                figures.append(row)
-    return figures
+        for rows in measurement.config.rows:
+            measurement.take("commits", rows_of(rows), partial(live, rows))
 
 
-def measure_stages(
-    config: PipelineConfig, url: str, names: Names, folder: Path, status: Status
-) -> tuple[list[Figures], Figures, list[Figures]]:
-    """Start the stages; measure the way through them, and the web process before them."""
-    way = Way(url, names, folder)
-    status.update("starting the stages")
+def measure_stages(measurement: Measurement, url: str, names: Names, folder: Path) -> dict[str, int]:
+    """Start the stages; measure the way through them, and the web process before them. Return what a request leaves."""
+    config, way = measurement.config, Way(url, names, folder)
+    loads = [(f"{rows_of(rows)}, {{:g}} ms", rows) for rows in config.way_rows]
+    steps_s = dict.fromkeys((0.0, config.step_s))
+    measurement.status.update("starting the stages")
     with way.stages():
-        (uid,) = way.run(1, REMEMBERED_TOKENS, 0.0).uids  # the first run warms up the stages, too
+        (uid,) = way.send(1, REMEMBERED_TOKENS, IdleEngine(0.0)).uids  # the first run warms up the stages, too
         remembered = remembered_request(url, names, uid)
-        return measure_way(config, way, status), remembered, measure_web(config, way, status)
+        for step_s in steps_s:
+            for load, rows in loads:
+                measurement.take("way", load.format(step_s * 1000), partial(way.run, rows, config.tokens, step_s))
+        for step_s in steps_s:
+            with way.engine(max(config.way_rows), config.tokens, step_s), way.web() as web:
+                for load, rows in loads:
+                    run = partial(web.run, rows, config.tokens, config.web_tokens, config.web_requests)
+                    measurement.take("web", load.format(step_s * 1000), run)
+    return remembered
 
 
-def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[Figures]:
-    """Time the steps of an engine with the real stages around it."""
-    figures = []
-    for step_s in (0.0, config.step_s):
-        for rows in config.way_rows:
-            repeated = _repeated(config, status, f"stages, {rows} rows, step of {step_s:g} s")
-            figures.append(way_figures(rows, step_s, [way.run(rows, config.tokens, step_s) for _ in repeated]))
-    return figures
+def rows_of(number: int) -> str:
+    """Return the name of a load."""
+    return f"{number} rows" if number > 1 else "1 row"
 
 
-def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[Figures]:
-    """Measure the CPU time of a web process before the stages."""
-    figures = []
-    for step_s in (0.0, config.step_s):
-        status.update(f"starting the web process, step of {step_s:g} s")
-        with way.engine(max(config.way_rows), config.tokens, step_s), web_process(way) as web:
-            for rows in config.way_rows:
-                repeated = _repeated(config, status, f"web process, {rows} rows, step of {step_s:g} s")
-                runs = [web.run(rows, config.tokens, config.web_tokens, config.web_requests) for _ in repeated]
-                figures.append(web_figures(rows, step_s, runs, web.rest_us_per_s))
-    return figures
-
-
-def web_figures(rows: int, step_s: float, runs: Sequence[WebTimes], rest_us_per_s: float) -> Figures:
-    """Return the medians of *runs*. They do not contain the time at rest."""
-    median = WebTimes(*_medians(runs))
-    return {"rows": rows, "step_us": step_s * 1e6, "median": median, "runs": runs, "rest_us_per_s": rest_us_per_s}
-
-
-def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> Figures:
-    """Return the medians of *runs*. What the log costs in throughput is the difference of the means."""
-    spreads = [(spread_of(run.alone_us), spread_of(run.way_us), spread_of(run.commits_us)) for run in runs]
-    alone, through, commit = (median_of(column) for column in zip(*spreads, strict=True))
-    added_us = statistics.median(through.mean - alone.mean for alone, through, _ in spreads)
-    return {
-        "rows": rows,
-        "step_us": step_s * 1e6,
-        "alone_us": alone,
-        "way_us": through,
-        "added_per_step_us": added_us,
-        "added_p50_us": statistics.median(through.p50 - alone.p50 for alone, through, _ in spreads),
-        "added_per_token_us": added_us / rows,
-        "commit_us": commit,
-        "runs": spreads,
-    }
-
-
-def median_of(spreads: Sequence[Spread]) -> Spread:
-    """Return the median of each figure, and the smallest count."""
-    return replace(Spread(*_medians(spreads)), count=min(spread.count for spread in spreads))
-
-
-def _medians(runs: Sequence[Any]) -> list[Any]:
-    """Return the median of each field of dataclasses."""
-    return [
-        statistics.median(column) for column in zip(*(report.options_of(run).values() for run in runs), strict=True)
-    ]
-
-
-def remembered_request(url: str, names: Names, uid: str) -> Figures:
+def remembered_request(url: str, names: Names, uid: str) -> dict[str, int]:
     """Return what a finished request leaves in Redis until its retention is over."""
     key = names.request(uid)
     with connect(url) as client:
@@ -322,110 +380,94 @@ def server_of(url: str) -> dict[str, Any]:
         return named | {name: info.get(name) for name in kept} | {"over": over}
 
 
-def print_figures(
-    host: Sequence[Figures],
-    frames: Sequence[Figures],
-    ranks: Sequence[Figures],
-    commits: Sequence[Figures],
-    way: Sequence[Figures],
-    web: Sequence[Figures],
-    remembered: Figures,
-    server: Figures,
-) -> None:
-    """Print the tables."""
-    rest_ms = statistics.median(item["rest_us_per_s"] for item in web) / 1000
-    print(f"""\
-Host time of a decode step
+class Lives:
+    """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
 
-{host_table(host)}
+    def __init__(self, log: StreamLog, num_rows: int) -> None:
+        self._log = log
+        self._num_rows = num_rows
+        self._times_us: defaultdict[str, list[float]] = defaultdict(list)
+        self._engine, self._detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
+        self._submitted = Inbox.submitted(log.names)
+        self._steps = Inbox.steps(log.names, self._engine.slot)
+        for inbox in (self._submitted, Inbox.tokenized(log.names), self._steps):
+            log.prepare(inbox)
+        self._numbers = itertools.count(1)
+        self._control_cursor = "0-0"
 
-p50 / p99 in us, to plan the step, to lay it out as tensors, and to complete it.
+    def close(self) -> None:
+        """Release the slots, for another number of rows."""
+        for owner in (self._engine, self._detokenizer):
+            self._log.release(owner)
 
-A plan on its way to another rank, over gloo on this machine
+    def times_us(self, num_samples: int) -> dict[str, list[float]]:
+        """Run until there are *num_samples* steps; return commit -> times."""
+        self._live()  # the scripts are loaded, the connection is open
+        self._times_us.clear()
+        for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
+            self._live()
+        return dict(self._times_us)
 
-{frame_table(frames)}
+    @contextlib.contextmanager
+    def _timed(self, commit: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._times_us[commit].append((time.perf_counter() - began_s) * 1e6)
 
-p50 / p99 in us, until rank 0 has packed it and may compute, and until the other rank has read it.
+    def _live(self) -> None:
+        log, uids = self._log, [new_uid() for _ in range(self._num_rows)]
+        log.open_replies(FRONTEND)
+        submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=LIVE_PROMPT, sampling=SamplingParams())
+        for uid in uids:
+            with self._timed("submit"):
+                log.submit(uid, [submitted])
+        consumer = slot_name(TOKENIZE, 0)
+        tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=consumer)
+        for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
+            with self._timed("tokenized"):
+                log.tokenized(entry, tokenized)
+        entry_ids = self._take()
+        for n in range(1, STEPS_OF_A_LIFE + 1):
+            self._step(uids, n)
+        for uid in uids:
+            with self._timed("end"):
+                log.end(uid, Cancelled(by="bench"), frontend=FRONTEND)
+        self._commit_step(StepCompleted(rows=(), released=tuple(uids)), entry_ids)
+        log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
-A decode step of a model of one layer, computed by one rank and by two
+    def _take(self) -> list[str]:
+        """Take all requests; return their entries."""
+        ids: list[str] = []
+        while len(ids) < self._num_rows:
+            with self._timed("take"):
+                taken = self._log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
+            self._control_cursor = taken.control_cursor
+            ids += [entry.id for entry in taken.entries]
+        return ids
 
-{rank_table(ranks)}
+    def _step(self, uids: list[str], n: int) -> None:
+        rows = tuple(TokenRow(uid=uid, n=n, token=40 + n) for uid in uids)
+        with self._timed("step"):
+            self._commit_step(StepCompleted(rows=rows), [])
+        entry = self._read_step()
+        event = TokensProduced(count=1, tokens=(40 + n,), text=" word", step=entry.id)
+        produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
+        with self._timed("produced"):
+            self._log.produced(self._detokenizer, [entry], self._engine.slot, produced)
 
-p50 / p99 in us. The layer is that of the Qwen3 of 95 M. The ranks divide the threads.
+    def _commit_step(self, event: StepCompleted, ended: list[str]) -> None:
+        steps = {next(self._numbers): event}
+        done = self._log.step(
+            self._engine, steps, ended=ended, control_cursor=self._control_cursor, lease_ms=LIVE_LEASE_MS
+        )
+        self._control_cursor = done.control_cursor
 
-Commits in a tight loop, {server["server"]} {server["version"]}, {server["over"]}
-
-{commit_table(commits)}
-
-p50 / p99 in us, and commits per second. A submit, tokenized or end is one request, a step or produced is all rows; a
-take brings up to 8 requests.
-
-What the stages add to a step
-
-{way_table(way)}
-
-Mean times from step to step in us, of an engine that only waits: in a plain loop, and with all stages; what the stages
-add per step (mean, p50) and per token; p50 / p99 of the step's commit with all stages.
-
-CPU time of the web process
-
-{web_table(web)}
-
-User and system time in us: of a streamed token after the first; of a request of one token, streamed and not, on an open
-connection. The {rest_ms:.1f} ms per second that the process takes at rest are subtracted.
-
-A finished request of {remembered["prompt_tokens"]} + {remembered["output_tokens"]} tokens leaves \
-{remembered["history_bytes"]:,} bytes in Redis, {remembered["num_entries"]} entries, until its retention is over.""")
-
-
-def host_table(host: Sequence[Figures]) -> str:
-    """Return a column for each number of rows."""
-    return report.aligned([_columns(item["rows"] for item in host), ["step", *(_p50_p99(item["us"]) for item in host)]])
-
-
-def frame_table(frames: Sequence[Figures]) -> str:
-    """Return a column for each number of rows."""
-    rows = [[name, *(_p50_p99(item[f"{name}_us"]) for item in frames)] for name in ("sent", "known")]
-    return report.aligned([_columns(item["rows"] for item in frames), *rows])
-
-
-def rank_table(ranks: Sequence[Figures]) -> str:
-    """Return a column for each number of rows."""
-    rows = [[name, *(_p50_p99(item[f"{name}_us"]) for item in ranks)] for name in ("one", "two")]
-    return report.aligned([_columns(item["rows"] for item in ranks), *rows])
-
-
-def commit_table(commits: Sequence[Figures]) -> str:
-    """Return a row for each commit, a column for each number of rows."""
-    cells = {(item["commit"], item["rows"]): f"{_p50_p99(item['us'])}, {item['per_s']:,.0f}/s" for item in commits}
-    columns = dict.fromkeys(item["rows"] for item in commits)
-    rows = ([commit, *(cells[commit, number] for number in columns)] for commit in COMMITS)
-    return report.aligned([_columns(columns), *rows])
-
-
-def way_table(way: Sequence[Figures]) -> str:
-    """Return a row for each number of rows and time of a step."""
-    rows = [["rows", "wait", "loop", "stages", "+ step", "+ p50", "+ token", "commit"]]
-    for item in way:
-        times = [f"{time_us:,.0f}" for time_us in (item["step_us"], item["alone_us"].mean, item["way_us"].mean)]
-        added = [f"{item[name]:+,.0f}" for name in ("added_per_step_us", "added_p50_us")]
-        last = [f"{item['added_per_token_us']:+,.1f}", _p50_p99(item["commit_us"])]
-        rows.append([f"{item['rows']}", *times, *added, *last])
-    return report.aligned(rows)
+    def _read_step(self) -> Entry:
+        (entry,) = self._log.read(self._steps, self._detokenizer.slot, max_entries=1, block_ms=0)
+        return entry
 
 
-def web_table(web: Sequence[Figures]) -> str:
-    """Return a row for each number of rows and time of a step."""
-    rows = [["rows", "wait", "token", "streamed request", "other request"]]
-    for item in web:
-        times = (item["step_us"], *report.options_of(item["median"]).values())
-        rows.append([f"{item['rows']}", *(f"{time_us:,.0f}" for time_us in times)])
-    return report.aligned(rows)
-
-
-def _columns(numbers: Iterable[int]) -> list[str]:
-    return ["", *(f"{rows} rows" if rows > 1 else "1 row" for rows in numbers)]
-
-
-def _p50_p99(us: Spread) -> str:
-    return f"{us.p50:,.0f} / {us.p99:,.0f}"
+def _own(log: StreamLog, stage: str) -> Owner:
+    owner = log.acquire(slot_name(stage, 0), "bench", LIVE_LEASE_MS)
+    assert owner is not None, "the namespace is this benchmark's own"
+    return owner

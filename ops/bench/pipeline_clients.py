@@ -1,7 +1,8 @@
 """Cheap HTTP clients: they share their cores with the server that is measured.
 
-`python pipeline_clients.py PORT CONNECTIONS` connects and reads orders, a line of JSON each. It prints "done" when all
-answers of an order are complete; otherwise it prints the error and ends. It imports no other module of ours.
+`python pipeline_clients.py PORT CONNECTIONS` connects and reads orders, a line of JSON each: the requests of each
+connection, one after the other. It prints "done" when all answers of an order are complete; otherwise it prints the
+error and ends. It imports no other module of ours.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 DONE: Final = "done"
 LARGEST_ANSWER: Final = 1 << 26
@@ -23,34 +23,16 @@ _LENGTH: Final = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The requests of each connection, one after the other."""
-
-    prompt: str
-    tokens: int
-    stream: bool
-    requests: int
-
-    @property
-    def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    def request(self) -> bytes:
-        """Return the bytes of one request."""
-        fields = {"prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, "stream": self.stream}
-        body = json.dumps(fields).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        return head.encode() + body
-
-
 class Unanswered(Exception):
     """An answer is missing or wrong."""
 
 
-async def carry_out(order: Order, connections: Sequence[Connection]) -> None:
-    """Send the requests of *order* on all *connections* at once. Raises Unanswered."""
-    asked = (_ask(order, connection) for connection in connections)
+async def carry_out(fields: Mapping[str, Any], num_requests: int, connections: Sequence[Connection]) -> None:
+    """Send so many requests with the same *fields* on all *connections* at once. Raises Unanswered."""
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    timeout_s = TIMEOUT_S + fields["max_tokens"]
+    asked = (_ask(head.encode() + body, num_requests, timeout_s, connection) for connection in connections)
     for failed in await asyncio.gather(*asked, return_exceptions=True):
         if isinstance(failed, OSError | EOFError):
             raise Unanswered(str(failed) or "it took too long")
@@ -58,12 +40,11 @@ async def carry_out(order: Order, connections: Sequence[Connection]) -> None:
             raise failed
 
 
-async def _ask(order: Order, connection: Connection) -> None:
+async def _ask(request: bytes, num_requests: int, timeout_s: float, connection: Connection) -> None:
     reader, writer = connection
-    request = order.request()
-    for _ in range(order.requests):
+    for _ in range(num_requests):
         writer.write(request)
-        async with asyncio.timeout(TIMEOUT_S + order.tokens):
+        async with asyncio.timeout(timeout_s):
             head = await reader.readuntil(b"\r\n\r\n")
             length = _LENGTH.search(head)
             body = await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
@@ -78,7 +59,8 @@ async def main(port: int, num_connections: int) -> int:
     ]
     for line in sys.stdin:  # nothing else goes on meanwhile
         try:
-            await carry_out(Order(**json.loads(line)), connections)
+            fields, num_requests = json.loads(line)
+            await carry_out(fields, num_requests, connections)
         except Unanswered as error:
             print(error, flush=True)
             return 1

@@ -1,28 +1,31 @@
 """The time that the pipeline adds to a token: the real stages around an engine that computes nothing.
 
-The engine's loop and its log thread run in this process, as they serve. Tokenizer and detokenizer are processes, as
-`minisgl serve` starts them. For comparison the same schedule drives the same engine in a plain loop.
+The engine's loop and its log thread run in this process, as they serve. Tokenizer, detokenizer and, if it is wanted,
+the web process are processes, as `minisgl serve` starts them. For comparison the same schedule drives the same engine
+in a plain loop. The clients of the web process are another process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ops.bench.processes import MINISGL, last_line, started
+from ops.bench import pipeline_clients
+from ops.bench.processes import MINISGL, cpu_s, last_line, started
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
 from pipeline.log.protocol import Inbox, Owner, RequestLimits, StepCommitted
 from pipeline.log.redis import RedisLog
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from pipeline.process.parent import SUPERVISOR_VARIABLE
 from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.stage.worker import Stop
@@ -33,6 +36,7 @@ from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.recorded import RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+from web.http.listener import open_listener
 
 PROMPT: Final = "A prompt of thirty-two letters!!"
 TOKEN: Final = 65
@@ -43,6 +47,9 @@ FRONTEND: Final = "web-0"
 LEASE_MS: Final = 3000
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=10, max_queued=sys.maxsize)
 READY_TIMEOUT_S: Final = 60.0
+REST_S: Final = 2.0
+"""How long a web process is measured at rest."""
+WARM_UP: Final = 50
 LONGEST_STEP_S: Final = 0.1
 """Beyond the engine's own time. A slower step, on average, counts as stuck."""
 
@@ -52,16 +59,19 @@ class PipelineStuck(MiniSGLError):
 
 
 class IdleEngine:
-    """A Forward that waits *step_s* seconds instead of computing, and keeps the time of each step."""
+    """A Forward that waits *step_s* seconds instead of computing, and keeps the time of each step. It calls *host* with
+    each plan."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, host: Callable[[BatchPlan], None] = lambda plan: None) -> None:
+        self.step_s = step_s
+        self._host = host
         self._began: list[tuple[float, int, int]] = []
 
     def forward(self, plan: BatchPlan) -> Computed:
         self._began.append((time.perf_counter(), len(plan.rows), plan.num_decode_rows))
-        if self._step_s:
-            time.sleep(self._step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
+        self._host(plan)
         return Computed([TOKEN] * sum(row.sample is not None for row in plan.rows))
 
     def intervals_us(self, num_rows: int) -> list[float]:
@@ -81,6 +91,7 @@ class TimedLog(RedisLog):
         super().__init__(url, names)
         self.steps_us: list[tuple[int, float]] = []
         """(number of rows, time) of each step."""
+        self.uids: list[str] = []
 
     def step(self, owner: Owner, steps: Mapping[int, StepCompleted], **options: Any) -> StepCommitted:
         began_s = time.perf_counter()
@@ -89,14 +100,15 @@ class TimedLog(RedisLog):
         return done
 
 
-@dataclass(frozen=True, slots=True)
-class WayTimes:
-    """One run: times of the steps in which all requests decoded, in microseconds."""
-
-    alone_us: list[float]
-    way_us: list[float]
-    commits_us: list[float]
-    uids: list[str]
+def added_us(num_rows: int, alone_us: Sequence[float], way_us: Sequence[float]) -> dict[str, Sequence[float]]:
+    """Return what the stages add to a step: what the log costs in throughput is the difference of the means."""
+    added = statistics.fmean(way_us) - statistics.fmean(alone_us)
+    return {
+        "plain loop": alone_us,
+        "with the stages": way_us,
+        "added to a step": [added],
+        "added to a token": [added / num_rows],
+    }
 
 
 def step_times_alone(num_rows: int, num_tokens: int, engine: IdleEngine) -> list[float]:
@@ -133,42 +145,49 @@ class Way:
             yield
 
     @contextlib.contextmanager
-    def worker(self, stage: str, *flags: str, fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
-        """Run one more worker until the block ends; give it when it is ready.
-
-        Raises:
-            PipelineStuck: It does not become ready.
-        """
-        with self._started(stage, *flags, fds=fds) as process:
-            self._until(lambda: self._is_ready(stage), READY_TIMEOUT_S)
-            yield process
-
-    @contextlib.contextmanager
     def engine(self, num_rows: int, num_tokens: int, step_s: float) -> Iterator[None]:
         """Run an engine's loop until the block ends, with room for *num_rows* requests of *num_tokens* tokens."""
         engine = IdleEngine(step_s)
         with self._engine_slot() as (slot_lease, log), self._loop(slot_lease, log, engine, num_rows, num_tokens):
             yield
 
-    def run(self, num_rows: int, num_tokens: int, step_s: float) -> WayTimes:
+    def run(self, num_rows: int, num_tokens: int, step_s: float) -> dict[str, Sequence[float]]:
+        """Time the steps with and without the stages, in microseconds. Raises PipelineStuck."""
+        alone_us = step_times_alone(num_rows, num_tokens, IdleEngine(step_s))
+        engine = IdleEngine(step_s)
+        log = self.send(num_rows, num_tokens, engine)
+        commits_us = [time_us for rows, time_us in log.steps_us if rows == num_rows]
+        return added_us(num_rows, alone_us, engine.intervals_us(num_rows)) | {"its commit": commits_us}
+
+    def send(self, num_rows: int, num_tokens: int, engine: IdleEngine) -> TimedLog:
         """Send *num_rows* requests of *num_tokens* tokens through all stages.
 
         Raises:
             PipelineStuck: Not all of them ended.
         """
-        alone_us = step_times_alone(num_rows, num_tokens, IdleEngine(step_s))
-        engine = IdleEngine(step_s)
         with self._engine_slot() as (slot_lease, log):
-            uids = self._submit(num_rows, num_tokens)
+            log.uids = self._submit(num_rows, num_tokens)
             with self._loop(slot_lease, log, engine, num_rows, num_tokens) as thread:
                 self._until(
-                    lambda: not self._log.alive(uids) or not thread.is_alive(),
-                    READY_TIMEOUT_S + num_tokens * (step_s + LONGEST_STEP_S),
+                    lambda: not self._log.alive(log.uids) or not thread.is_alive(),
+                    READY_TIMEOUT_S + num_tokens * (engine.step_s + LONGEST_STEP_S),
                 )
-                if self._log.alive(uids):
+                if self._log.alive(log.uids):
                     raise PipelineStuck(f"the engine's loop has ended; see {self._output}")
-        commits_us = [time_us for rows, time_us in log.steps_us if rows == num_rows]
-        return WayTimes(alone_us, engine.intervals_us(num_rows), commits_us, uids)
+        return log
+
+    @contextlib.contextmanager
+    def web(self) -> Iterator[WebProcess]:
+        """Run a web process before the stages until the block ends; the engine must run."""
+        with contextlib.ExitStack() as stack:
+            with open_listener("127.0.0.1", 0) as listener:
+                port, fd = listener.getsockname()[1], listener.fileno()
+                flags = ("--listen-fd", str(fd))
+                process = stack.enter_context(self._started(WEB, *flags, fds=(fd,)))
+                self._until(lambda: self._is_ready(WEB), READY_TIMEOUT_S)
+            web = WebProcess(process.pid, port)
+            web.watch_at_rest()
+            yield web
 
     @contextlib.contextmanager
     def _engine_slot(self) -> Iterator[tuple[SlotLease, TimedLog]]:
@@ -244,6 +263,51 @@ class Way:
             if time.monotonic() > deadline_s:
                 raise PipelineStuck(f"a stage is stuck for {timeout_s:.0f} s; its last line: {last_line(self._output)}")
             time.sleep(0.02)  # rare enough not to disturb the measurement
+
+
+class WebProcess:
+    """A running web process and its CPU time."""
+
+    def __init__(self, pid: int, port: int) -> None:
+        self._pid = pid
+        self._port = port
+        self._rest_us_per_s = 0.0
+
+    def watch_at_rest(self) -> None:
+        """Measure the CPU time without requests. It is subtracted from all that follows."""
+        began_s, before_s = time.monotonic(), cpu_s(self._pid)
+        time.sleep(REST_S)
+        self._rest_us_per_s = (cpu_s(self._pid) - before_s) * 1e6 / (time.monotonic() - began_s)
+
+    def run(self, num_rows: int, num_tokens: int, all_tokens: int, num_requests: int) -> dict[str, Sequence[float]]:
+        """Send *num_requests* of one token, as many streamed, and long streams of *all_tokens* together.
+
+        Raises:
+            PipelineStuck: An answer is missing or wrong.
+        """
+        each, long_ones = -(-num_requests // num_rows), -(-all_tokens // (num_rows * num_tokens))
+        command = [sys.executable, "-P", pipeline_clients.__file__, str(self._port), str(num_rows)]
+        with started(command, None) as clients:
+
+            def took_us(tokens: int, stream: bool, requests: int) -> float:
+                """Return the CPU time of a request."""
+                assert clients.stdin is not None and clients.stdout is not None
+                began_s, before_s = time.monotonic(), cpu_s(self._pid)
+                fields = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+                with contextlib.suppress(BrokenPipeError):  # their last line is read below
+                    clients.stdin.write(json.dumps([fields, requests]).encode() + b"\n")
+                    clients.stdin.flush()
+                said = clients.stdout.readline().decode(errors="replace").strip()
+                if said != pipeline_clients.DONE:
+                    raise PipelineStuck(f"the web process did not answer: {said or 'the clients have ended'}")
+                rest_us = self._rest_us_per_s * (time.monotonic() - began_s)
+                return ((cpu_s(self._pid) - before_s) * 1e6 - rest_us) / (num_rows * requests)
+
+            for stream in (False, True):
+                took_us(8, stream, -(-WARM_UP // num_rows))
+            whole_us, stream_us = (took_us(1, stream, each) for stream in (False, True))
+            token_us = (took_us(num_tokens, True, long_ones) - stream_us) / (num_tokens - 1)
+        return {"streamed token": [token_us], "streamed request": [stream_us], "other request": [whole_us]}
 
 
 def length_of(num_tokens: int) -> int:

@@ -27,10 +27,9 @@ from rich.console import Console
 
 from ops.bench import report
 from ops.bench.load import CHAT_PROMPT, DONE, PATHS, Arrival, Client, connected, timed_frames
-from ops.bench.models import CheckpointConfig
+from ops.bench.models import CheckpointConfig, Prompts
 from ops.bench.peers import SILENCE_TIMEOUT_S, SideFailed, numerics_of, our_server
 from ops.bench.processes import interrupt_on_sigterm
-from ops.bench.prompts import Prompts
 from ops.bench.serve import above_zero
 from pipeline.flags import at_least, flag, parse_flags, seconds
 

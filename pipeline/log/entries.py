@@ -162,7 +162,7 @@ def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequenc
 
 
 def is_tombstone(history: Sequence[Entry]) -> bool:
-    """Say whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
+    """Return whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
     return len(history) == 1 and history[0].id == SEAL
 
 

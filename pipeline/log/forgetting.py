@@ -37,7 +37,7 @@ class Purged:
     """Of the journals of the engines."""
 
 
-class Told(NamedTuple):
+class Unconsumed(NamedTuple):
     """What archivers have not consumed."""
 
     first: str
@@ -58,7 +58,7 @@ class ForgettingLog(ArchiverLog, Protocol):
     def unread_steps(self) -> dict[str, tuple[str, str]]:
         """Return the ids of the first and the last step that no detokenizer has consumed, of engines that have some."""
 
-    def told(self, uids: Collection[str]) -> Told:
+    def told(self, uids: Collection[str]) -> Unconsumed:
         """Say what of *uids* waits for archivers."""
 
     def erase(self, uid: str, *, finished: bool = False) -> bool:
@@ -79,7 +79,7 @@ class ForgettingLog(ArchiverLog, Protocol):
         """Have the server write its files anew, without what it does not hold any more. False: not now, ask again."""
 
     def are_rewritten(self) -> bool:
-        """Say whether it has done that. Raises LogUnavailable if it failed."""
+        """Return whether it has done that. Raises LogUnavailable if it failed."""
 
 
 def tombstone(*, finished: bool) -> Cancelled:

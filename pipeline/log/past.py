@@ -56,7 +56,7 @@ class PastRequests(Protocol):
 
 
 def is_between(uid: str, since_ms: int, until_ms: int) -> bool:
-    """Say whether *uid*, which may be any text, was made from *since_ms* to before *until_ms*."""
+    """Return whether *uid*, which may be any text, was made from *since_ms* to before *until_ms*."""
     moment = uid[:MOMENT_DIGITS]
     return len(uid) >= UID_DIGITS and _digits(since_ms) <= moment < _digits(until_ms)
 

@@ -24,7 +24,7 @@ def nothing(_: Any) -> None:
 
 
 def is_ok(reply: bytes | str) -> bool:
-    """Say whether a commit took place; any other word says why it did not."""
+    """Return whether a commit took place; any other word says why it did not."""
     return as_text(reply) == "OK"
 
 

@@ -254,7 +254,7 @@ def uid_of(entry: Entry) -> str:
 
 
 def is_kept(submitted: Mapping[str, str]) -> bool:
-    """Say whether a request that begins so is archived: not a probe, and not a question to the tokenizer."""
+    """Return whether a request that begins so is archived: not a probe, and not a question to the tokenizer."""
     return submitted.get("endpoint") != PROBE and submitted.get("task", "generate") == "generate"
 
 

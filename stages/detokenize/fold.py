@@ -18,6 +18,8 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Logprob,
+    PromptInfo,
     Score,
     Scores,
     StepCompleted,
@@ -26,10 +28,8 @@ from pipeline.events import (
     Tokenized,
     TokenRow,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldToken,
+    TokenText,
+    TopLogprob,
     Usage,
 )
 from pipeline.log.protocol import Produced
@@ -160,12 +160,12 @@ class DetokenizeFold:
                 produced.append(self._mark(request, row, step))
             if _is_last(row):
                 self._requests.pop(row.uid, None)
-        for uid in step.let_go:
+        for uid in step.released:
             self._requests.pop(uid, None)
         return produced
 
     def holds_text(self, step: StepCompleted) -> bool:
-        """Say whether text of a request in *step* is held back, inside a character or a possible stop string."""
+        """Return whether text of a request in *step* is held back, inside a character or a possible stop string."""
         requests = (self._requests.get(row.uid) for row in step.rows)
         return any(request is not None and (request.text.holds or request.stops.holds) for request in requests)
 
@@ -214,7 +214,7 @@ class DetokenizeFold:
         if row.score is not None:
             more["scores"] = (self._told(row.token, row.score),)
         if request.prompt_ids:
-            more["prompt"] = self._told_prompt(request, row.prompt_scores or Scores())
+            more["prompt"] = self._prompt_info(request, row.prompt_scores or Scores())
             request.prompt_ids = ()
         if row.n == 1 and request.markup is not None:
             more["markup"] = request.markup
@@ -228,7 +228,7 @@ class DetokenizeFold:
             self._requests[row.uid] = None
         return produced
 
-    def _told_prompt(self, request: _Request, scores: Scores) -> ToldPrompt:
+    def _prompt_info(self, request: _Request, scores: Scores) -> PromptInfo:
         """Return what a client is told of its prompt."""
         submitted, ids = request.submitted, request.prompt_ids
         shown = submitted.presentation
@@ -239,27 +239,27 @@ class DetokenizeFold:
             decode = self._decoder.plain if skips else self._decoder.special
             is_whole = submitted.prompt and submitted.truncate_prompt_tokens is None
             text = submitted.prompt if is_whole else decode(ids)
-        return ToldPrompt(
+        return PromptInfo(
             num_tokens=len(ids),
             cached_tokens=request.cached_tokens,
             token_ids=ids if shown.token_ids else (),
             text=text,
-            scores=scores.told(ids[1:], self._decoder.piece),
-            first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
+            scores=scores.with_texts(ids[1:], self._decoder.piece),
+            first=None if unscored else TokenText(token=ids[0], text=self._decoder.piece(ids[0])),
         )
 
-    def _told(self, token: int, score: Score) -> ToldScore:
+    def _told(self, token: int, score: Score) -> Logprob:
         piece = self._decoder.piece
-        top = tuple(ToldCandidate(token=other, text=piece(other), logprob=logprob) for other, logprob in score.top)
-        return ToldScore(token=token, text=piece(token), logprob=score.logprob, top=top)
+        top = tuple(TopLogprob(token=other, text=piece(other), logprob=logprob) for other, logprob in score.top)
+        return Logprob(token=token, text=piece(token), logprob=score.logprob, top=top)
 
     def _lost(self, request: _Request, row: TokenRow | EventRow) -> Produced:
         """End a request whose history, which was read, lacks tokens: no text may go on over a hole."""
         last = row.n - 1 if isinstance(row, TokenRow) else row.n
         holes = [hole for hole in (*request.missing, range(request.n + 1, last + 1)) if hole]
         counts = [hole.stop - hole.start for hole in holes]  # `len` fails where an id is very large
-        told = zip(holes, counts, strict=True)
-        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if count > 1 else f"{hole[0]}" for hole, count in told)
+        pairs = zip(holes, counts, strict=True)
+        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if count > 1 else f"{hole[0]}" for hole, count in pairs)
         word = "token" if sum(counts) == 1 else "tokens"
         message = f"The log lost {word} {numbers} of this request; send it again."
         event = Failed(n=request.n, status=500, code="log_lost", message=message)

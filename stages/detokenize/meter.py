@@ -87,7 +87,7 @@ class DetokenizeMeter:
                 self.failed()
         for gap_ms, count in gaps.items():
             self._measures.observe(BETWEEN_TOKENS_SECONDS, _seconds(gap_ms), times=count)
-        for uid in step.let_go:
+        for uid in step.released:
             self._requests.pop(uid, None)
 
     def failed(self) -> None:

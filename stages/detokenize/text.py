@@ -125,7 +125,7 @@ class IncrementalText:
         return self._decode(self._ids[:end])
 
     def _is_silent(self, token: int) -> bool:
-        """Say whether *token* has no text anywhere, as a special token has none. One space has none at a beginning."""
+        """Return whether *token* has no text anywhere, as special tokens. One space has none at a beginning."""
         return not self._decode([token] * 3)
 
     def _show_all(self, text: str) -> str:

@@ -136,7 +136,7 @@ class DetokenizeWorker:
         place, deaths = divmod(tries - FIRST_ALONE, OF_ONE)
         for index, uid in enumerate(uids[place:], start=place):
             self._slot_lease.report_progress()
-            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "let_go": ()})
+            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "released": ()})
             if index == place and deaths >= ALONE:
                 self._end_poisonous(uid, entry)
             folded = _Folded(entry, part, self._folded_alone(entry, part, uid))
@@ -293,7 +293,7 @@ class DetokenizeWorker:
             self.forget()
 
     def _is_no_step(self, entry: Entry) -> bool:
-        """Say whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
+        """Return whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
         epoch, holder = parse_id(entry.id)[0], self._log.lease(self._engine).holder
         return epoch == self._read_epoch or (holder != "" and epoch > int(holder.partition(":")[0]))
 

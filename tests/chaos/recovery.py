@@ -48,9 +48,9 @@ from support.servers import run_command
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
 from ops.bench.load import CHAT_PROMPT, PATHS, Arrival, Client, Form, connected, timed_frames
+from ops.bench.models import Prompt, Prompts, Workload
 from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
 from ops.bench.processes import interrupt_on_sigterm, last_line
-from ops.bench.prompts import Prompt, Prompts, Workload
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.status import Status as Shown
 
 from ops.bench import report
+from ops.bench.models import Prompts, Workload
 from ops.bench.peers import Served, our_server
 from ops.bench.processes import interrupt_on_sigterm
-from ops.bench.prompts import Prompts, Workload
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
@@ -137,7 +137,7 @@ class Row:
 
     @property
     def within(self) -> bool:
-        """Say whether it grew by at most 5 %."""
+        """Return whether it grew by at most 5 %."""
         return self.ratio <= 1 + LARGEST_GROWTH
 
     def per_request(self, requests: int) -> float:

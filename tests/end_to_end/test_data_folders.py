@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from support.lived_requests import LivedRequests
 from support.redis_servers import Servers, running_server
+from support.servers import eventually, serve
+from support.streams import LONG, Stream, events_of
 
-from pipeline.events import Tokenized
+from pipeline.events import Finished, Tokenized, TokensProduced
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
@@ -44,3 +48,30 @@ def test_what_another_redis_has_written_is_read_and_gone_on_with(
             assert log.backlog(inbox) == 0
     finally:
         server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.night  # the test above shows on every change what it needs of the log
+def test_a_stream_that_redis_6_has_begun_is_finished(redis_servers: Servers, tmp_path: Path) -> None:
+    """All is killed in the middle of a stream; the next `minisgl serve` is given the folder, with its own server."""
+    data = tmp_path / "data"
+    data.mkdir()
+    with running_server(redis_servers.binary("oldest"), data, "--appendonly", "yes") as older:
+        with serve(tmp_path, redis_url=older.url) as server:
+            stream = Stream(server, "Tell me a story.")
+            eventually(lambda: stream.num_frames > 20, "it has begun")
+            for process in server.command.processes():
+                process.send_signal(signal.SIGKILL)
+        older.process.kill()
+        older.process.wait()
+    with serve(tmp_path) as server:
+        events = httpx.get(f"{server.url}/v1/requests/{stream.uid}/events", timeout=120)
+        assert events.text.endswith("data: [DONE]\n\n")
+        with server.log() as log:
+            lived = events_of(log, stream.uid)
+            assert log.snapshot().redis.name == "Valkey"
+        tokens = [event for event in lived if isinstance(event, TokensProduced)]
+        assert [event.count for event in tokens] == [1] * LONG
+        assert len({event.step.partition("-")[0] for event in tokens}) == 2, "an epoch before and one after"
+        assert isinstance(lived[-1], Finished)
+        assert "".join(event.text for event in tokens) == Stream(server, "Tell me a story.").answer[0]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from support.bursts import BURST, answer_of, answers_of, burst, steady_load, uids_of
-from support.servers import Server, eventually, is_alive, run_command, serve
+from support.bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
+from support.selection import by_night
+from support.servers import Server, eventually, free_port, is_alive, run_command, serve
 from support.streams import assert_nothing_is_left, events_of, num_of
 
-from ops.bench import nonsense
+from ops.bench.models import NONSENSE_ID
 from pipeline.events import Admitted, AnyEvent, Finished
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
@@ -22,6 +24,7 @@ from pipeline.stage.slots import read_statuses
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 ENGINES = ("generate-0", "generate-1")
+NUM_BURSTS = by_night(1, 5)
 SHORT, LONG = 32, 600
 """Tokens of answers, and of those that are long enough to be disturbed."""
 
@@ -62,6 +65,18 @@ def test_each_engine_has_a_detokenizer_and_its_part_of_the_threads(server: Serve
     assert len({(line["threads"], line["pages"]) for line in loaded}) == 1
 
 
+def test_engines_share_each_burst(server: Server) -> None:
+    taken = []
+    with server.log() as log:
+        for _ in range(NUM_BURSTS):
+            with burst(server, SHORT, num_words=WORDS) as coming:
+                answers_of(coming)
+            found = engines_of(log, uids_of(coming))
+            taken.append([found[engine] for engine in ENGINES])
+    assert all(sum(each) == BURST and min(each) >= 16 for each in taken), taken
+    assert 24 <= statistics.median(first for first, _ in taken) <= 40, taken
+
+
 def test_the_requests_of_a_killed_engine_end_at_the_other_as_if_nothing_had_happened(
     server: Server, undisturbed: list[tuple[str, str]]
 ) -> None:
@@ -84,7 +99,7 @@ def test_an_engine_that_joins_takes_its_share_and_hands_it_over_when_it_leaves(
     server: Server, undisturbed: list[tuple[str, str]], folder: Path
 ) -> None:
     """It needs no detokenizer of its own: another one serves it as a guest."""
-    model = folder / "models" / nonsense.MODEL_ID
+    model = folder / "models" / NONSENSE_ID
     flags = ["--redis-url", server.redis_url, "--model", str(model), "--page-size", "16", "--threads", "1"]
     with server.log() as log:
         with steady_load(server, LONG) as answers:
@@ -100,3 +115,36 @@ def test_an_engine_that_joins_takes_its_share_and_hands_it_over_when_it_leaves(
         events = [events_of(log, answer.headers["x-minisgl-uid"]) for _, answer in told]
         assert any(by[0] == "generate-2" != by[-1] for by in map(computed_by, events)), "some were handed over"
         assert_nothing_is_left(log, *ENGINES, "generate-2")
+
+
+def test_what_no_engine_can_do_is_said_once(folder: Path) -> None:
+    command = run_command(
+        [
+            "serve",
+            "--dp",
+            "2",
+            "--port",
+            str(free_port()),
+            "--max-seq-len",
+            "100000",
+            "--data-dir",
+            str(folder / "bad"),
+        ],
+        folder / "bad",
+    )
+    eventually(lambda: command.process.poll() is not None, "it ends")
+    assert command.process.returncode == 2
+    lines = [line for line in command.output.splitlines() if line.startswith("minisgl: ")]
+    assert len(lines) == 1 and "--max-seq-len 100000" in lines[0]
+
+
+def test_two_engines_of_two_ranks_each_share_a_burst(folder: Path) -> None:
+    flags = ("--dp", "2", "--tp", "2", "--dtype", "float32", "--page-size", "16", "--threads", "1")
+    with serve(folder / "ranks", *flags) as server, server.log() as log:
+        assert len(server.command.workers(GENERATE)) == 4
+        answers = []
+        for _ in range(2):
+            with burst(server, SHORT, num_words=WORDS) as coming:
+                answers.append(answers_of(coming))
+            assert min(engines_of(log, uids_of(coming))[engine] for engine in ENGINES) >= 16
+        assert answers[0] == answers[1], "each request has the same bits, whichever engine computes it"

@@ -11,8 +11,8 @@ from support.servers import MEASURED_CONTEXT as CONTEXT
 from support.servers import Server, eventually
 from support.streams import Stream, body, events_of
 
-from pipeline.events import Finished, Tokenized, TokensProduced
-from pipeline.names import STAGES
+from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
+from pipeline.names import GENERATE, STAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
 
@@ -156,3 +156,25 @@ def test_a_client_that_leaves_is_counted_where_it_was_and_where_its_request_was_
     assert after.total("streams_open") == after.total("num_requests_live") == 0
     eventually(lambda: since.is_now(time_to_first_token_seconds_count=1), "its detokenizer has said so")
     assert since.count("e2e_request_latency_seconds_count") == 0
+
+
+@pytest.mark.night  # by day test_takeover has who took over
+def test_the_counts_of_an_engine_that_died_begin_anew_and_it_says_whom_it_took_over(server: Server) -> None:
+    stream = Stream(server, "Go on, whatever happens.", max_tokens=CONTEXT // 8)
+    eventually(lambda: stream.num_frames > 3, "it has begun")
+    before = scrape(server)
+    (worker,) = server.command.workers(GENERATE)
+    worker.kill()
+    text, reason = stream.answer
+    assert text and reason == "length"
+    with server.log() as log:
+        events = events_of(log, stream.uid)
+    assert sum(isinstance(event, TakenOver) for event in events) == 1
+    eventually(lambda: scrape(server).total("takeovers_total", slot="generate-0") == 1, "the new engine says so")
+    eventually(lambda: scrape(server).total("num_requests_running") == 0, "and that it is done")
+    after = scrape(server)
+    assert before.total("takeovers_total") == 0
+    assert 0 < after.total("generation_tokens_total") < CONTEXT // 8, "it made the rest of them"
+    assert after.total("prompt_tokens_total") == 0, "and the prompt is no new one"
+    tokenized = [each.total("tokenize_prompts_total") for each in (before, after)]
+    assert tokenized[1] >= max(tokenized[0], 1), "nobody else died"

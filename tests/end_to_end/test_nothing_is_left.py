@@ -20,11 +20,14 @@ from support.selection import by_night
 from support.servers import Server, eventually, serve
 
 from pipeline.events import (
+    Admitted,
     AnyEvent,
     Cancelled,
     Failed,
     Finished,
+    Preempted,
     Submitted,
+    TokensProduced,
     decode,
 )
 from pipeline.log.protocol import Inbox
@@ -196,3 +199,32 @@ def test_after_many_requests_nothing_is_left_that_lasts(folder: Path, tmp_path: 
         with raw(server) as client:
             for key in texts(client.scan_iter(match=NAMES.request("*"), count=1000)):
                 assert 0 < int(client.execute_command("PTTL", key)) <= 1000 * RETENTION_S, "the retention, not longer"
+
+
+@pytest.mark.night
+def test_a_cache_filled_by_one_request_is_free_for_the_next_when_its_client_leaves(
+    folder: Path, tmp_path: Path
+) -> None:
+    page_size, num_pages = 16, 32
+    context = num_pages * page_size
+    flags = ("--page-size", str(page_size), "--num-pages", str(num_pages))
+    body = {"prompt": 3 * TEXT[:400], "ignore_eos": True}
+    with serve(tmp_path, "--model", str(folder), *flags) as server:
+        for _ in range(2):
+            with streaming(server, body | {"user": "first", "stream": True}) as response:
+                first = response.headers["x-minisgl-uid"]
+            answer = server.post(body | {"user": "second"})
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+            usage = answer.json()["usage"]
+            assert usage["total_tokens"] == context, "it filled the cache to the last slot"
+            assert usage["prompt_tokens"] > context / 2, "two do not fit"
+
+            def events_of(uid: str) -> list[AnyEvent]:
+                with server.log() as log:
+                    return [decode(entry.fields) for entry in log.histories([uid])[0]]
+
+            left, stayed = events_of(first), events_of(answer.headers["x-minisgl-uid"])
+            assert isinstance(left[-1], Cancelled), "it did not end by itself"
+            assert 0 < left[-1].n < usage["completion_tokens"]
+            kinds = [type(event) for event in stayed if not isinstance(event, TokensProduced)]
+            assert kinds.count(Admitted) == 1 and Preempted not in kinds

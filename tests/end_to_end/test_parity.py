@@ -1,37 +1,54 @@
 """In any company and under any setting, a request gets the tokens that transformers generates.
 
-Engine and schedule show it in this process for every family under every setting. test_demo_model compares what a server
-says with transformers.
+Engine and schedule show it in this process for every family under every setting, and servers at night. By day
+test_demo_model compares what a server says with transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from support.checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
 from support.selection import by_night, rest_at_night
+from support.servers import Server, eventually, serve
+from support.streams import Stream
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+import stages.generate.forward.engine as engine_module
 from pipeline.events import (
     Admitted,
+    AnyEvent,
     EventRow,
+    Finished,
     Preempted,
     SamplingParams,
     Submitted,
+    Tokenized,
     TokenRow,
+    TokensProduced,
+    decode,
+    new_uid,
 )
+from pipeline.names import SEAL, sibling_uids
+from stages.generate.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
+from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder
@@ -46,14 +63,27 @@ SMALLEST_GAP = 1e-3
 """Between the two best logits; rounding is a thousand times smaller."""
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
+HARD = ("--page-size", "16", "--num-pages", "14", "--max-prefill-length", "32")
+"""Prompts in chunks, and few shared pages."""
 SETTINGS = {
     "as it comes": (),
     "prompts in chunks": ("--cache", "naive", "--page-size", "16", "--max-prefill-length", "32"),
     "few pages": ("--cache", "naive", "--page-size", "16", "--num-pages", "14"),
     "few shared pages": ("--page-size", "16", "--num-pages", "14"),
     "bfloat16": ("--dtype", "bfloat16", "--page-size", "16"),
+    "two ranks": ("--tp", "2", *HARD),
+    "four ranks, steps ahead": ("--tp", "4", "--overlap", "on", *HARD),
 }
-AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16 = SETTINGS
+AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16, TWO_RANKS, FOUR_RANKS = SETTINGS
+IMPOSSIBLE = {("odd", FOUR_RANKS)}
+"""Its six heads cannot be divided by four."""
+
+
+def over_http(*settings: str) -> pytest.MarkDecorator:
+    """Ask each family's server under each of *settings*."""
+    pairs = [(family, setting) for family in FAMILIES for setting in settings if (family, setting) not in IMPOSSIBLE]
+    params = [pytest.param(*pair, marks=pytest.mark.night) for pair in pairs]
+    return pytest.mark.parametrize(("asked", "setting"), params, indirect=True)
 
 
 @dataclass(frozen=True)
@@ -64,6 +94,11 @@ class Asked:
     bodies: tuple[Body, ...]
     prompts: tuple[tuple[int, ...], ...]
     expected: tuple[list[int], ...]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.expected]
 
 
 class Reference:
@@ -100,6 +135,30 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client was told, and what the log holds of it."""
+
+    uid: str
+    text: str
+    history: tuple[AnyEvent, ...]
+
+    @property
+    def produced(self) -> list[TokensProduced]:
+        return [event for event in self.history if isinstance(event, TokensProduced)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.produced for token in event.tokens]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(event.usage.cached_tokens for event in self.history if isinstance(event, Finished))
+
+    def count(self, kind: type[AnyEvent]) -> int:
+        return sum(isinstance(event, kind) for event in self.history)
 
 
 def conversation(index: int, attempt: int) -> Body:
@@ -145,7 +204,186 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Asked(folder, tuple(dict(body) | GREEDY for body in bodies), prompts, tuple(expected))
 
 
+@pytest.fixture(scope="module", params=SETTINGS)
+def setting(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def server(asked: Asked, setting: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("parity"), "--model", str(asked.folder), *SETTINGS[setting]) as server:
+        yield server
+
+
+def ask_whole(server: Server, body: Body) -> tuple[str, str]:
+    """Send one request; return its uid and its text."""
+    response = server.post(body)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    return response.headers["x-minisgl-uid"], choice["message"]["content"]
+
+
+def ask_streamed(server: Server, body: Body, begun: threading.Event) -> tuple[str, str]:
+    """As `ask_whole`, streamed; set *begun* at the first words."""
+    texts: list[str] = []
+    try:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=dict(body) | {"stream": True}, timeout=120
+        ) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    texts.append(delta.get("content", ""))
+                    if texts[-1]:
+                        begun.set()
+            return response.headers["x-minisgl-uid"], "".join(texts)
+    finally:
+        begun.set()
+
+
+def with_histories(server: Server, answered: Sequence[tuple[str, str]]) -> list[Answer]:
+    with server.log() as log:
+        histories = log.histories([uid for uid, _ in answered])
+    assert all(history[-1].id == SEAL for history in histories)
+    return [
+        Answer(uid, text, tuple(decode(entry.fields) for entry in history))
+        for (uid, text), history in zip(answered, histories, strict=True)
+    ]
+
+
+def ask_at_once(server: Server, bodies: Sequence[Body], order: Sequence[int]) -> list[Answer]:
+    """Send all requests at the same time, the threads started in *order*; return the answers in the bodies' order."""
+    gate = threading.Barrier(len(order))
+
+    def ask(index: int) -> tuple[str, str]:
+        gate.wait(60)
+        return ask_whole(server, bodies[index])
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        running = {index: threads.submit(ask, index) for index in order}
+    return with_histories(server, [running[index].result() for index in sorted(order)])
+
+
+def ask_in_turn(server: Server, bodies: Sequence[Body], order: Sequence[int]) -> list[Answer]:
+    """Send each request in *order* when the one before it has its first words, so that each joins running ones."""
+    begun = {index: threading.Event() for index in order}
+
+    def ask(index: int, before: int | None) -> tuple[str, str]:
+        assert before is None or begun[before].wait(60)
+        return ask_streamed(server, bodies[index], begun[index])
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        running = {
+            index: threads.submit(ask, index, before) for index, before in zip(order, (None, *order[:-1]), strict=True)
+        }
+    return with_histories(server, [running[index].result() for index in sorted(order)])
+
+
+def rows_by_step(answers: Sequence[Answer]) -> dict[str, list[int]]:
+    """Return for each step of the engine the `chunks` of its rows that made a token: 0 is a decode row."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    for answer in answers:
+        for event in answer.produced:
+            steps[event.step].append(event.chunks)
+    return steps
+
+
+def has_mixed_step(answers: Sequence[Answer]) -> bool:
+    return any(min(rows) == 0 and max(rows) > 0 for rows in rows_by_step(answers).values())
+
+
 SHUFFLED = tuple(random.Random(7).sample(range(NUM_REQUESTS), NUM_REQUESTS))
+ARRIVALS: dict[str, Callable[[Server, Sequence[Body]], list[Answer]]] = {
+    "shuffled, in turn": lambda server, bodies: ask_in_turn(server, bodies, SHUFFLED),
+    "longest first, in turn": lambda server, bodies: ask_in_turn(server, bodies, range(NUM_REQUESTS)[::-1]),
+}
+
+
+def assert_as_transformers(asked: Asked, answers: Sequence[Answer]) -> None:
+    assert [answer.tokens for answer in answers] == list(asked.expected)
+    assert [answer.text for answer in answers] == asked.texts
+    for answer, prompt in zip(answers, asked.prompts, strict=True):
+        end = answer.history[-1]
+        assert isinstance(end, Finished)
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (len(prompt), NUM_TOKENS)
+        # Who gave back the pages was admitted again.
+        assert answer.count(Admitted) == answer.count(Preempted) + 1
+
+
+@over_http(AS_IT_COMES, FEW_SHARED)
+@pytest.mark.parametrize("arrival", rest_at_night(ARRIVALS))
+def test_who_joins_running_requests_gets_the_tokens_of_transformers(server: Server, asked: Asked, arrival: str) -> None:
+    assert_as_transformers(asked, ARRIVALS[arrival](server, asked.bodies))
+
+
+@over_http(AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED)
+def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: Asked, setting: str) -> None:
+    answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
+    assert_as_transformers(asked, answers)
+    if setting == IN_CHUNKS:
+        assert max(event.chunks for answer in answers for event in answer.produced) >= 3
+        assert has_mixed_step(answers)
+    if setting == FEW_PAGES:
+        assert any(answer.count(Preempted) for answer in answers)
+    if setting == FEW_SHARED:
+        again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
+        assert again[1].cached_tokens >= 16
+        assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+
+
+@over_http(TWO_RANKS, FOUR_RANKS)
+def test_ranks_give_the_tokens_of_transformers(server: Server, asked: Asked) -> None:
+    """In chunks, with preemptions and prefix hits, after a cancelled request, and the log-probabilities of a prompt."""
+    stream = Stream(server, "Go on.", max_tokens=200)
+    eventually(lambda: stream.num_frames > 2, "it has begun")
+    stream.leave()
+    answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
+    assert_as_transformers(asked, answers)
+    assert any(answer.count(Preempted) for answer in answers)
+    assert max(event.chunks for answer in answers for event in answer.produced) >= 3
+    again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
+    assert again[1].cached_tokens >= 16
+    assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+    index = max(index for index, body in enumerate(asked.bodies) if "prompt" in body)
+    body = {"prompt": asked.bodies[index]["prompt"], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    told = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["logprobs"]
+    prompt = asked.prompts[index]
+    logprobs_NV = Reference(asked.folder, torch.float32).logits(prompt[:1], prompt[1:]).log_softmax(-1)
+    expected = logprobs_NV[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()
+    assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
+
+
+@over_http(FEW_SHARED)
+@pytest.mark.parametrize(
+    ("first", "second", "preempted"), [(0, 0, "second"), (1, 0, "first"), (0, 1, "second"), (-3, -4, "first")], ids=str
+)
+def test_who_came_first_keeps_its_pages_unless_the_other_is_more_important(
+    server: Server, first: int, second: int, preempted: str
+) -> None:
+    """One such answer fits into the pages, two do not. If the second comes late, nobody is preempted: once more."""
+    num_tokens = 120
+    preemptions: set[str] = set()
+    for _ in range(5):
+        base, events = new_uid(), []
+        for name, priority in (("first", first), ("second", second)):
+            sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            said = f"The {name} log is the memory."
+            events.append(
+                Submitted(endpoint="test", frontend="web-0", prompt=said, sampling=sampling, priority=priority)
+            )
+        uids = dict(zip(("first", "second"), sibling_uids(base, 2), strict=True))
+        with server.log() as log:
+            log.submit(base, events)  # at once: the second would wait if the first had most pages already
+            eventually(lambda uids=uids: not log.alive(list(uids.values())), "both have ended", 120)  # type: ignore[misc]
+        answers = dict(zip(uids, with_histories(server, [(uid, "") for uid in uids.values()]), strict=True))
+        assert {len(answer.tokens) for answer in answers.values()} == {num_tokens}
+        preemptions = {name for name, answer in answers.items() if answer.count(Preempted)}
+        if preemptions:
+            break
+    assert preemptions == {preempted}
 
 
 def assert_best_but_for_rounding(asked: Asked, answers: Sequence[Sequence[int]]) -> None:
@@ -161,12 +399,32 @@ def assert_best_but_for_rounding(asked: Asked, answers: Sequence[Sequence[int]])
     assert num_second_best < NUM_REQUESTS * NUM_TOKENS // 10
 
 
+@over_http(IN_BFLOAT16)
+def test_in_bfloat16_every_token_is_the_best_one_but_for_rounding(server: Server, asked: Asked) -> None:
+    """Held to transformers in bfloat16: to its logits, because there the best two are often equal."""
+    answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
+    assert_best_but_for_rounding(asked, [answer.tokens for answer in answers])
+    again = ask_whole(server, asked.bodies[-1])
+    assert with_histories(server, [again])[0].cached_tokens > 0
+
+
+@over_http(AS_IT_COMES, FEW_SHARED)
+def test_prompts_become_the_token_ids_of_transformers(server: Server, asked: Asked) -> None:
+    answers = ask_at_once(server, [dict(body) | {"max_tokens": 1} for body in asked.bodies], range(NUM_REQUESTS))
+    tokenized = [next(event for event in answer.history if isinstance(event, Tokenized)) for answer in answers]
+    assert [event.token_ids for event in tokenized] == list(asked.prompts)
+    assert_begins_once(asked)
+
+
 def assert_begins_once(asked: Asked) -> None:
     bos = AutoTokenizer.from_pretrained(asked.folder).get_vocab().get(BOS)
     if bos is not None:
         assert all(prompt[0] == bos and Counter(prompt)[bos] == 1 for prompt in asked.prompts)
 
 
+# The same engine and schedule in this process.
+
+Change = Callable[[BatchPlan], BatchPlan]
 first_family = pytest.mark.parametrize("asked", rest_at_night(FAMILIES), indirect=True)
 
 
@@ -184,6 +442,10 @@ class Ran:
         return [[row.chunks for row in rows] for rows in self.steps if rows]
 
 
+def unchanged(plan: BatchPlan) -> BatchPlan:
+    return plan
+
+
 def run_here(
     asked: Asked,
     prompts: Sequence[Sequence[int]],
@@ -191,8 +453,9 @@ def run_here(
     *,
     sampled: Sequence[Mapping[str, Any]] = (),
     order: Sequence[int] = (),
+    change: Change = unchanged,
 ) -> Ran:
-    """Compute *prompts* under *flags*.
+    """Compute *prompts* under *flags*, when every plan goes through *change*.
 
     *order*: each request joins when the one before it has its first token; by default all are there from the start.
     """
@@ -236,7 +499,7 @@ def run_here(
         num_begun = sum(map(bool, ran.tokens))
         while (planned := schedule.plan()) is not None:
             ran.marks.extend(row for row in planned[1] if isinstance(row, EventRow))
-            ran.steps.append(schedule.complete(engine.forward(planned[0]).token_ids))
+            ran.steps.append(schedule.complete(engine.forward(change(planned[0])).token_ids))
             for row in ran.steps[-1]:
                 ran.tokens[int(row.uid)].append(row.token)
             if coming and sum(map(bool, ran.tokens)) > num_begun:
@@ -246,9 +509,7 @@ def run_here(
 
 
 @pytest.mark.parametrize(
-    "order",
-    rest_at_night([(), SHUFFLED, range(NUM_REQUESTS)[::-1]], first=2),
-    ids=["at once", "shuffled", "longest first"],
+    "order", rest_at_night([(), SHUFFLED, range(NUM_REQUESTS)[::-1]], first=2), ids=["at once", *ARRIVALS]
 )
 def test_engine_and_schedule_give_the_tokens_of_transformers(asked: Asked, order: Sequence[int]) -> None:
     ran = run_here(asked, asked.prompts, SETTINGS[AS_IT_COMES], order=order)
@@ -318,3 +579,63 @@ def test_the_encoder_gives_the_token_ids_of_transformers(asked: Asked) -> None:
     ]
     assert encoder.encode([encoder.render(event) for event in asks]) == list(asked.prompts)
     assert_begins_once(asked)
+
+
+# The proof that these tests can fail: with one thing wrong.
+
+ALONE = ("--cache", "naive", "--page-size", "16")
+"""No page belongs to two requests."""
+one_family = pytest.mark.parametrize("asked", rest_at_night(f for f in FAMILIES if f != "mistral"), indirect=True)
+"""Not Mistral: what its window hides it does not miss."""
+
+
+def first_pages_exchanged() -> Change:
+    """Return a change that gives each decode row the first page of the next one.
+
+    Two whole pages of one row, exchanged, change nothing, because attention is over a set; and two rows that exchange
+    pages before anything is in them only call them by other names.
+    """
+    pages: dict[int, list[int]] = {}
+
+    def change(plan: BatchPlan) -> BatchPlan:
+        for row in plan.rows:
+            pages[row.table] = [*pages.get(row.table, [])[: row.first_page], *row.new_pages]
+        decoding = [row.table for row in plan.rows[: plan.num_decode_rows]]
+        others = dict(zip(decoding, [*decoding[1:], *decoding[:1]], strict=True))
+        rows = [
+            replace(row, new_pages=(pages[others[row.table]][0], *pages[row.table][1:]), first_page=0)
+            if row.table in others
+            else row
+            for row in plan.rows
+        ]
+        return replace(plan, rows=tuple(rows))
+
+    return change
+
+
+def num_differing(asked: Asked, tokens: Sequence[Sequence[int]]) -> int:
+    return sum(list(mine) != theirs for mine, theirs in zip(tokens, asked.expected, strict=True))
+
+
+@one_family
+def test_pages_exchanged_between_requests_change_the_answers(asked: Asked) -> None:
+    assert num_differing(asked, run_here(asked, asked.prompts, ALONE, change=first_pages_exchanged()).tokens) >= 15
+
+
+@one_family
+def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the output only: rotary positions are relative, so that prompt and output shifted alike change nothing."""
+
+    def shifted(*arguments: Any) -> ForwardBatch:
+        batch = build_batch(*arguments)
+        decoding_T = torch.arange(len(batch.positions_T)) < batch.num_decode_rows
+        return replace(batch, positions_T=batch.positions_T + decoding_T)
+
+    monkeypatch.setattr(engine_module, "build_batch", shifted)
+    assert num_differing(asked, run_here(asked, asked.prompts, ALONE).tokens) >= 15
+
+
+@one_family
+def test_half_of_the_prompt_dropped_changes_the_answers(asked: Asked) -> None:
+    halves = [prompt[len(prompt) // 2 :] for prompt in asked.prompts]
+    assert num_differing(asked, run_here(asked, halves, ALONE).tokens) >= 15

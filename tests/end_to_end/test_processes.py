@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 from support.selection import rest_at_night
-from support.servers import Server, eventually, is_alive, serve, wait_until_ready
+from support.servers import Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
 from support.streams import LONG, PROMPTS, Stream, ask_all, begun, body, events_of, family_of, num_of, token_counts
 
-from ops.bench import nonsense
+from ops.bench.models import write_nonsense
 from pipeline.events import Finished, TakenOver, Tokenized
 from pipeline.log.protocol import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
@@ -110,7 +110,7 @@ def test_a_signal_ends_a_server_that_is_not_ready_yet_without_an_error(number: s
 def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_shuts_down(tmp_path: Path) -> None:
     model = tmp_path / "endless"
     model.mkdir()
-    nonsense.write(model)
+    write_nonsense(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": ENDLESS_CONTEXT}))
     with (
@@ -144,3 +144,24 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
         told = [line.get("uid", line["event"]) for line in lines if line["event"] in ("signal", "request")]
         story = [each for each in told if each in ("signal", short.uid, endless.uid)]
         assert story == ["signal", short.uid, endless.uid]
+
+
+@pytest.mark.night  # by day tests/pipeline/stage/test_supervisor.py has one
+def test_a_worker_that_finds_its_configuration_broken_ends_everything(tmp_path: Path) -> None:
+    """The supervisor does not look into tokenizer.json; who does says its one line, and is not started again."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_nonsense(model)
+    (model / "tokenizer.json").write_text("{}")
+    arguments = ["serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--model", str(model)]
+    command = run_command(arguments, tmp_path)
+    eventually(lambda: bool(command.workers(DETOKENIZE)) or command.process.poll() is not None, "it starts")
+    family = command.processes()
+    try:
+        assert command.process.wait(60) == 2
+        eventually(lambda: not any(map(is_alive, family)), "all its processes end")
+    finally:
+        command.stop()
+    said = [line for line in command.output.splitlines() if line.startswith("minisgl: ")]
+    assert said and all(f"{model / 'tokenizer.json'}: not a tokenizer" in line for line in said)
+    assert "Traceback" not in command.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,22 @@ def test_ranks_are_shown_and_listen_on_this_machine_alone(server: Server, capsys
     (loaded, *_) = server.command.log_lines("engine_loaded")
     assert (loaded["ranks"], loaded["kv_heads_of_a_rank"], loaded["kv_heads_copied"]) == (2, 1, 0)
     assert loaded["numerics"].endswith("/ranks-2")
+
+
+@pytest.mark.parametrize("redis", rest_at_night(["runs", "stands still"]))
+@pytest.mark.night  # seconds without a request
+def test_ranks_stay_together_while_nobody_asks_for_anything(server: Server, redis: str) -> None:
+    """For longer than a rank waits for a frame."""
+    before = ranks_of(server)
+    (process,) = [each for each in server.command.processes() if each.name().startswith(("valkey", "redis"))]
+    if redis == "stands still":
+        process.suspend()
+    try:
+        threading.Event().wait(SILENCE_S)
+    finally:
+        process.resume()
+    assert Stream(server, "Are you there?", max_tokens=3).answer[1] == "length"
+    assert ranks_of(server) == before
 
 
 @pytest.mark.parametrize("death", rest_at_night(["kill 1", "kill 0", "stop 1"], first=0))

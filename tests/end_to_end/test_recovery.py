@@ -15,15 +15,20 @@ from support.selection import by_night
 from support.servers import Server, eventually, is_alive, serve
 from support.streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts
 
-from pipeline.events import Finished, TakenOver, TokensProduced
+from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, TokensProduced
 from pipeline.log.redis import RedisLog
+from pipeline.names import GENERATE
+from stages.generate.loop.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = by_night(6, 20)
 NUM_TOKENS = by_night(120, 600)
+NUM_KILLS = 3
 SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
 FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "1024")
+CROWDED = ("--num-pages", "256")
+"""So few pages that not all requests can run to their end at once."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,49 @@ def quiet(server: Server, log: RedisLog) -> list[tuple[str, list[int]]]:
     answers = [(stream.answer[0], tokens_of(log, stream.uid)) for stream in ask(server)]
     assert len({text for text, _ in answers}) == NUM_REQUESTS
     return answers
+
+
+def assert_alone_only_in_doubt(history: list[AnyEvent]) -> None:
+    """A request runs alone only when it came no further than the engine before may have, which dies at any step."""
+    n, last = 0, -TOKENS_IN_DOUBT
+    for event in history:
+        if isinstance(event, TokensProduced):
+            n += event.count
+        elif isinstance(event, TakenOver):
+            assert event.alone == (n - last < TOKENS_IN_DOUBT)
+            last = n
+
+
+@pytest.mark.night
+def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(model: Path, tmp_path: Path) -> None:
+    with serve(tmp_path / "quiet", "--model", str(model), *FLAGS) as server, server.log() as log:
+        expected = quiet(server, log)
+    with serve(tmp_path, "--model", str(model), *FLAGS, *CROWDED) as server, server.log() as log:
+        streams = ask(server)
+        for number in range(1, NUM_KILLS + 1):
+            progress = NUM_TOKENS * number // (NUM_KILLS + 1)
+            eventually(lambda progress=progress: most_of(log, streams, "tokens") > progress, "it goes on")  # type: ignore[misc]
+            assert not all(stream.is_over for stream in streams)
+            eventually(
+                lambda number=number: most_of(log, streams, "taken_over") == number - 1,  # type: ignore[misc]
+                "the engine has gone on with what the one before had",
+            )
+            (engine,) = server.command.workers(GENERATE)
+            engine.kill()
+            eventually(
+                lambda number=number: len(server.command.log_lines("worker_died")) == number,  # type: ignore[misc]
+                "the supervisor notices",
+            )
+        answers = [(stream.answer[0], tokens_of(log, stream.uid)) for stream in streams]
+        histories = [events_of(log, stream.uid) for stream in streams]
+        assert_nothing_is_left(log)
+    assert answers == expected
+    events = [event for history in histories for event in history]
+    assert any(isinstance(event, Preempted) for event in events)
+    assert any(isinstance(event, Admitted) and event.cached_tokens for event in events)
+    assert max(num_of(history, TakenOver) for history in histories) == NUM_KILLS
+    for history in histories:
+        assert_alone_only_in_doubt(history)
 
 
 def resumed(server: Server, stream: Stream) -> tuple[str, str]:

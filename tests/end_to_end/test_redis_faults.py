@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
-from support.redis_servers import command
-from support.servers import Server, eventually
+from support.redis_servers import Servers, command, watched
+from support.servers import Server, eventually, serve
 from support.streams import (
     LONG,
     Stream,
@@ -29,6 +32,8 @@ from pipeline.names import GENERATE, STAGES, TOKENIZE, slot_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
+PAUSE_S = 12.0
+"""Longer than the lease and every time-out."""
 Answers = Mapping[str, tuple[str, str]]
 
 
@@ -172,6 +177,19 @@ def test_a_redis_that_comes_back_empty_costs_only_the_streams_that_had_begun(
         assert_all_is_as_undisturbed(plain_server, ask_all(plain_server), undisturbed)
 
 
+@pytest.mark.night  # by day test_takeover does it, with two workers of each stage
+def test_a_redis_that_stands_still_for_long_costs_only_that_time(plain_server: Server, undisturbed: Answers) -> None:
+    with no_process_restarts(plain_server):
+        streams = begun(plain_server)
+        redis = redis_of(plain_server)
+        redis.suspend()
+        try:
+            time.sleep(PAUSE_S)  # the one thing here that is a matter of time
+        finally:
+            redis.resume()
+        assert_all_is_as_undisturbed(plain_server, streams, undisturbed)
+
+
 def test_a_full_redis_takes_no_new_work_and_lets_the_rest_drain_or_be_cancelled(
     plain_server: Server, undisturbed: Answers
 ) -> None:
@@ -193,6 +211,21 @@ def test_a_full_redis_takes_no_new_work_and_lets_the_rest_drain_or_be_cancelled(
         assert plain_server.post(body("And now?", max_tokens=3)).status_code == 200
 
 
+@pytest.mark.night  # by day test_redis_faults misses its replicas
+def test_a_redis_that_forgot_the_scripts_or_is_read_only_after_a_failover_is_waited_for(
+    plain_server: Server, undisturbed: Answers
+) -> None:
+    with no_process_restarts(plain_server):
+        streams = begun(plain_server)
+        command(plain_server.redis_url, "SCRIPT", "FLUSH")
+        command(plain_server.redis_url, "REPLICAOF", "127.0.0.1", 1)
+        try:
+            assert plain_server.post(body("Who may write?")).status_code == 503
+        finally:
+            command(plain_server.redis_url, "REPLICAOF", "NO", "ONE")
+        assert_all_is_as_undisturbed(plain_server, streams, undisturbed)
+
+
 def test_a_redis_that_misses_its_replicas_for_longer_than_a_lease_is_waited_for(
     plain_server: Server, undisturbed: Answers
 ) -> None:
@@ -209,3 +242,62 @@ def test_a_redis_that_misses_its_replicas_for_longer_than_a_lease_is_waited_for(
             command(plain_server.redis_url, "CONFIG", "SET", "min-replicas-to-write", 0)
         assert_all_is_as_undisturbed(plain_server, streams, undisturbed)
         assert plain_server.post(body("And now?", max_tokens=3)).status_code == 200
+
+
+@pytest.mark.night
+def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
+    redis_servers: Servers, tmp_path: Path
+) -> None:
+    """A Redis of somebody else, which takes long to load: some of its keys slow it down."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    url = f"unix://{folder / 'redis.sock'}"
+    words: list[str | Path] = [redis_servers.binary("path"), "--port", "0", "--dir", folder]
+    words += ["--unixsocket", folder / "redis.sock"]
+    words += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction"]
+
+    def start(*more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*words, *more], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        with contextlib.suppress(Exception):
+            return bool(command(url, "PING"))
+        return False
+
+    process = start()
+    try:
+        eventually(answers, "Redis is up")
+        for number in range(2000):
+            command(url, "SET", f"ballast:{number}", "x" * 1000)
+        with serve(tmp_path, redis_url=url) as server:
+            expected = Stream(server, "Tell me a story.").answer
+            stream = Stream(server, "Tell me a story.")
+            eventually(lambda: stream.num_frames > 5, "it has begun")
+            with no_process_restarts(server):
+                command(url, "BGREWRITEAOF")
+                process.kill()
+                process.wait()
+                process = start("--key-load-delay", "1500", "--loading-process-events-interval-bytes", "1024")
+                seen: set[int] = set()
+
+                def is_ready() -> bool:
+                    seen.add(httpx.get(f"{server.url}/ready", timeout=30).status_code)
+                    return 503 in seen and 200 in seen
+
+                eventually(is_ready, "it is not ready, and ready again", timeout_s=60)
+                assert stream.answer == expected
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.night
+def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
+    with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
+        expected = Stream(server, "Tell me a story.").answer
+        stream = Stream(server, "Tell me a story.")
+        eventually(lambda: stream.num_frames > 5, "it has begun")
+        with no_process_restarts(server):
+            group.master.process.kill()
+            assert stream.answer == expected
+            assert Stream(server, "Tell me a story.").answer == expected

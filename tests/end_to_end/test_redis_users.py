@@ -17,7 +17,7 @@ from support.redis_servers import Servers, command, running_server
 from support.selection import by_night
 from support.servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ class Guarded:
         self.commands: list[Command] = []
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        model = ["--model", str(nonsense.ensure(folder))]
+        model = ["--model", str(nonsense(folder))]
         limits = folder / "limits.toml"
         limits.write_text("[default]\nrequests_per_minute = 1000\nconcurrent_requests = 100\n[[key]]\nkey = 'sk-1'\n")
         for stage in STAGES:

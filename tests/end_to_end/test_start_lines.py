@@ -14,7 +14,7 @@ import pytest
 from support.servers import free_port
 from support.terminal import on_a_terminal
 
-from ops.bench import nonsense
+from ops.bench.models import write_nonsense
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_mini_sglangs_own_start_line_and_curl_work_and_a_terminal_shows_one_line
 ) -> None:
     model, here, port = tmp_path / "M", tmp_path / "here", free_port()
     model.mkdir()
-    nonsense.write(model)
+    write_nonsense(model)
     for name in ("pipeline", "stages", "web"):  # `python -m` looks here first, but ours are meant
         (here / name).mkdir(parents=True)
         (here / name / "__init__.py").write_text("raise ImportError('not this one')\n")

@@ -9,7 +9,8 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -20,21 +21,25 @@ from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support.checkpoints import make_checkpoint
+from support.chunks import documents, put_together
 from support.evil_grammars import EVILS, REFUSED_AS
 from support.fresh_logs import fresh_logs
 from support.kernel_variants import VARIANTS
 from support.selection import by_night
-from support.servers import Server
-from support.streams import Stream
+from support.servers import Server, eventually, serve
+from support.streams import Stream, events_of, num_of
 from transformers import PreTrainedTokenizerFast
 
 from minisgl import main
 from ops.offline.stages import Stages
 from ops.replay.compute import Computer
-from pipeline.events import Failed, Finished, SamplingParams, Submitted
+from pipeline.events import Admitted, Failed, Finished, Preempted, SamplingParams, Submitted, TakenOver
 from pipeline.flags import parse_config
+from pipeline.log.protocol import Inbox
+from pipeline.names import GENERATE, slot_name
 from pipeline.replaying import again
 from pipeline.sampling import Constraint
+from pipeline.stage.slots import read_statuses
 from pipeline.views.recorded import History
 from stages.generate.setup.config import GenerateConfig
 
@@ -42,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 NUM_SCHEMAS: Final = by_night(50, 1000)
 NUM_EVILS: Final = by_night(5, 20)
+NUM_REPLAYED: Final = by_night(10, 50)
 MOST_TOKENS: Final = 300
 DEPTH: Final = 2
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "352")
@@ -108,6 +114,19 @@ def bound(kind: Literal["json", "regex", "grammar"], what: Any, seed: int, **sam
     constraint = Constraint(kind=kind, text=json.dumps(what) if kind == "json" else what, param="field")
     params = SamplingParams(**{"temperature": 1, "seed": seed, "max_tokens": MOST_TOKENS} | sampling)
     return Submitted(endpoint="e", frontend="", prompt=f"{seed} {PROMPT}", sampling=params, constraint=constraint)
+
+
+def format_of(schema: Any) -> dict[str, Any]:
+    """Return the field of a body that asks for JSON of a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}}
+
+
+def assert_replayed(server: Server, uids: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`minisgl replay run` finds the tokens of each request identical, which the server computes again."""
+    with fresh_logs():
+        code = main(["replay", "run", *uids, "--json", "--redis-url", server.redis_url])
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["uid"], each["identical"]) for each in told] == [(uid, 1) for uid in uids] and code == 0
 
 
 REQUESTS: Final = [bound("json", schema, seed) for seed, schema in enumerate(SCHEMAS)]
@@ -189,6 +208,77 @@ def test_no_other_wish_breaks_a_constraint(stages: Stages) -> None:
     for wish, history in zip(wishes, Computer(stages.log, at_once=64).compute(asked), strict=True):
         assert isinstance(history.end, Finished) and history.end.reason == "stop", (wish, history.end)
         assert history.text in ("yes", "no"), wish
+
+
+@NEEDS_KERNELS
+@pytest.mark.night
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
+    model: Path, undisturbed: list[History], tmp_path: Path, num_engines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two engines, the other one goes on with some of the requests. Few pages are there, so some are preempted."""
+
+    def ask(request: Submitted) -> tuple[str, str]:
+        assert request.constraint is not None
+        sampling = {"temperature": 1, "seed": request.sampling.seed, "max_tokens": MOST_TOKENS}
+        body = {"prompt": request.prompt, **format_of(json.loads(request.constraint.text)), **sampling}
+        response = http.post("/v1/completions", json=body)
+        return response.json()["choices"][0]["text"], response.headers["x-minisgl-uid"]
+
+    expected = {request.prompt: history.text for request, history in zip(REQUESTS, undisturbed, strict=True)}
+    engines = ("--lease", "1", "--dp", str(num_engines), "--num-pages", "88")
+    with (
+        serve(tmp_path, "--model", str(model), "--dtype", "float32", *SIZES, *engines) as server,
+        server.log() as log,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+        ThreadPoolExecutor(50) as pool,
+    ):
+        taken_over = moved = preempted = 0
+        uids, inbox = list[str](), Inbox.tokenized(log.names)
+        for number in range(1, 4):
+            asked = [(request.prompt, pool.submit(ask, request)) for request in REQUESTS[:50]]
+            victim = server.command.workers(GENERATE)[0]
+            slot = slot_name(GENERATE, int(victim.cmdline()[victim.cmdline().index("--slot") + 1]))
+            eventually(lambda slot=slot: len(log.pending(inbox, slot)) > 3, "the engine has requests in hand")  # type: ignore[misc]
+            victim.kill()
+            for prompt, answer in asked:
+                text, uid = answer.result()
+                assert text == expected[prompt], (number, prompt)
+                uids.append(uid)
+                events = events_of(log, uid)
+                taken_over += num_of(events, TakenOver)
+                preempted += num_of(events, Preempted)
+                moved += len({event.engine for event in events if isinstance(event, (Admitted, TakenOver))}) > 1
+            eventually(lambda: len(read_statuses(log, GENERATE)) == num_engines, "an engine has come in its place")
+        assert taken_over + moved and preempted
+        assert num_engines == 1 or moved, "another engine has gone on with some"
+        assert_replayed(server, uids, capsys)
+
+
+@pytest.mark.xdist_group("llama3_server")
+@pytest.mark.night  # by day a client parses one
+def test_over_http_a_bound_answer_is_the_same_whole_and_streamed_and_in_a_replay(
+    llama3_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(seed: int) -> tuple[str, str]:
+        """Return why the answer ended, and its uid."""
+        prompt = [{"role": "user", "content": f"{seed} {PROMPT}"}]
+        body = {"messages": prompt, "seed": seed, "max_tokens": MOST_TOKENS, **format_of(SCHEMAS[seed])}
+        whole = http.post("/v1/chat/completions", json=body)
+        (choice,) = whole.json()["choices"]
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+        stream = http.post("/v1/chat/completions", json=body | {"stream": True})
+        said = put_together(documents(stream.content))
+        assert (said["content"], said["reason"]) == (content, reason), SCHEMAS[seed]
+        if reason == "stop":
+            jsonschema.validate(json.loads(content), SCHEMAS[seed], cls=jsonschema.Draft202012Validator)
+        return reason, whole.headers["x-minisgl-uid"]
+
+    with httpx.Client(base_url=llama3_server.url, timeout=120) as http, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(NUM_SCHEMAS)))
+    assert [reason for reason, _ in answers].count("stop") >= 0.9 * NUM_SCHEMAS
+    if VARIANTS:
+        assert_replayed(llama3_server, [uid for _, uid in answers[:NUM_REPLAYED]], capsys)
 
 
 class Color(enum.Enum):

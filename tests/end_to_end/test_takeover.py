@@ -15,7 +15,7 @@ from support.selection import AT_NIGHT, by_night, rest_at_night
 from support.servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
 from support.streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from pipeline.events import Admitted, Finished, TakenOver
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
@@ -47,7 +47,7 @@ class Stages:
     def start(self, stage: str, *flags: str) -> None:
         arguments = ["stage", stage, "--redis-url", self.redis_url, "--lease", str(LEASE_S), *flags]
         if stage != WEB:
-            arguments += ["--model", str(nonsense.ensure(self.folder))]
+            arguments += ["--model", str(nonsense(self.folder))]
         self.commands.setdefault(stage, []).append(run_command(arguments, self.folder / stage))
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers of small random models that think, call tools and are bound to schemas, in this process."""
+"""Answers of small random models that think, call tools and are bound to schemas: in this process, and over HTTP."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import jsonschema
 import pytest
 from support.checkpoints import make_checkpoint
+from support.chunks import documents, put_together
 from support.dialects import make_tokenizer
 from support.kernel_variants import VARIANTS
 from support.selection import by_night
-from support.servers import eventually
+from support.servers import eventually, serve
 from tokenizers import Tokenizer
 
 from ops.offline.stages import Stages
@@ -44,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 NUM_EACH: Final = by_night(4, 60)
 BUDGETS: Final = (0, 1, 3, 16, None)
+NUM_OVER_HTTP: Final = 30
 MOST_TOKENS: Final = 400
 SIZES: Final = ("--page-size", "4", "--max-seq-len", "1600")
 NEEDS_KERNELS: Final = pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens")
@@ -236,6 +240,20 @@ def test_the_markup_of_an_answer_is_told_with_its_first_token(bound: list[tuple[
 
 
 @NEEDS_KERNELS
+@pytest.mark.night
+def test_preemptions_and_overlap_give_the_same_tokens(
+    model: Model, bound: list[tuple[Any, Submitted, History]]
+) -> None:
+    crowded = model.started("--num-pages", "640", "--overlap", "on")
+    try:
+        found = Computer(crowded.log, at_once=64).compute([request for _, request, _ in bound])
+    finally:
+        crowded.close()
+    assert [history.token_ids for history in found] == [history.token_ids for _, _, history in bound]
+    assert any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries)
+
+
+@NEEDS_KERNELS
 def test_a_replay_gives_the_same_tokens_and_the_same_markup(
     model: Model, bound: list[tuple[Any, Submitted, History]]
 ) -> None:
@@ -283,3 +301,97 @@ def test_calls_that_begin_with_special_tokens_have_them_in_their_text(tmp_path: 
         assert not ended(first) or "[TOOL_CALLS]wait[ARGS]{" in first.text
     finally:
         model.stages.close()
+
+
+Answer = dict[str, Any]
+
+
+class Client:
+    """Asks a server that thinks."""
+
+    def __init__(self, checkpoint: Checkpoint, http: httpx.Client) -> None:
+        self.checkpoint, self._http = checkpoint, http
+
+    def ask(self, **body: Any) -> Any:
+        """Return the body of an answer; of a stream, its chunks."""
+        response = self._http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return documents(response.content) if body.get("stream") else response.json()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwq"])
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint = Checkpoint(folder / request.param, request.param)
+    with (
+        serve(folder, "--model", str(checkpoint.folder), "--dtype", "float32") as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield Client(checkpoint, http)
+
+
+def whole(choice: Mapping[str, Any]) -> Answer:
+    """Return what a choice of a whole answer says."""
+    said = choice["message"]
+    assert said.get("reasoning") == said.get("reasoning_content")
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in said.get("tool_calls") or ()]
+    found = {name: said.get(name) or "" for name in ("content", "reasoning")}
+    return found | {"calls": calls, "reason": choice["finish_reason"], "ids": choice["token_ids"]}
+
+
+def streamed(chunks: Sequence[Mapping[str, Any]], index: int) -> Answer:
+    """Return what a choice says in the chunks of a stream."""
+    said = put_together(chunks, index)
+    assert said["reasoning"] == said.pop("reasoning_content")
+    said["calls"] = [call[1:] for call in said["calls"]]
+    ids = [choice.get("token_ids") or [] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return said | {"ids": list(itertools.chain(*ids))}
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("wish", ["schema", "tools"])
+def test_over_http_thinking_keeps_to_its_budget_and_the_answer_to_its_schema_or_tools(
+    client: Client, wish: str
+) -> None:
+    def ask(seed: int, budget: int | None) -> tuple[list[Answer], int]:
+        """Return the choices of an answer and how many tokens of thinking it tells."""
+        draw = random.Random(seed)
+        wanted, offered = schema(draw), tools(draw)
+        if wish == "schema":
+            bound: dict[str, Any] = {"response_format": {"type": "json_object", "schema": wanted}}
+        else:
+            bound = {"tools": offered, "tool_choice": "required"}
+        body = {"messages": [message(seed)], "seed": seed, "max_tokens": MOST_TOKENS, "n": 2, **bound}
+        body |= {"logit_bias": client.checkpoint.bias, "return_token_ids": True, "thinking_token_budget": budget}
+        answer = client.ask(**body)
+        choices = [whole(choice) for choice in answer["choices"]]
+        chunks = client.ask(**body, stream=True, stream_options={"include_usage": True})
+        assert [streamed(chunks, index) for index in range(2)] == choices
+        alone = client.ask(**body | {"n": 1})
+        assert [whole(choice) for choice in alone["choices"]] == choices[:1]
+        for each in choices:
+            if each["reason"] == "stop":
+                jsonschema.validate(json.loads(each["content"]), wanted, cls=jsonschema.Draft202012Validator)
+            elif each["reason"] == "tool_calls":
+                schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in offered}
+                for name, values in each["calls"]:
+                    jsonschema.validate(json.loads(values), schemas[name], cls=jsonschema.Draft202012Validator)
+        details = [told["usage"]["completion_tokens_details"] for told in (answer, chunks[-1], alone)]
+        assert details[0] == details[1]
+        assert details[2] == {"reasoning_tokens": len(client.checkpoint.thought(choices[0]["ids"]))}
+        return choices, details[0]["reasoning_tokens"]
+
+    with ThreadPoolExecutor(8) as pool:
+        for budget in (0, 16, None):
+            answers = list(pool.map(lambda seed, most=budget: ask(seed, most), range(NUM_OVER_HTTP)))
+            thoughts = [[client.checkpoint.thought(each["ids"]) for each in choices] for choices, _ in answers]
+            assert [num for _, num in answers] == [sum(map(len, both)) for both in thoughts]
+            longest = max(len(thought) for both in thoughts for thought in both)
+            assert longest == 0 if budget == 0 else longest > 0
+            assert budget is None or longest <= budget
+            choices = [each for both, _ in answers for each in both]
+            assert all(bool(each["reasoning"]) <= (budget != 0) for each in choices)
+            reasons = [each["reason"] for each in choices]
+            expected = "stop" if wish == "schema" else "tool_calls"
+            assert set(reasons) <= {expected, "length"}
+            assert reasons.count(expected) >= 0.5 * len(reasons), reasons

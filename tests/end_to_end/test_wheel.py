@@ -97,6 +97,14 @@ def test_the_wheel_has_nothing_else(names: list[str]) -> None:
     assert not [part for part in parts if part.startswith(("test_", ".")) or part.endswith((".pyc", ".log"))]
 
 
+def test_the_wheel_knows_its_command_and_that_it_is_not_for_pypi(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        commands = archive.read("minisgl-0.1.0.dist-info/entry_points.txt").decode()
+        metadata = archive.read("minisgl-0.1.0.dist-info/METADATA").decode()
+    assert "minisgl = minisgl:main" in commands
+    assert "Classifier: Private :: Do Not Upload" in metadata
+
+
 @pytest.fixture(scope="module", params=rest_at_night(["on the packages here", "on its own"]))
 def fresh(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of a new venv with the wheel in it.
@@ -120,6 +128,12 @@ def fresh(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.
         done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "bin"
+
+
+def test_the_wheel_is_what_is_imported(fresh: Path, tmp_path: Path) -> None:
+    code = "import minisgl, pipeline, stages, web, ops; print(minisgl.__file__, *ops.__path__, *pipeline.__path__)"
+    said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert all(path.startswith(str(fresh.parent)) for path in said.stdout.split())
 
 
 def test_the_kernels_of_the_wheel_can_be_used(fresh: Path, tmp_path: Path) -> None:
@@ -162,3 +176,11 @@ def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_
         command.stop()
     assert "MiniSGL is ready after" in command.output
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("minisgl --version", "minisgl 0.1.0\n"), ("python -m minisgl --help", "usage: minisgl serve")]
+)
+def test_the_wheel_says_its_version_and_usage(fresh: Path, tmp_path: Path, line: str, said: str) -> None:
+    ended = subprocess.run([f"{fresh}/{line}"], shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(said)

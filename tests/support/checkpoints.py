@@ -1,50 +1,190 @@
-"""Small random checkpoints, engines with their weights, and what transformers generates from them."""
+"""Small random checkpoints of every supported architecture, made on the spot with transformers, engines with their
+weights, and what transformers generates from them.
+
+The weights are ten times as wide as usual: with the default width a random model repeats one token for ever, and no
+test of parity could fail on it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, NoBadWordsLogitsProcessor
-
-from ops.bench.checkpoints import (
-    BOS,
-    END,
-    FAMILIES,
-    LLAMA3_ROPE,
-    START,
-    STOP,
-    TEXT,
-    WINDOW,
-    Family,
-    make_checkpoint,
-    train_tokenizer,
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    NoBadWordsLogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
+
+from ops.bench.models import END as END
+from ops.bench.models import START as START
+from ops.bench.models import STOP as STOP
 from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.setup.resolve import resolve_dtype
 
-__all__ = [
-    "BOS",
-    "END",
-    "FAMILIES",
-    "LLAMA3_ROPE",
-    "START",
-    "STOP",
-    "TEXT",
-    "WINDOW",
-    "Family",
-    "make_checkpoint",
-    "make_engine",
-    "reference_logits",
-    "reference_model",
-    "reference_tokens",
-    "train_tokenizer",
-]
+Family = Literal["llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd"]
+FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd")
+"""`odd` is a Llama with biases and 6 query and 3 kv heads, in which nothing but the head is a multiple of 8."""
+WINDOW = 24
+"""Tokens that a token of the mistral model sees."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+TEXT = (
+    """The log is the memory of the program. An accepted request ends exactly once, whatever dies. 你好，世界！你好吗？
+Señor, ¿qué tal? Ça va très bien, merci. Grüße aus Österreich. Привет, как дела? こんにちは、世界。 안녕하세요. 🙂🙂 🚀
+def fold(state, event): return state + [event]  # a stage is a fold over events; everything else is an edge
+She sells sea shells by the sea shore; the shells she sells are sea shells, and the sea is in the shells.
+"""
+    * 4
+)
+BOS = "<|begin_of_text|>"
+
+CHAT_TEMPLATE = """\
+{%- set state = namespace(last='') -%}
+{{- preface | default('') -}}
+{%- if tools -%}{{ 'You have ' + (tools | tojson) + '\\n' }}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}
+{{ raise_exception('Unknown role: ' + message.role) }}
+{%- endif -%}
+{%- if message.role == state.last or (message.role == 'system' and not loop.first)
+    or (message.role == 'assistant' and state.last != 'user') -%}
+{{ raise_exception('After an optional system message roles must alternate user/assistant/user/assistant/...') }}
+{%- endif -%}
+{%- set state.last = message.role -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: Family,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    tie: bool | None = None,
+    bias: bool = False,
+    num_layers: int = 2,
+    vocab_size: int = 512,
+    max_positions: int = 512,
+    rope: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
+    shard_size: str = "1GB",
+    head_dim: int | None = None,
+) -> Path:
+    """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
+
+    *tie* None: tied embeddings for qwen3, not for the others. *bias* gives the linear layers that may have one a bias:
+    those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
+    *rope* replaces the family's, *experts* changes what qwen3moe says of its. Weights of more than *shard_size* become
+    several files. *head_dim* replaces the family's.
+    """
+    tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
+    tokenizer.save_pretrained(folder)
+    eos_ids = [tokenizer.get_vocab()[token] for token in (STOP, END)]
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+        "initializer_range": 0.2,
+        "eos_token_id": eos_ids[0],
+        "bos_token_id": tokenizer.bos_token_id,
+        "attention_bias": bias,
+        "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
+    }
+    default_rope = LLAMA3_ROPE if architecture == "llama3" else {"rope_type": "default", "rope_theta": 10_000.0}
+    common["rope_parameters"] = dict(rope or default_rope)
+    config = _config(architecture, common, bias=bias, experts=experts or {})
+    if head_dim is not None:
+        config.head_dim = head_dim
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    _scatter(model)
+    torch.set_rng_state(generator_state)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = eos_ids
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def _config(
+    architecture: Family, common: dict[str, Any], *, bias: bool, experts: Mapping[str, Any]
+) -> PreTrainedConfig:
+    if architecture == "llama3":
+        return LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
+    if architecture == "odd":
+        common |= {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}
+        return LlamaConfig(hidden_size=90, intermediate_size=117, head_dim=24, **common)
+    if architecture == "qwen3":
+        return Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
+    if architecture == "qwen3moe":
+        common |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+        common |= {"mlp_only_layers": [0]} | dict(experts)
+        common |= {"head_dim": 24}  # which the class lets through without knowing it
+        return Qwen3MoeConfig(hidden_size=64, intermediate_size=96, **common)
+    del common["attention_bias"]  # their biases are not a matter of the config
+    if architecture == "qwen2":
+        return Qwen2Config(hidden_size=64, intermediate_size=96, **common)
+    return MistralConfig(hidden_size=64, intermediate_size=96, head_dim=24, sliding_window=WINDOW, **common)
+
+
+def train_tokenizer(vocab_size: int, *, with_bos: bool) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer in which some characters are one token and others several byte tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END, START, STOP, *([BOS] if with_bos else [])]
+    tokenizer.train_from_iterator(
+        TEXT.splitlines(),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if with_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=STOP, pad_token=END, **({"bos_token": BOS} if with_bos else {})
+    )
+    fast.chat_template = ("{{ bos_token }}" if with_bos else "") + CHAT_TEMPLATE
+    return fast
+
+
+def _scatter(model: torch.nn.Module) -> None:
+    """Norms are 1 and biases 0 in a new model: one left out or in the wrong place would go unseen."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
 
 
 KERNELS = "torch"

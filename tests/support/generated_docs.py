@@ -29,7 +29,7 @@ from web.wire.sglang.schemas import AbortRequest, SGLangRequest, SGLangSampling
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("tokenize", "generate", "detokenize", "web", "archive")
-BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "attack", "gpu")
+BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "cost", "gpu")
 
 
 class _Found(BaseException):

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
@@ -47,7 +47,7 @@ def eventually(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Say whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
+    """Return whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -178,7 +178,7 @@ def serve(
     url = f"http://127.0.0.1:{port}"
     where = ["--redis-url", redis_url] if redis_url else ["--data-dir", str(folder / "data")]
     if not demo and "--model" not in flags:
-        where += ["--model", str(nonsense.ensure(folder / "models"))]
+        where += ["--model", str(nonsense(folder / "models"))]
     line = ["serve", "--port", str(port), *where, *flags]
     command = run_command(line, folder, program=program, environment=environment)
     server = Server(command, url, redis_url or f"unix://{folder / 'data' / 'redis.sock'}")

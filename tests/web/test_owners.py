@@ -15,14 +15,14 @@ from support.log_contract import CANCELLED, FINISHED
 from support.redis_servers import command
 from support.selection import rest_at_night
 from support.stand_in_stages import MODELS, StandIn
-from support.web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site
+from support.web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site, until
 
 import web.routes.cache
 from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, sibling_uids
 from web.http.keys import Caller, Keys, hash_of, read_keys
-from web.routes.unsupported import METHODS, PATHS
+from web.routes.openapi import METHODS, PATHS
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
 ANN_LATER = "sk-ann-2"
@@ -349,6 +349,15 @@ async def test_nobody_is_answered_from_a_request_of_others_whatever_has_the_idem
         again = await here.post(chat(), headers=headers)
         assert again.status_code == 200
         assert again.headers["x-minisgl-uid"] not in (uid, other)
+
+
+async def test_keys_of_one_name_are_counted_together(redis_url: str, stand_in: StandIn) -> None:
+    ann, later = (Caller.of(hash_of(key), TEAM, concurrent_requests=1) for key in (ANN, ANN_LATER))
+    keys = Keys([ann, later, Caller.of(hash_of(BOB), concurrent_requests=1)])
+    async with site(redis_url, keys=keys) as here, here.connection(chat("silent", stream=True), HEADERS[ANN]):
+        await until(stand_in.requests)
+        assert (await here.post(chat(), headers=HEADERS[ANN_LATER])).status_code == 429
+        assert (await here.post(chat(), headers=HEADERS[BOB])).status_code == 200
 
 
 # what is said

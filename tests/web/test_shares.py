@@ -160,6 +160,35 @@ async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there
         assert await (await clients.one("127.0.0.3")).ask(get("/health")) == 200
 
 
+async def test_of_several_keys_one_has_half_and_the_rest_of_its_connections_are_refused_and_closed() -> None:
+    async with clients_of(serve_paths, keys=read_keys([ANN, BOB], "")) as (server, clients):
+        for each in await clients.several(8):
+            assert await each.ask(get("/stream", bearer(ANN))) == 200
+        more = await clients.one()
+        assert await more.ask(get("/stream", bearer(ANN))) == 429
+        assert b"connection: close" in more.head and b"8 of 16" in await more.reader.read()
+        for each in await clients.several(8):
+            assert await each.ask(get("/stream", bearer(BOB))) == 200
+        clients.all[0].writer.close()
+        await until(lambda: server.config.connection_limit.num_open == MOST - 1)
+        assert await (await clients.one()).ask(get("/stream", bearer(ANN))) == 200
+
+
+async def test_a_quarter_may_view_and_a_viewer_makes_room_for_who_holds_less() -> None:
+    async with clients_of(serve_paths) as (_, clients):
+        viewers = await clients.several(4)
+        for each in viewers:
+            assert await each.ask(get("/view")) == 200
+        fifth = await clients.one()
+        assert await fifth.ask(get("/view")) == 429
+        assert b"4 open streams" in await fifth.reader.readuntil(b"\r\n0\r\n\r\n")
+        assert await fifth.ask(STREAM) == 200  # the connection went on
+        for each in [*await clients.several(7), *await clients.several(4, "127.0.0.2")]:
+            assert await each.ask(STREAM) == 200
+        assert await (await clients.one("127.0.0.3")).ask(STREAM) == 200
+        assert b"hello" in await viewers[0].reader.read()  # and then the end
+
+
 async def test_behind_a_trusted_proxy_each_client_has_a_share_and_from_others_the_header_counts_for_nothing() -> None:
     async with clients_of(serve_paths, proxies=read_proxies(["127.0.0.9"])) as (server, clients):
         for each in await clients.several(12, "127.0.0.9"):

@@ -31,7 +31,7 @@ from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 if TYPE_CHECKING:
-    from ops.bench.checkpoints import Family
+    from support.checkpoints import Family
 
 # V = vocabulary, N = tokens of a prompt, R = rows that sample
 
@@ -81,9 +81,8 @@ def run(scale: Scale, report: Report) -> None:
                     _require(name, AttentionShape(4, 2, FI_HEAD_DIM, page_size, 0, dtype, device))
                     check_attention(report, item, name, dtype, page_size, device, scale.size)
     with attempt(report, "checkpoints"), tempfile.TemporaryDirectory() as parent:
+        from support.checkpoints import FAMILIES
         from transformers.utils import logging
-
-        from ops.bench.checkpoints import FAMILIES
 
         logging.disable_progress_bar()
         for family in FAMILIES[-NUM_FAMILIES[scale.size] :]:
@@ -114,7 +113,7 @@ def _require(name: str, shape: AttentionShape) -> None:
 
 
 def _make(parent: Path, family: Family, head_dim: int | None = None) -> Path:
-    from ops.bench.checkpoints import make_checkpoint
+    from support.checkpoints import make_checkpoint
 
     folder = parent / f"{family}-{head_dim or 'own'}"
     return make_checkpoint(folder, family, seed=2 if family == "qwen2" else 0, head_dim=head_dim)

@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from ops.bench import models, report
 from ops.bench.gpu.phase import Report, Scale, attempt
-from ops.bench.models import Shape
+from ops.bench.models import Prompts, Shape, Workload
 from ops.bench.peers import Served, our_server
-from ops.bench.prompts import Prompts, Workload
 from pipeline.events import SamplingParams
 
 NUM_REQUESTS: Final = 32

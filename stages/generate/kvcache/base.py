@@ -45,7 +45,7 @@ class PagePool:
 
 
 @dataclass(slots=True)
-class Holding:
+class Allocation:
     """The pages of one running request, in the order of its positions."""
 
     pages: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A holding, as a snapshot names it."""
+    """An allocation, as a snapshot names it."""
 
     node: int
     """Index of the last shared page on its way, in the snapshot's order; -1: it shares none."""
@@ -89,30 +89,30 @@ class PrefixCache(Protocol):
         """Pages that `grow` can give now."""
         ...
 
-    def begin(self, token_ids: Sequence[int]) -> Holding:
-        """Return a holding with the pages of the longest cached prefix of *token_ids*, short of its last token."""
+    def begin(self, token_ids: Sequence[int]) -> Allocation:
+        """Return an allocation with the pages of the longest cached prefix of *token_ids*, short of its last token."""
         ...
 
-    def grow(self, holding: Holding, count: int) -> list[int] | None:
-        """Append *count* pages to *holding* and return them; return None and change nothing if there are too few."""
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
+        """Append *count* pages to *allocation* and return them; return None and change nothing if there are too few."""
         ...
 
-    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+    def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         """Record that the plan now being made fills the pages with the first *num_filled* of *token_ids*."""
         ...
 
-    def end(self, holding: Holding) -> None:
-        """Give back all pages of *holding* and empty it."""
+    def end(self, allocation: Allocation) -> None:
+        """Give back all pages of *allocation* and empty it."""
         ...
 
     def flush(self) -> int:
         """Forget every prefix that no request holds; return how many pages that freed."""
         ...
 
-    def problems(self, holdings: Sequence[Holding]) -> list[str]:
-        """Return what is wrong with the books if *holdings* are all that exist; an empty list: nothing is."""
+    def problems(self, allocations: Sequence[Allocation]) -> list[str]:
+        """Return what is wrong with the books if *allocations* are all that exist; an empty list: nothing is."""
         ...
 
-    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
-        """Return what a copy of this cache needs, with *holdings*, which are all that exist."""
+    def snapshot(self, allocations: Sequence[Allocation]) -> CacheSnapshot:
+        """Return what a copy of this cache needs, with *allocations*, which are all that exist."""
         ...

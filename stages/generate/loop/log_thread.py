@@ -1,4 +1,4 @@
-"""The thread between an engine and the log: it commits steps and brings new requests and news of ended ones.
+"""The thread between an engine and the log: it commits steps and brings new requests and says which ended elsewhere.
 
 Some steps may be on their way while the engine computes the next. `outbox.py` says which, and how many.
 """
@@ -25,7 +25,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.stage.slots import acquire_guest
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
-from stages.generate.loop.outbox import Group, Idle, Outbox, Step
+from stages.generate.loop.outbox import Group, Idle, Outbox, PendingStep
 from stages.generate.loop.past import Past, past_of
 from stages.generate.loop.updates import Arrived as Arrived
 from stages.generate.loop.updates import Ended as Ended
@@ -149,9 +149,9 @@ class LogThread:
 
         *commit_interval_s*: how long a step may wait for the next ones, to be committed together.
         """
-        self._news: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._num_told = 0
-        self._num_heard = 0
+        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._num_sent = 0
+        self._num_read = 0
         self._log = log
         self._owner = owner
         self._lease_ms = lease_ms
@@ -196,28 +196,28 @@ class LogThread:
             if not self._thread.is_alive():
                 return
             self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
-        group = self._outbox.put(Step(number, event, tuple(ended), room, made_s), at_once=settled)
+        group = self._outbox.put(PendingStep(number, event, tuple(ended), room, made_s), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._report_progress()
 
     def idle(self, room: int) -> None:
-        """Say that there is nothing to compute, so that the thread waits for news."""
-        self._say_idle(Idle(room, self._num_heard, brief=False))
+        """Say that there is nothing to compute, so that the thread waits for an update."""
+        self._say_idle(Idle(room, self._num_read, brief=False))
 
     def look(self, room: int) -> None:
-        """Say that there is nothing to compute yet, so that the thread looks once for news."""
-        self._say_idle(Idle(room, self._num_heard, brief=True))
+        """Say that there is nothing to compute yet, so that the thread looks once for one."""
+        self._say_idle(Idle(room, self._num_read, brief=True))
 
-    def hear(self, timeout_s: float = 0.0) -> Update | None:
-        """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
-        if not timeout_s and self._news.empty():
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
+        """Return the next update, waiting up to *timeout_s* for it; None when there is none."""
+        if not timeout_s and self._updates.empty():
             return None  # as after nearly every step
         try:
-            news = self._news.get(timeout=timeout_s) if timeout_s else self._news.get_nowait()
+            update = self._updates.get(timeout=timeout_s) if timeout_s else self._updates.get_nowait()
         except queue.Empty:
             return None
-        self._num_heard += 1
-        return news
+        self._num_read += 1
+        return update
 
     def stop(self) -> None:
         """Commit the steps that were handed over, and end the thread."""
@@ -241,14 +241,14 @@ class LogThread:
                         return
                     continue
                 if isinstance(job, Idle):
-                    self._wait_for_news(job)
+                    self._wait_for_update(job)
                 else:
                     self._pass(*job)
                 self._keep_trying(self._advance_takeover)  # after the steps, for which clients wait
         except Exception as error:  # the engine must hear of it, whatever it is
             self._tell(Lost(error))
 
-    def _pass(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
+    def _pass(self, groups: Sequence[Group], steps: Sequence[PendingStep]) -> None:
         """Commit steps, wait until the detokenizer is not too far behind, and take what came meanwhile."""
         newest, behind = self._keep_trying(lambda: self._commit(steps))
         while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
@@ -259,9 +259,9 @@ class LogThread:
         if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
             self._keep_trying(lambda: self._take(room))
 
-    def _tell(self, news: Update) -> None:
-        self._num_told += 1
-        self._news.put(news)
+    def _tell(self, update: Update) -> None:
+        self._num_sent += 1
+        self._updates.put(update)
 
     def _keep_trying(self, work: Callable[[], T]) -> T:
         """Do *work*, which is safe to do twice, until Redis answers.
@@ -292,7 +292,7 @@ class LogThread:
             raise Fenced("Redis was started again, or another one took its place")
         self._incarnation, self._redis = incarnation, "same"
 
-    def _commit(self, steps: Sequence[Step]) -> tuple[str, int]:
+    def _commit(self, steps: Sequence[PendingStep]) -> tuple[str, int]:
         """Commit steps; return what `_append` does."""
         began_s = time.perf_counter()
         newest, behind = self._append(steps)
@@ -300,7 +300,7 @@ class LogThread:
         failpoint("generate.after_commit")
         return newest, behind
 
-    def _append(self, steps: Sequence[Step]) -> tuple[str, int]:
+    def _append(self, steps: Sequence[PendingStep]) -> tuple[str, int]:
         """Commit steps, perhaps none, and hear of what ended elsewhere. Return the id of the newest request that waits
         for an engine, or was given to one, and how many steps wait for the detokenizer.
         """
@@ -350,16 +350,16 @@ class LogThread:
                 log("waiting_for", stages=[slot])
             self._detokenizer = "absent"
 
-    def _wait_for_news(self, job: Idle) -> None:
-        while self._num_told == job.heard and not self._stopped.is_set():
+    def _wait_for_update(self, job: Idle) -> None:
+        while self._num_sent == job.num_read and not self._stopped.is_set():
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._check_live)
             self._keep_trying(self._advance_takeover)
             if job.brief:
                 return
-            if self._num_told == job.heard and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
+            if self._num_sent == job.num_read and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
                 self._stopped.wait(POLL_S)
-            elif self._num_told == job.heard:
+            elif self._num_sent == job.num_read:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
 
     def _adopt(self) -> None:
@@ -435,7 +435,7 @@ class LogThread:
                 self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
 
     def _is_readable(self, entry: Entry) -> bool:
-        """Say whether an entry brings a request; if not, bury or leave it."""
+        """Return whether an entry brings a request; if not, bury or leave it."""
         try:
             uid, _ = request_of(entry)
         except UndecodableEvent as error:

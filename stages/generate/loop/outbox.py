@@ -33,7 +33,7 @@ FEWEST_HANDED_OVER: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PendingStep:
     """A step that was computed, and what its commit ends."""
 
     number: int
@@ -49,7 +49,7 @@ class Step:
     def may_wait(self) -> bool:
         """Whether it has nothing but the next tokens of streams."""
         event = self.event
-        if self.ended or event.let_go or event.schedule or event.figures.prefill_rows:
+        if self.ended or event.released or event.schedule or event.figures.prefill_rows:
             return False
         return not any(type(row) is EventRow for row in event.rows)
 
@@ -59,8 +59,8 @@ class Idle:
     """The engine has nothing to compute."""
 
     room: int
-    heard: int
-    """How many news the engine has read. When the thread has told more, the engine is no longer idle."""
+    num_read: int
+    """How many updates the engine has read. When the thread has told more, the engine is no longer idle."""
     brief: bool
     """The engine has something else to wait for, so one look is enough."""
 
@@ -68,7 +68,7 @@ class Idle:
 class Group:
     """Steps that are committed together. The engine adds some, and the log thread takes them all."""
 
-    def __init__(self, step: Step, until_s: float) -> None:
+    def __init__(self, step: PendingStep, until_s: float) -> None:
         """*until_s*: when it is taken at the latest."""
         self.until_s = until_s
         self.committed = threading.Event()
@@ -83,7 +83,7 @@ class Group:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: Step) -> bool:
+    def add(self, step: PendingStep) -> bool:
         """Add a step; False: the group was taken, because its time was over."""
         with self._lock:
             if not self._is_taken:
@@ -96,7 +96,7 @@ class Group:
             self.is_open = False
             self._closed.release()
 
-    def take(self, wait_s: float) -> Sequence[Step]:
+    def take(self, wait_s: float) -> Sequence[PendingStep]:
         """Wait until it is closed, for *wait_s* at most, and return its steps."""
         self._closed.acquire(timeout=max(wait_s, 0.0))
         with self._lock:
@@ -135,7 +135,7 @@ class Outbox:
             return False
         return True
 
-    def put(self, step: Step, *, at_once: bool = False) -> Group:
+    def put(self, step: PendingStep, *, at_once: bool = False) -> Group:
         """Hand over a step, after `has_place`; return its group. *at_once*: it waits for no other step."""
         now_s = self._clock()
         next_s, self._last_s = now_s + (now_s - self._last_s), now_s  # it takes as long as this one
@@ -165,7 +165,7 @@ class Outbox:
 
     # for the log thread
 
-    def take(self, timeout_s: float) -> tuple[Sequence[Group], Sequence[Step]] | Idle | None:
+    def take(self, timeout_s: float) -> tuple[Sequence[Group], Sequence[PendingStep]] | Idle | None:
         """Wait for what is to be done; None: there was nothing for *timeout_s*.
 
         Of several groups all are committed together. Then the caller calls `committed` with them.

@@ -18,7 +18,7 @@ import structlog
 
 from pipeline import VERSION
 from pipeline.errors import Fenced
-from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
+from pipeline.events import EventRow, Failed, StepCompleted, StepRow, StepStats, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
@@ -61,7 +61,7 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
 NO_STEP = StepCompleted(rows=())
 GRAMMAR_POLL_S = 0.005
-"""An idle engine looks so often for news while it waits for a grammar."""
+"""An idle engine looks so often for an update while it waits for a grammar."""
 
 
 class GenerateWorker:
@@ -90,7 +90,7 @@ class GenerateWorker:
         self._pace = pace
         self._grammars = grammars
         self._overlap = overlap
-        self._let_go: list[str] = []
+        self._released: list[str] = []
         """Uids that ended elsewhere. The next step says so."""
         self._rows: list[StepRow] = []
         """Rows for the next step that do not come from a forward pass."""
@@ -130,12 +130,12 @@ class GenerateWorker:
                 self._land_until(1 if ahead else 0)
             elif self._flights:
                 self._land_until(0)
-            elif self._let_go or self._rows:
+            elif self._released or self._rows:
                 self._commit(self._schedule.skip_step(), [], [])
             else:
                 (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
                 self._books.check()
-                self._wait_for_news(stop)
+                self._wait_for_update(stop)
         self._land_until(0)
         if self._schedule.num_running:
             failpoint("generate.during_drain")
@@ -168,8 +168,8 @@ class GenerateWorker:
             self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
 
     def _take_in(self) -> None:
-        while (news := self._log_thread.hear()) is not None:
-            self._fold(news)
+        while (update := self._log_thread.next_update()) is not None:
+            self._fold(update)
         for arrived, result in self._grammars.ready() if self._grammars else ():
             if isinstance(result, Failed):
                 self._refuse(arrived.request, result)
@@ -183,19 +183,19 @@ class GenerateWorker:
         uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
         return max(self._schedule.room - uncompiled, 0)
 
-    def _wait_for_news(self, stop: Stop) -> None:
+    def _wait_for_update(self, stop: Stop) -> None:
         if self._grammars:
             self._grammars.wait(GRAMMAR_POLL_S)
             return
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.report_progress()
-            news = self._log_thread.hear(timeout_s=0.2)
-            if news is not None:
-                self._fold(news)
+            update = self._log_thread.next_update(timeout_s=0.2)
+            if update is not None:
+                self._fold(update)
                 return
 
-    def _fold(self, news: Update) -> None:
-        match news:
+    def _fold(self, update: Update) -> None:
+        match update:
             case Arrived(request) as arrived:
                 if request.grammar:
                     assert self._grammars is not None, "an engine without grammars got a request with one"
@@ -209,7 +209,7 @@ class GenerateWorker:
                 self._uncompiled = [other for other in self._uncompiled if other.request.uid != uid]
                 self._resumed.pop(uid, None)
                 self._suspects.drop(uid)
-                self._let_go.append(uid)
+                self._released.append(uid)
             case Flush(control_id):
                 pages = self._schedule.flush()
                 logger.info("flushed", pages=pages)
@@ -270,7 +270,7 @@ class GenerateWorker:
         self._rows += self._schedule.isolate(request.uid)
         if request.grammar:
             self._say_taken_over([request], alone=True)
-            if request.uid not in self._let_go:  # it may have ended meanwhile
+            if request.uid not in self._released:  # it may have ended meanwhile
                 self._compile(Arrived(request, resumed=True, suspect=True))
         elif not self._add(request):
             self._end_trial()
@@ -318,20 +318,20 @@ class GenerateWorker:
         self, number: int, rows: Sequence[StepRow], ended: Sequence[str], *, settled: bool = False, **figures: Any
     ) -> None:
         schedule = self._schedule
-        given, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
+        inputs, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
         held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
         said = {
             "rows": (*self._rows, *rows),
-            "let_go": tuple(self._let_go),
-            "given": given,
+            "released": tuple(self._released),
+            "inputs": inputs,
             "chunks": chunks,
             "schedule": self._snapshot,
-            "figures": Figures(**held, **figures),
+            "figures": StepStats(**held, **figures),
         }
         event = NO_STEP.model_copy(update=said)  # it looks at no row again, and model_construct takes twice as long
         self._meter.committed(event)
-        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
-        self._rows, self._let_go, self._refused = [], [], []
+        self._log_thread.commit(number, event, [*ended, *self._refused, *self._released], self._room, settled=settled)
+        self._rows, self._released, self._refused = [], [], []
         self._snapshot = ""
         due = number >= self._snapshot_from or time.monotonic() >= self._snapshot_s
         if not isinstance(schedule, RecordedSchedule) or not due or settled:

@@ -104,7 +104,7 @@ class RankSlot:
                 self._lease = None
 
 
-class Said(Protocol):
+class HasTerms(Protocol):
     """What says the terms of a rank: its status, or a formation."""
 
     @property
@@ -126,7 +126,7 @@ class Terms:
     version: str
     settings: str
 
-    def check(self, rank_0: Said, rank: int) -> None:
+    def check(self, rank_0: HasTerms, rank: int) -> None:
         """Compare what *rank* has with what rank 0 says.
 
         Raises:
@@ -140,7 +140,7 @@ class Terms:
                     "flags and version of MiniSGL"
                 )
 
-    def differ(self, its: Said) -> bool:
+    def differ(self, its: HasTerms) -> bool:
         """Whether another rank says something else."""
         return any(getattr(self, what) != getattr(its, what) for what in TERMS)
 

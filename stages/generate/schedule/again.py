@@ -11,7 +11,7 @@ import orjson
 from pipeline.errors import MiniSGLError, UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
 from pipeline.log.entries import clipped
-from pipeline.log.journal import Step
+from pipeline.log.journal import JournalStep
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import LANDED, LITERAL, USUAL, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
@@ -29,7 +29,7 @@ class Again:
     The tokens come from the journal, the prompts from *request_of*, which gives a request with n tokens of output.
     """
 
-    def __init__(self, first: Step, request_of: Callable[[str, int], NewRequest]) -> None:
+    def __init__(self, first: JournalStep, request_of: Callable[[str, int], NewRequest]) -> None:
         """*first* has a snapshot.
 
         Raises:
@@ -43,7 +43,7 @@ class Again:
         self._in_flight: deque[tuple[BatchPlan, list[StepRow]]] = deque()
         """The plans that have not landed, and the marks of each that no step has told yet."""
 
-    def difference(self, step: Step) -> str:
+    def difference(self, step: JournalStep) -> str:
         """Plan *step*, which follows the one before; return the first thing that comes out differently, or "".
 
         Raises:
@@ -57,7 +57,7 @@ class Again:
                 return f"{what}: {clipped(told(mine))} is planned, {clipped(told(its))} was"
         return ""
 
-    def _checks(self, step: Step) -> Iterator[tuple[str, object, object]]:
+    def _checks(self, step: JournalStep) -> Iterator[tuple[str, object, object]]:
         """Yield pairs that must be equal: what is planned now, and what the journal says."""
         if step.schedule:
             mine, its = orjson.loads(self.schedule.snapshot()), orjson.loads(step.schedule)
@@ -65,7 +65,7 @@ class Again:
                 yield f"the {name} of the snapshot", mine.get(name), its[name]
         marks: list[StepRow] = []
         figures = step.figures
-        said = step.given if not LITERAL.isdisjoint(step.given) else (*step.given, *USUAL)
+        said = step.inputs if not LITERAL.isdisjoint(step.inputs) else (*step.inputs, *USUAL)
         landed = not LANDED.isdisjoint(said)
         for word in said:
             match word.split():
@@ -111,7 +111,7 @@ class Again:
         held = self.schedule.num_running, self.schedule.num_waiting, self.schedule.free_pages
         yield "running, waiting and free pages", held, (figures.running, figures.waiting, figures.free_pages)
 
-    def _budget(self, step: Step, said: Sequence[str]) -> int | None:
+    def _budget(self, step: JournalStep, said: Sequence[str]) -> int | None:
         """Return the budget of a plan. The words say it if the plan was made while a step was in flight."""
         if self._in_flight:
             return int(said[0]) if said else None
@@ -126,7 +126,7 @@ class Again:
             marks += of_plan
         return marks
 
-    def _counts(self, step: Step) -> Iterator[tuple[str, object, object]]:
+    def _counts(self, step: JournalStep) -> Iterator[tuple[str, object, object]]:
         plan, figures = self.plan, step.figures
         prefills = plan.rows[plan.num_decode_rows :]
         counts = plan.num_decode_rows, len(prefills), sum(len(row.token_ids) for row in prefills)
@@ -142,10 +142,10 @@ class Again:
 
 
 def differences(
-    steps: Iterable[Step],
+    steps: Iterable[JournalStep],
     request_of: Callable[[str, int], NewRequest],
-    computed: Callable[[Step, BatchPlan], None] = lambda *_: None,
-) -> Iterator[tuple[Step, str]]:
+    computed: Callable[[JournalStep, BatchPlan], None] = lambda *_: None,
+) -> Iterator[tuple[JournalStep, str]]:
     """Plan *steps* again and yield each with what differs. It ends after the first difference. An engine's first step,
     which has a snapshot, begins anew.
 

@@ -1,6 +1,6 @@
 """A schedule that notes what it is told and what it plans, so that the journal can say it.
 
-`StepCompleted.given` explains the words of a note. A snapshot is the whole schedule as JSON, but without tokens: those
+`StepCompleted.inputs` explains the words of a note. A snapshot is the whole schedule as JSON, but without tokens: those
 are in the histories. A page of the prefix cache has a digest of its tokens instead.
 """
 
@@ -18,7 +18,7 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Chunk, Failed, StepRow, TokenRow
 from stages.generate.kvcache import cache_name, remade
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PrefixCache
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
@@ -131,7 +131,7 @@ class RecordedSchedule(Schedule):
     def snapshot(self) -> str:
         """Return the schedule in JSON. No step is in flight."""
         assert not self._flights, "a snapshot has no place for tokens that are not known"
-        snapshot = self._cache.snapshot([request.holding for request in self._running])
+        snapshot = self._cache.snapshot([request.allocation for request in self._running])
         plain = {
             "v": SNAPSHOT_VERSION,
             "identity": dataclasses.asdict(self.identity),
@@ -176,18 +176,18 @@ class RecordedSchedule(Schedule):
                 raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
             parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
             cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests)
-            cache, holdings = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
+            cache, allocations = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
                 request.stands_still = stands_still
-                if at < len(holdings) and not schedule._tables:
-                    cache.end(holdings[at])
-                elif at < len(holdings):
+                if at < len(allocations) and not schedule._tables:
+                    cache.end(allocations[at])
+                elif at < len(allocations):
                     schedule._waiting.remove(request)
                     insort(schedule._running, request, key=by_order)
-                    request.table, request.holding = schedule._tables.popleft(), holdings[at]
+                    request.table, request.allocation = schedule._tables.popleft(), allocations[at]
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
             if 0 < num_pages < plain["num_pages"]:
@@ -200,7 +200,7 @@ class RecordedSchedule(Schedule):
         """Take so many pages for ever: unused prefixes go first, then requests are preempted, the last one first."""
         while self._cache.num_available < num_pages:
             self._preempt(self._running[-1], [], self.next_step)
-        self._cache.grow(Holding(), num_pages)
+        self._cache.grow(Allocation(), num_pages)
 
     def _put_back(self, new: NewRequest, arrival: int) -> Request:
         self._num_arrived = arrival

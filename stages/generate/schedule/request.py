@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.events import FinishReason, SamplingParams, Scores
-from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.base import Allocation
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import Matcher, Sample, Scoring
 from stages.generate.schedule.seen import Seen
@@ -63,7 +63,7 @@ class Request:
     """As in NewRequest."""
     table: int = -1
     """Its row of the page table; -1 while it waits."""
-    holding: Holding = field(default_factory=Holding)
+    allocation: Allocation = field(default_factory=Allocation)
     num_computed: int = 0
     """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
     chunks: int = 0

@@ -24,7 +24,7 @@ from itertools import chain
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
-from stages.generate.kvcache.base import Holding, PrefixCache
+from stages.generate.kvcache.base import Allocation, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import NewRequest, Request
@@ -239,7 +239,7 @@ class Schedule:
     def problems(self) -> list[str]:
         """Return what is wrong with the books; empty when all is well."""
         holders = [*self._running, *self._leaving]
-        found = self._cache.problems([request.holding for request in holders])
+        found = self._cache.problems([request.allocation for request in holders])
         if len(self._tables) + len(holders) != self._limits.max_running_requests:
             found.append(f"{len(self._tables)} tables free with {len(holders)} requests running or leaving")
         if self._leaving and not self._flights:
@@ -329,7 +329,7 @@ class Schedule:
             if self._by_uid.get(request.uid) is not request:
                 continue  # it ended while the step ran; its uid may have come again
             if request.num_computed > position and request.num_known % page_size == 0:
-                self._cache.fill(request.holding, request.token_ids, request.num_known)  # by the step in flight
+                self._cache.fill(request.allocation, request.token_ids, request.num_known)  # by the step in flight
             if end is None and not chunks:  # to check a default takes as long as another value
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token)
             else:
@@ -374,7 +374,7 @@ class Schedule:
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
                 continue  # an earlier one preempted it just now, or its prompt is not done
-            start, first_page = request.num_computed, len(request.holding.pages)
+            start, first_page = request.num_computed, len(request.allocation.pages)
             if start < first_page * page_size and (start + 1) % page_size:
                 # As `_row`: its page has room, and is not full then, so nothing in the cache changes. Nearly every row
                 # of an engine is one of these.
@@ -400,7 +400,7 @@ class Schedule:
         While there are none, the last request is preempted.
         """
         missing = self._pages_missing(request, request.num_computed + 1)
-        while (pages := self._cache.grow(request.holding, missing)) is None:
+        while (pages := self._cache.grow(request.allocation, missing)) is None:
             last = self._running[-1]
             self._preempt(last, marks, self.next_step)
             if last is request:
@@ -418,10 +418,10 @@ class Schedule:
                 crowded = not self._admit(following, marks)
                 if crowded:
                     continue  # with those that have their pages
-                rows.append(self._chunk(following, budget, list(following.holding.pages), 0))
+                rows.append(self._chunk(following, budget, list(following.allocation.pages), 0))
             elif begun:
                 request = begun.popleft()
-                rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
+                rows.append(self._chunk(request, budget, [], len(request.allocation.pages)))
             else:
                 break
             budget -= len(rows[-1].token_ids)
@@ -429,16 +429,16 @@ class Schedule:
 
     def _admit(self, request: Request, marks: list[StepRow]) -> bool:
         """Give a waiting request pages for all its tokens; False when there are not enough."""
-        holding = self._cache.begin(request.token_ids if request.may_read_cache else ())
-        request.holding = holding
-        if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
-            self._cache.end(holding)
+        allocation = self._cache.begin(request.token_ids if request.may_read_cache else ())
+        request.allocation = allocation
+        if self._cache.grow(allocation, self._pages_missing(request, len(request.token_ids))) is None:
+            self._cache.end(allocation)
             return False
         self._waiting.remove(request)
         request.table = self._tables.popleft()
-        request.num_computed = holding.cached_tokens
+        request.num_computed = allocation.cached_tokens
         insort(self._running, request, key=by_order)
-        marks.append(self._mark(request, self._admitted(holding)))
+        marks.append(self._mark(request, self._admitted(allocation)))
         return True
 
     def _next_waiting(self) -> Request | None:
@@ -456,7 +456,7 @@ class Schedule:
         last = end == len(request.token_ids)
         request.num_computed = end
         request.last_plan = self._num_plans + 1
-        self._cache.fill(request.holding, request.token_ids, min(end, request.num_known))
+        self._cache.fill(request.allocation, request.token_ids, min(end, request.num_known))
         row = PlanRow(
             table=request.table,
             start=start,
@@ -481,7 +481,7 @@ class Schedule:
         return sum(self._pages_missing(one, one.num_computed + 1) for one in self._running if one.decodes) > free
 
     def _pages_missing(self, request: Request, length: int) -> int:
-        return -(-length // self._cache.page_size) - len(request.holding.pages)
+        return -(-length // self._cache.page_size) - len(request.allocation.pages)
 
     def _preempt(self, request: Request, marks: list[StepRow], step: int) -> None:
         assert request.last_plan <= self._num_landed, "its tokens are known, and its pages are free now"
@@ -504,11 +504,11 @@ class Schedule:
         """Give back what those hold that have left, and of which no step in flight has a row."""
         for request in [request for request in self._leaving if request.last_plan <= self._num_landed]:
             self._leaving.remove(request)
-            self._cache.end(request.holding)
+            self._cache.end(request.allocation)
             self._tables.append(request.table)
             request.table = -1
 
-    def _admitted(self, holding: Holding) -> Admitted:
+    def _admitted(self, allocation: Allocation) -> Admitted:
         identity = self.identity
         return Admitted(
             engine=identity.engine,
@@ -517,7 +517,7 @@ class Schedule:
             fingerprint=identity.fingerprint,
             numerics=identity.numerics,
             version=identity.version,
-            cached_tokens=holding.cached_tokens,
+            cached_tokens=allocation.cached_tokens,
         )
 
     def _mark(self, request: Request, event: Admitted | Preempted) -> EventRow:

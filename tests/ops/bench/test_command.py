@@ -12,7 +12,7 @@ import minisgl
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, tail, attack, gpu"),
+        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, tail, cost, gpu"),
         ("offline --input-len 10-5", "'10-5': must be MIN-MAX with 1 <= MIN <= MAX, or one number"),
         ("offline --output-len few", "'few': must be MIN-MAX"),
         ("offline --num-prompts 0", "'0': must be a whole number of at least 1"),
@@ -54,10 +54,8 @@ import minisgl
         ("tail --p99 0", "'0': must be a number above 0"),
         ("tail --every 0", "must be a number of seconds above 0"),
         ("tail --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
-        ("attack --seconds 0", "must be a number of seconds above 0"),
-        ("attack --health-ms no", "'no': must be a number above 0"),
-        ("attack --checkout /nowhere", "--checkout /nowhere: no minisgl.py there"),
-        ("attack --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
+        ("cost --of tea", "'tea': must be one of journal, archive"),
+        ("cost --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
         ("gpu --phases machine,kernels", "'kernels': no such phase; expected some of machine,probes"),
         ("gpu --phases ,", "must be phases with commas between them"),
         ("gpu --budget 0", "must be a number of seconds above 0"),

@@ -24,8 +24,8 @@ from ops.bench import compare, peers, processes
 from ops.bench.compare import CompareConfig, Task
 from ops.bench.datasets import Span
 from ops.bench.load import COMPLETIONS
+from ops.bench.models import Prompt, Prompts, Workload
 from ops.bench.peers import Run, Served, SideFailed
-from ops.bench.prompts import Prompt, Prompts, Workload
 from pipeline.errors import ConfigError
 
 COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")
@@ -136,7 +136,7 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline()
-        used_s, its_own_s = processes.tree_cpu_s(process.pid), processes.parent_and_cpu_s(process.pid)[1]
+        used_s, its_own_s = processes.tree_cpu_s(process.pid), processes.cpu_s(process.pid)
         process.stdin.write(b"\n")
     assert used_s > its_own_s >= 0
     assert processes.tree_cpu_s(process.pid) == 0.0  # it has ended

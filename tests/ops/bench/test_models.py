@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from ops.bench import models, nonsense
+from ops.bench import models
 from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import check_folder
 
@@ -22,7 +22,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "SHAPES", {"tiny": TINY})
 
 
-@pytest.mark.parametrize("ensure", [partial(models.ensure, "tiny"), nonsense.ensure])
+@pytest.mark.parametrize("ensure", [partial(models.ensure, "tiny"), models.nonsense])
 def test_a_checkpoint_can_be_served_is_made_once_and_is_the_same_every_time(
     ensure: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -53,14 +53,14 @@ def test_a_name_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> 
 def test_of_two_that_make_it_at_once_the_faster_one_wins_and_the_other_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = nonsense.write
+    write = models.write_nonsense
 
     def slow(folder: Path) -> None:
-        monkeypatch.setattr(nonsense, "write", write)
-        assert nonsense.ensure(tmp_path).is_dir()  # the other one, from beginning to end
+        monkeypatch.setattr(models, "write_nonsense", write)
+        assert models.nonsense(tmp_path).is_dir()  # the other one, from beginning to end
         write(folder)
 
-    monkeypatch.setattr(nonsense, "write", slow)
-    folder = nonsense.ensure(tmp_path)
-    assert check_folder(folder).max_positions == nonsense.CONTEXT
+    monkeypatch.setattr(models, "write_nonsense", slow)
+    folder = models.nonsense(tmp_path)
+    assert check_folder(folder).max_positions == models.NONSENSE.max_positions
     assert list(tmp_path.iterdir()) == [folder]

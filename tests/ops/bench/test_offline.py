@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from support.selection import AT_NIGHT
 
-from ops.bench import nonsense, offline, probes
+from ops.bench import offline, probes
 from ops.bench.datasets import Span
-from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, chosen, draw
-from ops.bench.shares import Step
+from ops.bench.models import NONSENSE_ID, nonsense
+from ops.bench.offline import PRESETS, OfflineConfig, Preset, Step, StepClock, chosen, draw
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
@@ -38,7 +38,7 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("bench")
     file, screen = folder / "out.json", io.StringIO()
-    arguments = ["--model", str(nonsense.ensure(folder)), "--output", str(file), "--runs", str(RUNS)]
+    arguments = ["--model", str(nonsense(folder)), "--output", str(file), "--runs", str(RUNS)]
     arguments += ["--num-prompts", "3", "--input-len", "4-8", "--output-len", "2-4", "--seed", "7"]
     with contextlib.redirect_stdout(screen), pytest.MonkeyPatch.context() as patch:
         if not AT_NIGHT:  # how fast the machine is takes seconds to find out
@@ -147,7 +147,7 @@ def test_the_json_says_with_what_and_how_it_was_measured(done: Done) -> None:
     document = done.document
     assert document["command"][:5] == ["minisgl", "bench", "offline", "--model", document["command"][4]]
     assert {"minisgl", "torch"} <= set(document["versions"])
-    assert document["model"]["name"] == nonsense.MODEL_ID
+    assert document["model"]["name"] == NONSENSE_ID
     assert len(document["model"]["config_sha256"]) == 64 and len(document["model"]["fingerprint"]) == 16
     engine = document["engine"]
     assert (engine["device"], engine["dtype"], engine["threads"], engine["page_size"]) == ("cpu", "float32", 1, 2)
@@ -160,7 +160,7 @@ def test_the_json_says_with_what_and_how_it_was_measured(done: Done) -> None:
 
 def test_the_table_shows_each_run_the_median_and_both_shares(done: Done) -> None:
     lines = done.printed.splitlines()
-    assert lines[0].startswith(f"{nonsense.MODEL_ID}, float32 on cpu, 1 threads")
+    assert lines[0].startswith(f"{NONSENSE_ID}, float32 on cpu, 1 threads")
     titles = "run seconds output tok/s total tok/s decode s prefill s mixed s outside s"
     assert " ".join(lines[3].split()) == titles
     assert [line.split()[0] for line in lines[4 : 4 + RUNS]] == ["1", "2"]
@@ -179,6 +179,6 @@ def test_several_ranks_are_refused() -> None:
 
 
 def test_lengths_beyond_the_context_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    folder = nonsense.ensure(tmp_path)
+    folder = nonsense(tmp_path)
     with pytest.raises(ConfigError, match=r"have \d+ tokens, but the served context is 64; pass shorter"):
         offline.main(["--model", str(folder), "--max-seq-len", "64", "--num-pages", "8", "--threads", "1"], {})

@@ -11,18 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.redis_servers import Servers, command
 from support.servers import run_command
 
 from ops.bench import pipeline_clients
-from ops.bench.pipeline import median_of, way_figures, web_figures
-from ops.bench.pipeline_clients import Order, Unanswered, carry_out
-from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
-from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
-from ops.bench.pipeline_web import WebTimes, cpu_s
-from ops.bench.report import Spread, spread_of
+from ops.bench.pipeline import STEPS_OF_A_LIFE, TABLES, Lives, median_of
+from ops.bench.pipeline_clients import Unanswered, carry_out
+from ops.bench.pipeline_way import IdleEngine, added_us, step_times_alone
+from ops.bench.report import Spread
 from pipeline.events import SamplingParams
 from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
@@ -78,34 +75,8 @@ def test_the_median_is_taken_of_each_figure() -> None:
 
 
 def test_what_is_added_is_the_difference_to_the_schedule_alone() -> None:
-    runs = [WayTimes([10.0, 10.0], [14.0 + added, 14.0 + added], [3.0], []) for added in (0.0, 4.0, 100.0)]
-    figures = way_figures(4, 0.5, runs)
-    added = {"added_per_step_us": 8.0, "added_p50_us": 8.0, "added_per_token_us": 2.0}
-    assert figures.items() >= (added | {"step_us": 500_000, "commit_us": spread_of([3.0])}).items()
-
-
-def test_of_the_web_process_the_median_of_each_time_is_shown_and_every_run_kept() -> None:
-    runs = [WebTimes(1.0, 9.0, 5.0), WebTimes(2.0, 8.0, 6.0), WebTimes(3.0, 1.0, 1.0)]
-    median = WebTimes(2.0, 8.0, 5.0)
-    expected = {"rows": 4, "step_us": 500_000, "median": median, "runs": runs, "rest_us_per_s": 7.0}
-    assert web_figures(4, 0.5, runs, 7.0) == expected
-
-
-def test_the_cpu_time_of_another_process_is_that_of_all_its_threads() -> None:
-    program = """
-import threading
-threads = [threading.Thread(target=sum, args=(range(5_000_000),)) for _ in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(flush=True)
-input()
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        times = psutil.Process(process.pid).cpu_times()
-        assert times.user + times.system > 0.05
-        assert cpu_s(process.pid) == pytest.approx(times.user + times.system, abs=0.03)  # it counts in 10 ms
+    figures = added_us(4, [10.0, 10.0], [14.0, 22.0])
+    assert (figures["added to a step"], figures["added to a token"]) == ([8.0], [2.0])
 
 
 def test_ctrl_c_does_not_reach_the_clients() -> None:
@@ -154,7 +125,7 @@ def test_clients_that_cost_little_still_see_that_every_answer_is_right(answer: b
             port = server.sockets[0].getsockname()[1]
             connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             try:
-                await carry_out(Order("p", tokens=3, stream=True, requests=4), connections)
+                await carry_out({"max_tokens": 3}, 4, connections)
             finally:
                 for _, writer in connections:
                     writer.close()
@@ -187,33 +158,22 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
     assert command(url, "KEYS", "*") == [b"somebody else's"]
 
     figures: dict[str, Any] = json.loads(output.read_text())
-    assert {(item["commit"], item["rows"]) for item in figures["commits"]} == {
-        (commit, rows) for commit in COMMITS for rows in (1, 3)
-    }
-    assert all(item["per_s"] > 0 and 0 < item["us"]["p50"] <= item["us"]["p99"] for item in figures["commits"])
-    assert [item["rows"] for item in figures["frames"]] == [1, 3]
-    for item in figures["frames"]:
-        assert len(item["runs"]) == 2
-        assert item["sent_us"]["p50"] > 0 and 0 < item["known_us"]["p50"] < 1e6
-    assert [item["rows"] for item in figures["ranks"]] == [1, 3]
-    for item in figures["ranks"]:
-        assert all(len(item[f"{name}_runs"]) == 2 and 0 < item[f"{name}_us"]["p50"] < 1e6 for name in ("one", "two"))
-    assert [(item["rows"], item["step_us"]) for item in figures["way"]] == [(1, 0), (2, 0), (1, 1000), (2, 1000)]
-    for item in figures["way"]:
-        assert len(item["runs"]) == 2
-        assert all(item[name]["count"] > 0 for name in ("alone_us", "way_us", "commit_us"))
-        assert item["step_us"] < item["alone_us"]["p50"]
-    assert [(item["rows"], item["step_us"]) for item in figures["web"]] == [(1, 0), (2, 0), (1, 1000), (2, 1000)]
-    for item in figures["web"]:
-        assert len(item["runs"]) == 2 and item["rest_us_per_s"] > 0
-        assert 0 < item["median"]["token_us"] < item["median"]["stream_us"]
-        assert item["median"]["whole_us"] > 0
+    assert set(figures["commits"]) == {"submit", "tokenized", "take", "step", "produced", "end"}
+    ways = {f"{rows}, {step} ms" for rows in ("1 row", "2 rows") for step in (0, 1)}
+    loads = {name: {"1 row", "3 rows"} for name in ("host", "frames", "commits")} | {"way": ways, "web": ways}
+    for name in TABLES:
+        for figure, of_load in figures[name].items():
+            assert set(of_load) == loads[name]
+            assert all(each["count"] and each["p50"] <= each["p99"] for each in of_load.values())
+            assert figure.startswith("added") or all(each["p50"] > 0 for each in of_load.values())
+    assert all(us["p50"] >= 1000 for load, us in figures["way"]["plain loop"].items() if load.endswith("1 ms"))
+    for load, token in figures["web"]["streamed token"].items():
+        assert token["p50"] < figures["web"]["streamed request"][load]["p50"]
     request = figures["finished_request"]
     assert (request["prompt_tokens"], request["output_tokens"]) == (32, 200)
     assert request["num_entries"] == 2 + 1 + 200 + 1  # submitted, tokenized; admitted; tokens; finished
     assert 5_000 < request["history_bytes"] < 50_000
     assert figures["setup"]["redis"]["redis_version"] and figures["setup"]["versions"]["hiredis"]
     assert figures["setup"]["cpu"] and figures["options"]["runs"] == 2
-    tables = ("A plan on its way", "produced", "What the stages add to a step", "CPU time of the web process")
-    for words in (*tables, f"{request['history_bytes']:,} bytes in Redis"):
+    for words in (*(title for title, _ in TABLES.values()), f"{request['history_bytes']:,} bytes in"):
         assert words in printed

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.bench import nonsense
-from ops.bench.models import SHAPE_8B, SHAPES, Shape, write_config
-from ops.bench.shares import Cost, Step, cost_of, decode_share, prefill_share
+from ops.bench.models import NONSENSE, SHAPE_8B, SHAPES, Shape, nonsense, write_config
+from ops.bench.offline import Cost, Step, cost_of, decode_share, prefill_share
 from stages.generate.model.spec import read_spec
 
 COST = Cost(dense=1000, head=100, experts=0, chosen_share=0.0, weight_bytes=2, kv_bytes=10)
@@ -42,10 +41,10 @@ def test_shares_are_of_the_time_of_their_own_steps() -> None:
 
 
 def test_a_model_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
-    shape = nonsense.SHAPE
+    shape = NONSENSE
     hidden, layers, kv, q = shape.hidden_size, shape.num_layers, shape.num_kv_heads, shape.num_heads
     head_dim, intermediate = shape.head_dim, shape.intermediate_size
-    spec = read_spec(nonsense.ensure(tmp_path))
+    spec = read_spec(nonsense(tmp_path))
     matrices = hidden * head_dim * (2 * q + 2 * kv) + 3 * hidden * intermediate
     norms = 2 * hidden + 2 * head_dim
     assert cost_of(spec, 4) == Cost(

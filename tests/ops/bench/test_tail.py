@@ -17,8 +17,8 @@ from support.openai_stand_in import DONE, FINISH, ROLE, Body, Frames, OpenAIStan
 from support.servers import ROOT
 
 from ops.bench import tail
+from ops.bench.models import Prompts
 from ops.bench.peers import SideFailed
-from ops.bench.prompts import Prompts
 from ops.bench.tail import Gap, Run, TailConfig
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import minisgl
 from minisgl import LLM, SamplingParams
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from ops.offline.stages import UnwatchedSlot
@@ -70,7 +70,7 @@ class WatchedLLM(LLM):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nonsense.ensure(tmp_path_factory.mktemp("models"))
+    return nonsense(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

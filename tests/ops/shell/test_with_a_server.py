@@ -23,7 +23,7 @@ import pytest
 from support.servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
 from support.terminal import Terminal, on_a_terminal
 
-from ops.bench import nonsense
+from ops.bench.models import nonsense
 from ops.shell.conversation import Conversation, Turn, save
 from ops.shell.reply import Reply
 from ops.shell.server import BROKE
@@ -197,7 +197,7 @@ def test_clients_whose_web_worker_dies_before_the_first_token_ask_again_and_each
 
 @contextlib.contextmanager
 def served(port: int, folder: Path) -> Iterator[Command]:
-    flags = ["--port", str(port), "--data-dir", str(folder / "data"), "--model", str(nonsense.ensure(folder))]
+    flags = ["--port", str(port), "--data-dir", str(folder / "data"), "--model", str(nonsense(folder))]
     command = run_command(["serve", *flags], folder)
     try:
         wait_until_ready(f"http://127.0.0.1:{port}", [command])
@@ -264,7 +264,7 @@ def assert_ended(family: list[psutil.Process], port: int) -> None:
 @pytest.mark.night  # a server for one sentence
 def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None:
     port = free_port()
-    flags = ("--model", str(nonsense.ensure(tmp_path)))
+    flags = ("--model", str(nonsense(tmp_path)))
     with on_a_terminal(starting(port, tmp_path, *flags), tmp_path, {"MINISGL_API_KEY": "k1 k2"}) as shell:
         shell.until_shown("starting: ")
         shell.until_asking()

@@ -649,8 +649,8 @@ class Story(RuleBasedStateMachine):
         running, steps = dict(engine.running), list[Step]()
         for number in range(1, count + 1):
             rows: list[StepRow] = list(engine.marks) if number == 1 else []
-            let_go = dict(engine.gone) if number == 1 else {}
-            ended = [entry.id for entry in let_go.values()]
+            released = dict(engine.gone) if number == 1 else {}
+            ended = [entry.id for entry in released.values()]
             for place, (uid, request) in enumerate(running.items()):
                 bit = 1 << place % 8
                 n = len(request.tokens)
@@ -663,7 +663,7 @@ class Story(RuleBasedStateMachine):
                     rows += [row, row] if again and row.end is None else [row]
                     ended += [request.entry.id] if row.end else []
                     running[uid] = Running(request.entry, request.prompt, (*request.tokens, token))
-            event = StepCompleted(rows=tuple(rows), let_go=tuple(let_go))
+            event = StepCompleted(rows=tuple(rows), released=tuple(released))
             steps.append(Step(engine.number + number, event, tuple(ended)))
         return tuple(steps)
 
@@ -686,7 +686,7 @@ class Story(RuleBasedStateMachine):
     def go_on(self, engine: Engine, step: Step) -> None:
         engine.number = step.number
         engine.marks = engine.marks[sum(isinstance(row, EventRow) for row in step.event.rows) :]
-        for uid in step.event.let_go:
+        for uid in step.event.released:
             engine.gone.pop(uid, None)
         for row in step.event.rows:
             request = engine.running.get(row.uid)
@@ -698,7 +698,7 @@ class Story(RuleBasedStateMachine):
     def hear(self, engine: Engine, said: Taken | StepCommitted) -> None:
         engine.cursor = said.control_cursor
         for uid in said.ended:
-            self.let_go(engine, uid)
+            self.released(engine, uid)
 
     def look_who_lives(self, engine: Engine) -> None:
         """Let go of what has ended, as when `control` lost its entry."""
@@ -706,9 +706,9 @@ class Story(RuleBasedStateMachine):
         alive = self.ask(lambda log: log.alive(uids))
         for uid in uids:
             if uid not in alive:
-                self.let_go(engine, uid)
+                self.released(engine, uid)
 
-    def let_go(self, engine: Engine, uid: str) -> None:
+    def released(self, engine: Engine, uid: str) -> None:
         if uid in engine.running:
             engine.gone[uid] = engine.running.pop(uid).entry
             engine.marks = [row for row in engine.marks if row.uid != uid]

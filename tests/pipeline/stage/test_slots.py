@@ -554,6 +554,14 @@ def test_a_worker_with_less_context_than_a_living_one_is_refused_with_the_flag(
     assert refusals(log, less, stop) == [line] * 2
 
 
+def test_after_the_last_worker_has_stopped_or_died_another_model_starts(log: CountingLog, stop: Stop) -> None:
+    with closing(serve(log, MINE, stop)) as stopped:
+        next(stopped)
+    assert log.acquire("generate-1", "dead", 2 * SHORT_MS, MINE) is not None
+    with closing(serve(log, OTHER, stop)) as another:
+        assert next(another).serving == OTHER
+
+
 def test_a_stop_ends_the_wait_for_what_dead_workers_served(log: CountingLog, stop: Stop) -> None:
     assert log.acquire("generate-0", "dead", LONG_MS, MINE) is not None
     threading.Timer(0.05, stop.set).start()
@@ -578,3 +586,42 @@ def test_a_worker_with_more_context_serves_the_context_of_the_others_also_under_
         until(lambda: log.serving() == {})
         assert log.acquire("generate-7", "n", LONG_MS, replace(MINE, context=6000)) is not None
         assert next(later).serving == replace(MINE, context=6000)
+
+
+def test_of_two_models_that_start_at_once_one_is_refused(log: CountingLog, stop: Stop) -> None:
+    ready, outcomes = threading.Barrier(2), list[str]()
+
+    def start(serving: Serving) -> None:
+        ready.wait(10)
+        try:
+            for _ in serve(log, serving, stop, 10 * SHORT_MS):
+                outcomes.append(f"{serving.model} serves")
+                until(lambda: len(outcomes) == 2)
+                stop.set()
+        except ConfigError as error:
+            outcomes.append(str(error))
+
+    models = [Serving(f"model-{number}", f"w{number}", "t1", 128) for number in (1, 2)]
+    threads = [threading.Thread(target=start, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    (winner,) = (text.partition(" ")[0] for text in outcomes if text.endswith(" serves"))
+    (refusal,) = (text for text in outcomes if not text.endswith(" serves"))
+    assert f"generate workers serve {winner} (weights " in refusal
+
+
+def test_a_worker_that_slept_while_another_model_took_its_place_is_refused(log: CountingLog, stop: Stop) -> None:
+    with closing(serve(log, MINE, stop)) as slept:
+        first = next(slept)
+        log.cut_off = True
+        until(lambda: log.serving() == {})
+        owner = log.acquire("generate-1", "other", 10 * SHORT_MS, OTHER)
+        assert owner is not None
+        log.cut_off = False
+        assert first.lost.wait(10)
+        another = SlotLease(log, owner, 10 * SHORT_MS, serving=OTHER)
+        with pytest.raises(ConfigError, match=r"serve other \(weights w2\), but this worker has qwen"):
+            next(slept)
+        another.leave()

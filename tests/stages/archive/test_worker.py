@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import threading
@@ -35,6 +36,7 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import ARCHIVE_STOPPED, ARCHIVE_UNARCHIVED, ARCHIVED
 from pipeline.names import ARCHIVE, PROBE, Names
 from pipeline.process.config import WorkerConfig
+from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE
 from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.recording import Recording
 from pipeline.stage.slots import SlotLease, acquire_slot
@@ -336,13 +338,13 @@ def test_an_entry_that_ends_its_archiver_again_and_again_becomes_a_dead_letter(
     (entry,) = archiver.entries
     archiver.worker.bury(entry, 4)
     (letter,) = log.dead_letters(10)
-    assert letter.fields["stage"] == "archive" and "4" in letter.fields["error"]
+    assert letter.fields["stage"] == "archive" and "ended its archiver 4 times" in letter.fields["error"]
     assert log.backlog(ended_inbox(log.names)) == 0
 
 
 def test_a_namespace_has_one_archive(archiver: Archiver, log: ArchiverLog, tmp_path: Path) -> None:
     other = make_archive(tmp_path / "other", "test")
-    with pytest.raises(ConfigError, match=archiver.id):
+    with pytest.raises(ConfigError, match=rf"is archived in {archiver.id}; name that folder, or end its archiving"):
         open_archive(log, other)
     open_archive(log, archiver.id)
     log.close_archive()
@@ -453,6 +455,35 @@ def test_whoever_is_killed_every_request_that_ended_is_in_the_files_once(tmp_pat
     assert sorted(places) == sorted(ended)
     found = Archive(killed.folder).read(ended)
     assert [found[uid].entries for uid in ended] == [tuple(history) for history in histories]
+
+
+@pytest.mark.slow
+@pytest.mark.night
+@pytest.mark.parametrize("point", [name for name in POINTS if name.startswith("archive.")])
+def test_an_archiver_that_is_killed_while_it_forgets_is_followed_by_one_that_does_the_rest(
+    point: str, tmp_path: Path
+) -> None:
+    redis, folder = EmbeddedRedis(tmp_path / "data"), tmp_path / "archive"
+    words = [*PROGRAM, "stage", "archive", "--slot", "0", "--to", str(folder), "--redis-url", redis.url, "--lease", "1"]
+    armed = {VARIABLE: f"{point}=exit", FOLDER_VARIABLE: str(tmp_path)}
+    with (
+        contextlib.closing(RedisLog(redis.url, Names())) as log,
+        subprocess.Popen(words, env=os.environ | armed) as one,
+    ):
+        until(lambda: len(log.statuses(ARCHIVE)) == 1, timeout_s=30)
+        kept, gone = new_uid(), new_uid()
+        for uid in (kept, gone):
+            log.submit(uid, [Submitted(endpoint="e", frontend="web-0", prompt=uid, sampling=SamplingParams())])
+            log.end(uid, Cancelled(by="client"), frontend="web-0")
+        until(lambda: sorted(uids(folder)) == sorted([kept, gone]))
+        log.erase(gone)
+        assert one.wait(30) == -9
+        with subprocess.Popen(words) as successor:
+            until(lambda: log.backlog(ended_inbox(log.names)) == 0, timeout_s=30)
+            successor.terminate()
+        assert uids(folder) == [kept]
+        assert sorted(path.suffix for path in folder.iterdir()) == [".index", ".json", ".zst"]
+    redis.stop()
 
 
 def again(commit: Callable[[], object]) -> None:

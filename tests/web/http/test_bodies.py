@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.bodies_within_limits import ALONE, any_body, body
 from support.raw_client import connect, head, request
 from support.redis_servers import Servers, command, running_server
@@ -174,27 +177,71 @@ def numbered(before: bytes, unit: bytes, num: int, after: bytes) -> bytes:
 
 USER = b'{"messages":[{"role":"user","content":"Hi"}],'
 TEXT = b'{"messages":[{"role":"user","content":"'
+TOOL_CALL = (
+    b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","tool_calls":[{"id":"a","type":"function",'
+    b'"function":{"name":"f","arguments":"'
+)
 BODIES: dict[str, tuple[str, bytes]] = {
     "wrong messages": (CHAT, filled(b'{"max_tokens":1,"messages":[', b"1,", b"1]}")),
     "as many wrong messages as are looked at": (CHAT, filled(b'{"messages":[', b"1,", b"1]}", 262_000)),
+    "empty messages": (CHAT, filled(b'{"messages":[', b'{"role":"user","content":""},', b"1]}")),
     "the most messages": (
         CHAT,
         filled(b'{"messages":[', b'{"role":"user","content":"%s"},' % (b"a" * 900), b'{"role":"user"}]}', 4095),
     ),
+    "an unknown list of lists": (CHAT, filled(USER + b'"x":[', b"[],", b"1]}")),
     "an unknown list of the most lists": (CHAT, filled(USER + b'"x":[', b"[],", b"1]}", 49_900)),
+    "an unknown list of the most numbers": (CHAT, filled(USER + b'"x":[', b"1.25e-17,", b"1]}", 262_000)),
     "the most unknown fields": (CHAT, numbered(USER, b'"k%%05d%s":1' % (b"x" * 40), 49_900, b"}")),
+    "numbers of 4,290 digits": (CHAT, filled(USER + b'"x":[', b"1" * 4290 + b",", b"1]}")),
+    "a number of 4 million digits": (CHAT, USER + b'"x":' + b"1" * 4_000_000 + b"}"),
+    "deep lists": (CHAT, b"[" * DEFAULT_BODY_BYTES),
+    "the most wrong members": (CHAT, numbered(USER + b'"logit_bias":{', b'"k%d":1', 49_900, b"}}")),
+    "a long text": (CHAT, filled(TEXT, b"all work, and no [play] ", b'"}]}')),
+    "a long text of new lines": (CHAT, filled(TEXT, b"\\n", b'"}]}')),
     "a long text of quotes": (CHAT, filled(TEXT, b'\\"', b'"}]}')),
     "a long text with one wide character": (CHAT, filled(TEXT, b"a", '\U0001f600"}]}'.encode())),
     "a long text of Chinese": (CHAT, filled(TEXT, "中".encode(), b'"}]}')),
+    "a long text twice": (CHAT, filled(b'{"n":2,' + TEXT[1:], b"[1,", b'"}]}', 1_390_000)),
+    "a long text as arguments": (CHAT, filled(TOOL_CALL + b'{\\"a\\":\\"', b"if (a[i], b) {\\\\n", b'\\"}"}}]}]}')),
+    "a long list as arguments": (CHAT, filled(TOOL_CALL + b"[", b"1,", b'1]"}}]}]}')),
+    "variables of a template": (CHAT, USER + b'"chat_template_kwargs":{"x":[' + b"[]," * 49_900 + b"1]}}"),
+    "a long prompt": ("/v1/completions", filled(b'{"prompt":"', b"all work, and no [play] ", b'"}')),
+    "a prompt of the most tokens": ("/v1/completions", filled(b'{"prompt":[', b"12345,", b"1]}", 262_000)),
     "five times a prompt of the most tokens": (
         "/v1/completions",
         filled(b'{"n":5,"prompt":[', b"12345,", b"1]}", 262_000),
     ),
+    "the most prompts": ("/v1/completions", filled(b'{"prompt":[', b'"%s",' % (b"a" * 3000), b'"b"]}', 1000)),
+    "parameters that are too large for many answers": (
+        "/v1/completions",
+        filled(
+            b'{"bad_words":[' + b",".join([b'"%s"' % (b"x" * 256)] * 256) + b'],"prompt":[', b'"a",', b'"a"]}', 1000
+        ),
+    ),
+    "too many prompts": ("/v1/completions", filled(b'{"prompt":[', b'"ab",', b'"b"]}', 49_900)),
+    "SGLang's form": ("/generate", filled(b'{"text":"', b"all work, and no [play] ", b'"}')),
+    "SGLang's form with tokens": ("/generate", filled(b'{"input_ids":[', b"12345,", b"1]}", 262_000)),
     "a text to tokenize": ("/tokenize", filled(b'{"return_token_strs":true,"prompt":"', b"word ", b'"}')),
+    "tokens to detokenize": ("/detokenize", filled(b'{"tokens":[', b"12345,", b"1]}", 262_000)),
 }
+ON_EVERY_CHANGE = (
+    "wrong messages",
+    "as many wrong messages as are looked at",
+    "the most messages",
+    "the most unknown fields",
+    "an unknown list of the most lists",
+    "a long text of quotes",
+    "a long text with one wide character",
+    "five times a prompt of the most tokens",
+    "a long text of Chinese",
+    "a text to tokenize",
+)
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ON_EVERY_CHANGE else [pytest.mark.night]) for name in BODIES]
+)
 def test_the_worst_bodies_hold_nobody_up_and_take_little_memory(scene: Scene, name: str) -> None:
     path, body = BODIES[name]
     scene.check(body, path)
@@ -243,6 +290,79 @@ def test_a_body_in_tiny_chunks_is_refused_before_they_take_long(scene: Scene, ch
     cost = scene.check(b" " * 1_000_000, chunk_bytes=chunk_bytes)
     code = json.loads(cost.text)["error"]["code"]
     assert (cost.status, code) == (400, "invalid_http" if chunk_bytes == 1 else "invalid_json")
+
+
+FIELDS = """
+    messages prompt text input_ids tokens stop stop_token_ids logit_bias metadata tools bad_words allowed_token_ids
+    sampling_params stream_options chat_template_kwargs user model n max_tokens rid x
+"""
+NAMES = st.sampled_from(FIELDS.split())
+SMALL = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**25), 10**25)
+    | st.floats()
+    | st.text(alphabet='ab,[]{}"\\\n\x00é\U0001f600', max_size=20)
+    | st.sampled_from(
+        (
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
+            {"type": "text", "text": "a"},
+            {"type": "function", "function": {"name": "f", "parameters": {}}},
+            {"include_usage": True},
+        )
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+STARTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"prompt": "a"},
+    {"text": "a"},
+    {"messages": [{"role": "user", "content": "a"}]},
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Draw a body of any size up to the limit: small JSON, and one field with something that is repeated."""
+    fields: dict[str, Any] = draw(st.dictionaries(NAMES, SMALL, max_size=4))
+    start: dict[str, Any] = draw(st.sampled_from(STARTS))
+    unit = json.dumps(draw(SMALL)).encode()
+    if draw(st.booleans()):  # several answers
+        choices = draw(st.sampled_from((2, 5)))
+        fields |= {"n": choices, "sampling_params": {"n": choices}}
+    name = draw(NAMES).encode()
+    num_bytes = draw(st.sampled_from((100, 10_000, 400_000, DEFAULT_BODY_BYTES - 10_000)))
+    num = max(num_bytes // (len(unit) + 12), 1)
+    match draw(st.sampled_from(("wide", "object", "deep", "text", "fields"))):
+        case "wide":
+            value = b"[" + (unit + b",") * num + unit + b"]"
+        case "object":
+            value = numbered(b"{", b'"k%d":' + unit.replace(b"%", b"%%"), num, b"}")
+        case "deep":
+            depth = draw(st.sampled_from((10, 100, 190, num)))
+            value = b"[" * depth + unit + b"]" * depth
+        case "text":
+            inner = json.dumps(unit.decode())[1:-1].encode()
+            value = b'"' + inner * max(num_bytes // (len(inner) or 1), 1) + b'"'
+        case _:
+            value = numbered(b"", b'"k%d":' + unit.replace(b"%", b"%%"), num, b"")[5:]
+    small = json.dumps({**start, **fields}).encode()
+    return small[:-1] + (b"," if len(small) > 2 else b"") + b'"%b":%b}' % (name, value)
+
+
+@settings(
+    max_examples=by_night(10, 400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(bodies(), st.sampled_from(PATHS))
+def test_any_body_is_answered_holds_nobody_up_and_takes_little_memory(scene: Scene, body: bytes, path: str) -> None:
+    if len(body) <= DEFAULT_BODY_BYTES:
+        scene.check(body, path)
 
 
 @pytest.mark.parametrize("names", rest_at_night(ALONE, first=0), ids=" + ".join)

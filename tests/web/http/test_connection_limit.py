@@ -25,7 +25,7 @@ class One:
     def cut(self) -> None:
         self.is_cut = True
 
-    def let_go(self, error: RequestError) -> None:
+    def released(self, error: RequestError) -> None:
         self.error = error
 
 

@@ -538,3 +538,13 @@ async def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_t
 
         again_s = await in_one_minute(act)
         assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5
+
+
+async def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+        uids = []
+        for key in (ANN, ANN, BOB):
+            response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
+            uids.append(response.headers["x-minisgl-uid"])
+        assert uids[0] == uids[1] != uids[2]
+    assert len(stand_in.requests()) == 2

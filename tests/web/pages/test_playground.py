@@ -408,7 +408,7 @@ def test_a_stream_whose_connection_breaks_goes_on_where_it_stopped(
         relay.close()
         browser.has(".answer .badge", "Connecting again")
         relay.open()
-        lasting.let_go.set()
+        lasting.released.set()
         ended(browser)
         assert texts(browser, ".body .markdown") == ["Hello!"] and texts(browser, ".answer .notice") == [""]
         assert len(lasting.requests()) == 1
@@ -426,7 +426,7 @@ def test_an_answer_that_the_page_left_is_read_to_its_end_when_it_is_opened_again
         browser.driver.refresh()
         browser.has(".answer .body", "Hel")
         assert browser.all(".busy")
-        lasting.let_go.set()
+        lasting.released.set()
         ended(browser)
         assert texts(browser, ".body .markdown") == ["Hello!"] and texts(browser, ".answer .notice") == [""]
         assert [uid for uid, _ in lasting.requests()] == uids(browser)

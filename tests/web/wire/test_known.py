@@ -21,11 +21,11 @@ from pipeline.events import (
     Failed,
     Markup,
     Presentation,
+    PromptInfo,
     SamplingParams,
     Submitted,
     Templating,
     TokensProduced,
-    ToldPrompt,
 )
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, frames_for
 from web.wire.frames import ClientEvent
@@ -34,7 +34,7 @@ from web.wire.known import Known, check_countable, num_known
 TOOLS = ({"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}},)
 CALL = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
 MARKUP = Markup(tools="hermes", think=("<think>", "</think>"))
-PROMPT = ToldPrompt(num_tokens=2, text="Dear é")
+PROMPT = PromptInfo(num_tokens=2, text="Dear é")
 
 
 def asked(endpoint: str = CHAT_ENDPOINT, sampling: SamplingParams | None = None, **shown: Any) -> Submitted:

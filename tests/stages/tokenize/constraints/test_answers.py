@@ -670,7 +670,7 @@ def written(defs: dict[str, Any], of: Any, count: int) -> Rules:
     rules = Rules()
     with contextlib.suppress(ValueError):
         call_writer._Writer(Dialect("qwen3_coder", False, (), AddedTokens({}, frozenset())), rules).tagged(
-            call_writer.Tool(0, "f", parameters, True)
+            call_writer.CallableTool(0, "f", parameters, True)
         )
     return rules
 

@@ -76,7 +76,7 @@ export class Picture {
       if (!this._pipes.has(name)) this._pipes.set(name, this._pipe(name, "steps"));
       const pipe = this._pipes.get(name);
       pipe.show(streams.get(name));
-      const cells = [pipeline.stage.slots.get(engine), null, pipeline.stage.slots.get(detokenizer)].map((slot, column) => {
+      const cells = [pipeline.slots.get(engine), null, pipeline.slots.get(detokenizer)].map((slot, column) => {
         const node = column === 1 ? pipe.node : slot ? card(slot) : empty(this._cards, column ? detokenizer : engine);
         node.style.gridArea = `${index + 1} / ${column + 5}`;
         return node;
