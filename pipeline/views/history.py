@@ -179,7 +179,7 @@ class Story:
             case Tokenized():
                 who, facts["prompt_tokens"] = event.by, len(event.token_ids)
                 details = {"prompt_tokens": len(event.token_ids)}
-                told: dict[str, Any] = {"grammar_chars": len(event.grammar), "calls": event.markup.tools}
+                told: dict[str, object] = {"grammar_chars": len(event.grammar), "calls": event.markup.tools}
                 told |= {"thinking": " ".join(event.markup.think)}
                 details |= {name: value for name, value in told.items() if value}
             case Admitted() | Preempted() | TakenOver():

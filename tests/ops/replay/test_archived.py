@@ -16,7 +16,7 @@ from support.tool import Tool
 
 from minisgl import main
 from ops.replay.files import read_dump, write_dump
-from ops.replay.history import History
+from ops.replay.source import History
 from ops.trace import why_absent
 from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ops.replay.choice import ChoiceConfig, conditions, matches, since, until
+from ops.replay.source import ChoiceConfig, conditions, matches, since, until
 from ops.shell.config import ShellConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted, encode, new_uid

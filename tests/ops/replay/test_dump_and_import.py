@@ -381,7 +381,7 @@ def test_a_uid_of_a_moment_without_a_date_is_not_imported(
 def test_of_many_requests_that_cannot_come_in_some_are_named(
     bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ops.replay.importing.MOST_TOLD", 2)
+    monkeypatch.setattr("ops.replay.dump.MOST_TOLD", 2)
     write_dump(path, [recorded(f"{number}", BEGUN, OVER) for number in range(5)])
     assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
     err = capsys.readouterr().err.splitlines()

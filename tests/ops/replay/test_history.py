@@ -8,8 +8,8 @@ import pytest
 from support.histories import entries_of
 
 import minisgl
-from ops.replay.explain import explanations
-from ops.replay.history import History
+from ops.replay.report import explanations
+from ops.replay.source import History
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,

@@ -10,7 +10,7 @@ from support.redis_servers import command
 from support.tool import Tool
 
 from minisgl import main
-from ops.replay.history import History
+from ops.replay.source import History
 from pipeline.events import (
     Chunk,
     Logprob,

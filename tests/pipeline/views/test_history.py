@@ -290,9 +290,9 @@ def test_the_copy_in_a_dead_letter_is_a_history() -> None:
 
 @pytest.mark.parametrize("history", ["", "[", "5", "[5]", '["a"]', '[["1-0", "ms"]]', '[["1-0", [], 2]]', "[[]]"])
 def test_what_is_no_copy_of_a_history_is_refused(history: str) -> None:
-    with pytest.raises(UndecodableEvent, match="5-0 does not decode"):
+    with pytest.raises(UndecodableEvent, match="5-0"):
         copied_history(letter(history))
-    with pytest.raises(UndecodableEvent, match="5-0 does not decode"):
+    with pytest.raises(UndecodableEvent, match="5-0"):
         copied_history(Entry("5-0", {"uid": "a"}))
 
 

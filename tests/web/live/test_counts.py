@@ -142,9 +142,6 @@ async def test_over_the_budget_requests_are_refused_and_leave_nothing(
             assert (response.status_code, response.headers["Retry-After"]) == (503, "17")
             _, error = await error_of(here.client.post(path, json=body))
             assert (error["code"], error["type"]) == ("overloaded", "service_unavailable")
-            assert error["message"] == (
-                "The log may take no more memory (--max-log-bytes) until older requests expire; send it again."
-            )
             metrics = await (await here.get("/metrics")).get_data(as_text=True)
             assert 'admission_rejections_total{reason="log_bytes",slot="web-0"} 2.0' in metrics
         assert command(redis_url, "KEYS", Names().idempotency("*")) == []

@@ -12,7 +12,7 @@ from support.log_contract import put
 from support.web_site import Site, code_of, site
 
 import web.live.folding
-from ops.replay.late_tokens import why
+from ops.replay.show import why
 from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
