@@ -1,7 +1,7 @@
-"""What the log does for those who forget requests. The same contract suite holds for it.
+"""The methods of the log for erasing requests. The same contract suite tests them.
 
-What is left of a request that was erased is its tombstone: a history of an end alone. Knows which entries of the shared
-streams are about a request; `operations.forgetting` and `memory_forgetting` take them out.
+An erased request leaves a tombstone: a history of only an end. Knows which entries of the shared streams are about a
+request; `operations.forgetting` and `memory_forgetting` remove them.
 """
 
 from __future__ import annotations
@@ -18,82 +18,82 @@ from pipeline.log.protocol import Entry
 from pipeline.names import base_uid
 
 FORGETTING: Final = "forgetting"
-"""By whom the request of a tombstone was ended, until everything else of it is gone, too .."""
+"""`by` in a tombstone until the rest of the request is removed .."""
 FORGOTTEN: Final = "forget"
-""".. and from then on."""
+""".. and `by` from then on."""
 
 Chooser: TypeAlias = Callable[[Sequence[Entry]], list[str]]
-"""Is given the entries of a stream, piece by piece and in order; returns the ids of those that are to go."""
+"""Called with the entries of a stream, in parts and in order; returns the ids of those to remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """How many entries were taken out of shared streams."""
+    """Number of entries that were removed from shared streams."""
 
     letters: int = 0
-    """Dead letters."""
+    """Number of dead letters."""
     replies: int = 0
     steps: int = 0
-    """Of the journals of the engines."""
+    """Number of steps in the engines' journals."""
 
 
 class Unconsumed(NamedTuple):
-    """What archivers have not consumed."""
+    """Entries of `ended` that archivers have not consumed."""
 
     first: str
     """Id of the first entry of `ended`, whatever it is about; "" if there is none."""
     num_entries: int
-    """How many entries are about the requests in question."""
+    """Number of entries about the requests in question."""
 
 
 class ForgettingLog(ArchiverLog, Protocol):
-    """The log as `minisgl replay forget` uses it."""
+    """The log for `minisgl replay forget`."""
 
     def archive_id(self) -> str:
         """Return the id of the archive of the namespace; "" if it has none."""
 
     def at_work(self, uids: Collection[str]) -> list[str]:
-        """Return where tokenizers and engines still find some of *uids*: `submitted`, `tokenized`."""
+        """Return the streams in which tokenizers and engines still find some of *uids*: `submitted`, `tokenized`."""
 
     def unread_steps(self) -> dict[str, tuple[str, str]]:
         """Return the ids of the first and the last step that no detokenizer has consumed, of engines that have some."""
 
     def told(self, uids: Collection[str]) -> Unconsumed:
-        """Say what of *uids* waits for archivers."""
+        """Return what archivers have not consumed about *uids*."""
 
     def erase(self, uid: str, *, finished: bool = False) -> bool:
-        """Replace the history of *uid* by a tombstone, which is kept for the retention, also if there is no history.
+        """Replace the history of *uid* by a tombstone, which is kept for the retention, even if there is no history.
 
-        What its siblings share goes, too: erase them all. The archivers are told, unless *finished*: then all of the
-        request is gone everywhere. False, and nothing is changed, if it has not ended.
+        Its siblings' shared texts go, too, so erase all siblings. Archivers get an entry of `ended`, unless *finished*:
+        then the request is removed everywhere. Return False, and change nothing, if the request has not ended.
         """
 
     def purge(self, uids: Collection[str]) -> Purged:
-        """Take what is about *uids* and their siblings out of dead letters, replies, journals and `control`.
+        """Remove the entries about *uids* and their siblings from dead letters, replies, journals and `control`.
 
-        Nothing of it stays in the memory of the server, nor what was deleted from these streams before. The other
-        entries stay as they are. It is safe beside others who write, and who purge.
+        Nothing of them stays in the memory of the server, nor what was deleted from these streams before. The other
+        entries stay as they are. Other clients may write and purge at the same time.
         """
 
     def rewrite_files(self) -> bool:
-        """Have the server write its files anew, without what it does not hold any more. False: not now, ask again."""
+        """Let the server rewrite its files, without what it no longer holds. Return False if it cannot now."""
 
     def are_rewritten(self) -> bool:
-        """Return whether it has done that. Raises LogUnavailable if it failed."""
+        """Return whether the files are rewritten. Raise LogUnavailable if that failed."""
 
 
 def tombstone(*, finished: bool) -> Cancelled:
-    """Return the end that a tombstone is."""
+    """Return the event of a tombstone."""
     return Cancelled(by=FORGOTTEN if finished else FORGETTING)
 
 
 def uids_in(texts: Iterable[str]) -> set[str]:
-    """Return whatever in *texts* may be a uid."""
+    """Return every part of *texts* that may be a uid."""
     return {uid for text in texts for uid in _UID.findall(text)}
 
 
 def of_letters(uids: Collection[str]) -> Chooser:
-    """Choose the dead letters of *uids*, and entries that could not be read and name one of them."""
+    """Choose the dead letters of *uids*, and letters about unreadable entries that name one of them."""
     bases = {*map(base_uid, uids)}
 
     def is_about(letter: Entry) -> bool:
@@ -110,8 +110,8 @@ def of_replies(uids: Collection[str]) -> Chooser:
 
 
 def of_journals(uids: Collection[str]) -> Chooser:
-    """Choose the steps that had one of *uids*; snapshots after the first of them, because they have hashes of its
-    prompt; and steps of which nobody can tell what they had.
+    """Choose the steps with one of *uids*; snapshots after the first of them, because they have hashes of its prompt;
+    and steps whose requests are unknown.
     """
     mentions = Mentions({*map(base_uid, uids)}, uids_in)
     return lambda entries: [entry.id for entry in entries if mentions.has(entry)]

@@ -1,4 +1,4 @@
-"""What the log does for tools with requests of the past: which there were, and how one comes in from a file.
+"""The methods of the log for past requests: which ones there were, and how one is imported from a file.
 
 Knows the rules; `operations.past` and `memory_past` follow them in Redis and in memory.
 """
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from pipeline.log.protocol import Entry
 
 MOMENT_DIGITS: Final = 12
-"""A uid begins with so many hex digits of the moment at which it was made."""
+"""Number of hex digits at the beginning of a uid: the time when it was made."""
 UID_DIGITS: Final = 32
 LARGEST: Final = 2**64 - 1
-"""The largest half of an id in Redis."""
+"""Largest half of an id in Redis."""
 
 
 class NotWhole(LogError):
-    """Entries are no whole history, so they were not imported."""
+    """Entries are not a whole history, so they were not imported."""
 
 
 class Forgotten(LogError):
-    """A request was erased. Its tombstone keeps it away."""
+    """A request was erased. Its tombstone refuses an import."""
 
     def __init__(self, left_ms: int) -> None:
         super().__init__(f"it was erased; its tombstone stays for {left_ms} ms")
@@ -35,22 +35,22 @@ class Forgotten(LogError):
 
 
 class PastRequests(Protocol):
-    """The part of StreamLog that is about requests of the past."""
+    """The part of StreamLog about past requests."""
 
     def made_between(self, since_ms: int, until_ms: int) -> list[str]:
         """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
 
-        The moments are those in the uids: the clock of the process that drew them. It looks at all keys of the server.
+        The times are those in the uids, by the clock of the process that drew them. This reads all keys of the server.
         """
 
     def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
-        """Write the whole history of a request that has ended, as it is, and keep it for the retention of this log.
+        """Write the whole history of an ended request unchanged, and keep it for the retention of this log.
 
-        False: there is a history of *uid*, which stays as it is.
+        Return False if there is a history of *uid*, which stays as it is.
 
         Raises:
-            NotWhole: The new one has no seal.
-            Forgotten: The request was erased, and is not to come back *again*.
+            NotWhole: The new history has no seal.
+            Forgotten: The request was erased, and *again* is not set.
             LogFull: Redis is at its maxmemory.
         """
 
@@ -66,7 +66,7 @@ def _digits(moment_ms: int) -> str:
 
 
 def check_whole(uid: str, entries: Sequence[Entry]) -> None:
-    """Check that *entries* are a history that nothing can be added to.
+    """Check that *entries* are a history to which nothing can be added.
 
     Raises:
         NotWhole: They have no seal, or are not entries of a stream in order.
@@ -82,7 +82,7 @@ def check_whole(uid: str, entries: Sequence[Entry]) -> None:
 
 
 def _parsed(entry_id: str) -> tuple[int, int]:
-    """Return the halves of an id, as Redis writes it; (0, 0) if it is none."""
+    """Return the halves of an id in Redis' format; (0, 0) if *entry_id* is not one."""
     found = _ID.fullmatch(entry_id)
     first, second = (int(found[1]), int(found[2])) if found else (0, 0)
     return (first, second) if max(first, second) <= LARGEST else (0, 0)
