@@ -1,6 +1,6 @@
 """How a JSON schema is built, and which of its numbers a grammar can count.
 
-Web processes and tokenizers ask the same functions. So a web process can tell its client what the grammar leaves out.
+Web processes and tokenizers call the same functions. So a web process can tell its client what the grammar leaves out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 Path = tuple[str, ...]
-"""Where in a schema something is: keywords, names and places in lists."""
+"""A place in a schema: keywords, names and places in lists."""
 
 OF_A_SCHEMA: Final = frozenset(
     {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not", "then"}
@@ -23,17 +23,17 @@ OF_NAMED_SCHEMAS: Final = frozenset(
 )
 """.. or an object of them."""
 LARGEST_NUMBER: Final = 2**53
-"""llguidance counts with floats, which are exact up to here."""
+"""Largest number that llguidance counts exactly: it counts with floats."""
 SMALLEST_BOUND: Final = 1e-60
-"""A bound nearer to 0 has more zeros than llguidance's patterns can be nested."""
+"""Smallest bound above 0. A smaller one has more zeros than llguidance's patterns can be nested."""
 LARGEST_COUNT: Final = 2**32 - 1
-"""Characters, items or properties. The coefficient of a `multipleOf` has as many bits."""
+"""Largest number of characters, items or properties. The coefficient of a `multipleOf` has as many bits."""
 BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 COUNTS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 
 
 def mapped(name: str, value: Any, change: Callable[[Any, Path], Any], at: Path) -> Any:
-    """Return the value of a keyword with *change* made to each schema in it. *at* is the place of the keyword."""
+    """Return the value of a keyword with *change* applied to each schema in it. *at*: the place of the keyword."""
     if name in OF_A_SCHEMA and isinstance(value, dict):
         return change(value, at)
     if (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
@@ -62,7 +62,7 @@ def numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def is_countable(name: str, value: Any) -> bool:
-    """Return whether a grammar can count the numbers that a keyword has; True for keywords without any."""
+    """Return whether a grammar can count the numbers of a keyword; True for keywords without numbers."""
     if name in ("const", "enum"):
         return all(abs(one) <= LARGEST_NUMBER for one in numbers_in(value) if isinstance(one, int))
     if isinstance(value, bool) or not isinstance(value, int | float):

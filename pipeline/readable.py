@@ -1,4 +1,4 @@
-"""What can be said of an entry before its fields are looked at: whether it is text, and of which version it is."""
+"""Checks of an entry before its fields are read: whether it is text, and of which version."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pipeline.errors import NewerVersion, UndecodableEvent
 from pipeline.names import VERSION
 
 UNREADABLE: Final = "unreadable"
-"""A field that readers of the log add to an entry that is not text, or that stands for a key of another type: why."""
+"""Field with the reason, which readers of the log add to an entry that is not text, or whose key has another type."""
 LONGEST_VERSION: Final = 6
-"""Digits of a version; more are no version."""
+"""Largest number of digits of a version."""
 
 
 def check_readable(fields: Mapping[str, str]) -> None:
     """Return if an entry with these fields is text, of a version that this code reads.
 
     Raises:
-        NewerVersion: It is of a newer version.
-        UndecodableEvent: It is not text, or has no version that can be.
+        NewerVersion: The entry is of a newer version.
+        UndecodableEvent: The entry is not text, or its version is not possible.
     """
     if UNREADABLE in fields:
         raise UndecodableEvent(fields[UNREADABLE])
