@@ -84,7 +84,7 @@ class Driver:
             try:
                 operation = steps.send(reply)
             except StopIteration as done:
-                return done.value  # typeshed leaves the value open
+                return done.value  # type: ignore[no-any-return]  # typeshed leaves the value open
             reply = self._send(operation)
 
     def _send(self, operation: Operation[Any]) -> Any:
