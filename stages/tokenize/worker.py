@@ -53,7 +53,7 @@ CHECK_LOOK_S = 0.005
 """Time that a turn without new requests waits for a check."""
 LEARN_EVERY_S = 1.0
 GIVES_WAY = 10
-"""Niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
+"""Steps of niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
