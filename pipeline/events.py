@@ -17,8 +17,8 @@ from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 from pipeline.errors import UndecodableEvent
 from pipeline.markup import Calls as Calls
 from pipeline.markup import Markup as Markup
+from pipeline.names import check_readable
 from pipeline.names import new_uid as new_uid
-from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import Constraint as Constraint
 from pipeline.sampling import SamplingParams as SamplingParams

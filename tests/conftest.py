@@ -79,7 +79,7 @@ class FailuresAtOnce:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the night what is its own, and begin with what is slow."""
+    """Leave out what waits for the night or for a GPU, and begin with what is slow."""
     items[:], left = chosen(items)
     config.hook.pytest_deselected(items=left)
 

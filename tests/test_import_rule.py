@@ -187,7 +187,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
         (UNTIL_THE_WORKERS_START, ("torch", "numpy", "redis", "pydantic", "rich")),
         ("ops.shell.command", ("torch", "aiohttp", "prompt_toolkit", "rich", "redis", "pydantic")),
         (
-            "ops.shell.chat, ops.shell.keyboard, ops.shell.script",
+            "ops.shell.chat, ops.shell.keyboard, ops.shell.server",
             ("torch", "transformers", "numpy", "redis", "pydantic"),
         ),
     ],

@@ -22,9 +22,8 @@ from pipeline.archive.reader import SKEW_S, Archive, Where
 from pipeline.errors import ConfigError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.flags import flag
-from pipeline.log.archivers import ArchiverLog
-from pipeline.log.past import is_between
-from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits
+from pipeline.log.forgetting import ArchiverLog
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits, is_between
 from pipeline.names import PROBE, sibling_uids
 from pipeline.recording import Recording
 from pipeline.views import recorded

@@ -23,8 +23,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, Reply
 from pipeline.log.replies import entries_of
-from pipeline.names import SEAL
-from pipeline.readable import check_readable
+from pipeline.names import SEAL, check_readable
 
 logger = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.log.protocol import Depth, Entry, Lease
-from pipeline.readable import UNREADABLE
+from pipeline.names import UNREADABLE
 
 
 def as_text(value: bytes | str) -> str:

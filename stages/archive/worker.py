@@ -18,7 +18,7 @@ from pipeline.archive.volume import VolumeBusy
 from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, LogError, LogUnavailable
 from pipeline.events import Failed
-from pipeline.log.archivers import ArchiverLog, ended_inbox
+from pipeline.log.forgetting import ArchiverLog, ended_inbox
 from pipeline.log.protocol import Entry
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (

@@ -25,10 +25,9 @@ from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Cancelled, Replay, SamplingParams, Submitted, new_uid
-from pipeline.log.archivers import ended_inbox
 from pipeline.log.config import LogConfig
 from pipeline.log.drivers import Driver
-from pipeline.log.forgetting import Unconsumed
+from pipeline.log.forgetting import Unconsumed, ended_inbox
 from pipeline.log.protocol import DeadLetter, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import ARCHIVE, WEB, Names, base_uid, sibling_uids

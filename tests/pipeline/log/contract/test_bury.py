@@ -13,8 +13,7 @@ from pipeline.errors import Fenced, LogUnavailable, NewerVersion, UndecodableEve
 from pipeline.events import Failed
 from pipeline.log.entries import request_of
 from pipeline.log.protocol import Entry, Inbox, StreamLog
-from pipeline.names import SEAL
-from pipeline.readable import UNREADABLE
+from pipeline.names import SEAL, UNREADABLE
 
 DAMAGED = Failed(status=500, code="log_damaged", message="It could not be read.")
 INBOXES = {"submitted": SUBMITTED, "tokenized": TOKENIZED, "steps": STEPS}

@@ -7,9 +7,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from support.attention_cases import make_plan
 from support.pretend_cuda import CUDA, pretend_cuda
 
-from ops.bench.gpu.pages import make_plan
 from pipeline.events import SamplingParams
 from stages.generate.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample

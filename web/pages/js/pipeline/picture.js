@@ -1,7 +1,7 @@
 // The picture of the pipeline: workers as cards, streams as pipes between them, in the order in which a request passes them.
 // Nodes stay while their worker does, so that nothing flickers and the focus stays where it is.
 
-import { el, say } from "../dom.js";
+import { el, keep, say } from "../dom.js";
 import { bytes, count, duration, percent, short } from "../format.js";
 import { FADING_MS, numberOf, phaseOf } from "./model.js";
 
@@ -207,15 +207,6 @@ function group(name, label) {
 function put({ node, list }, nodes) {
   node.hidden = !nodes.length;
   keep(list, nodes);
-}
-
-// Make *nodes* the children of a node, and move only those that are elsewhere.
-function keep(parent, nodes) {
-  const wanted = new Set(nodes);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  nodes.forEach((node, index) => {
-    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
-  });
 }
 
 function empty(cards, name) {

@@ -2,21 +2,8 @@
 
 import { pageOf } from "../api.js";
 import { el, fill, say, table } from "../dom.js";
-import { clock, count, duration } from "../format.js";
+import { BADGES, clock, count, duration } from "../format.js";
 
-const BADGES = { finished: "ok", failed: "bad", cancelled: "warn", running: "info" };
-const FIGURES = [
-  "Prompt",
-  "Output",
-  "First token",
-  "Tokens/s",
-  "Usual pause",
-  "Longest pause",
-  "Client's longest",
-  "Preempted",
-  "Taken over",
-  "Took",
-];
 const SHOWN_ALREADY = new Set(
   "at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "),
 );
@@ -32,11 +19,8 @@ export class About {
     this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
-    this._values = new Map(FIGURES.map(name => [name, el("dd.number", "-")]));
-    this.facts = el(
-      "dl.figures",
-      [...this._values].map(([name, node]) => el("div", el("dt", name), node)),
-    );
+    this._values = new Map();
+    this.facts = el("dl.figures");
     const numbers = name => el("th.number", { scope: "col" }, name);
     this._rows = el("tbody");
     this._rowsBy = [];
@@ -77,7 +61,6 @@ export class About {
     const counted = kind => timeline.marks.filter(({ what }) => what === kind).length;
     const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
     this._longest = longest?.n ?? 0;
-    if (longest && !this._goLongest.isConnected) fill(this._values.get("Longest pause"), this._goLongest);
     say(this._goLongest, longest ? duration(longest.pause_ms) : "");
     this._goLongest.title = `Move to token ${this._longest}`;
     for (const [name, value] of [
@@ -86,6 +69,7 @@ export class About {
       ["First token", first ? duration(first.client_at_ms) : "-"],
       ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
       ["Usual pause", timeline.tokens.length > 1 ? usual(timeline.usualPauseMs) : "-"],
+      ["Longest pause", longest ? this._goLongest : "-"],
       ["Client's longest", timeline.tokens.length > 1 ? duration(clientMs) : "-"],
       ["Preempted", String(counted("preempted") || "never")],
       ["Taken over", String(counted("taken_over") || "never")],
@@ -94,11 +78,21 @@ export class About {
         timeline.isOver ? duration(timeline.lastMs) : `${duration(nowMs)} so far`,
       ],
     ])
-      say(this._values.get(name), value);
+      this._showFact(name, value);
     const begun = new Date(timeline.submitted_ms);
     this._where.textContent = timeline.endpoint
       ? `${timeline.endpoint}, model ${timeline.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(begun)}`
       : "";
+  }
+
+  _showFact(name, value) {
+    if (!this._values.has(name)) {
+      this._values.set(name, el("dd.number"));
+      this.facts.append(el("div", el("dt", name), this._values.get(name)));
+    }
+    const node = this._values.get(name);
+    if (typeof value === "string") say(node, value);
+    else if (node.firstChild !== value) fill(node, value);
   }
 
   _showMoments() {

