@@ -1,4 +1,4 @@
-"""Send operations to Redis: one driver for threads, one for asyncio. An error of redis-py becomes one of ours.
+"""Sends operations to Redis: one driver for threads, one for asyncio. An error of redis-py becomes one of ours.
 
 Each driver has two sets of connections. Operations that are safe to run twice go through the client that retries.
 Others have connections of their own and are never sent again. They deliver entries, block, or build on what was
