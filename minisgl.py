@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError, MiniSGLError
 
 if TYPE_CHECKING:
     from ops.offline import LLM as LLM
-    from ops.replay.history import History as History
+    from ops.replay.source import History as History
     from pipeline.events import SamplingParams as SamplingParams
 
 USAGE: Final = """\
@@ -43,7 +43,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "stage": "ops.serve.command",
     "shell": "ops.shell.command",
     "trace": "ops.trace",
-    "replay": "ops.replay.command",
+    "replay": "ops.replay",
     "top": "ops.top.command",
     "dead": "ops.dead",
     "bench": "ops.bench.command",
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> object:
 
         return SamplingParams
     if name == "History":
-        from ops.replay.history import History
+        from ops.replay.source import History
 
         return History
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,7 +128,7 @@ def test_nothing_imports_the_training_of_the_demo_model() -> None:
 
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     everybody_else = tuple(name for name in all_imports() if not within(name, *WITH_TORCH, "ops"))
-    training = tuple(f"ops.demo_model.{name}" for name in ("network", "train", "evaluate", "precision"))
+    training = tuple(f"ops.demo_model.{name}" for name in ("train", "evaluate"))
     served = tuple(name for name in all_imports() if within(name, "ops.demo_model") and not within(name, *training))
     assert not offences((*everybody_else, *served), ("torch",))
 
@@ -187,7 +187,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
         (UNTIL_THE_WORKERS_START, ("torch", "numpy", "redis", "pydantic", "rich")),
         ("ops.shell.command", ("torch", "aiohttp", "prompt_toolkit", "rich", "redis", "pydantic")),
         (
-            "ops.shell.chat, ops.shell.keyboard, ops.shell.script",
+            "ops.shell.chat, ops.shell.keyboard, ops.shell.server",
             ("torch", "transformers", "numpy", "redis", "pydantic"),
         ),
     ],

@@ -237,7 +237,7 @@ def table(pairs: Sequence[Pair]) -> str:
     """Return the medians of all pairs, and the range of what each pair says."""
     all_us = statistics.median(without.cpu_us for without, _ in pairs)
     more = [(with_it.beside_us - without.beside_us) / all_us for without, with_it in pairs]
-    rows = [("", "without", "with", "ratio", "range")]
+    rows: list[tuple[str, ...]] = [("", "without", "with", "ratio", "range")]
     for name, figure in (("CPU time of a token, us", "cpu_us"), ("output tokens/s", "tokens_per_s")):
         values = [(getattr(without, figure), getattr(with_it, figure)) for without, with_it in pairs]
         medians = [f"{statistics.median(column):,.1f}" for column in zip(*values, strict=True)]

@@ -59,7 +59,8 @@ async def main(port: int, num_connections: int) -> int:
     ]
     for line in sys.stdin:  # nothing else goes on meanwhile
         try:
-            await carry_out(*json.loads(line), connections)
+            fields, num_requests = json.loads(line)
+            await carry_out(fields, num_requests, connections)
         except Unanswered as error:
             print(error, flush=True)
             return 1

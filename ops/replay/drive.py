@@ -1,4 +1,6 @@
-"""`minisgl replay drive`: sends recorded requests again, at the times at which they came. Checks and reports."""
+"""`minisgl replay drive`: sends recorded requests again, at the times at which they came. Checks; and reports what
+came of them beside what was recorded: figures, a table, JSON and a plot.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import asyncio
 import ipaddress
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +17,25 @@ from urllib.parse import urlsplit
 
 from ops.bench import report
 from ops.bench.load import Client, ServerRefused, Unreachable, connected
+from ops.bench.report import Spread, spread_of
 from ops.bench.serve import above_zero, bar, check_url
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
 from ops.connection import counted, running_log
-from ops.replay import driven
-from ops.replay.choice import ChoiceConfig, Past, matches
-from ops.replay.driven import Pair
 from ops.replay.files import read_dump
 from ops.replay.redact import stand_in
 from ops.replay.sender import Sent, not_sent, send_all
-from ops.replay.source import open_source
-from ops.replay.traffic import Target, Traffic, traffic_of
+from ops.replay.source import ChoiceConfig, Past, matches, open_source
+from ops.replay.traffic import (
+    CANCELLED,
+    FAILED,
+    Difference,
+    Outcome,
+    Target,
+    Traffic,
+    first_difference,
+    is_comparable,
+    traffic_of,
+)
 from ops.shell.params import NotSet, Settings, read_settings
 from ops.trace import as_json
 from pipeline.errors import ConfigError, LogUnavailable
@@ -152,18 +163,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     report.check_can_plot(config.plot)
     settings = _settings(config)
     target, traffic, sent = asyncio.run(_driven(recorded, config, settings, goes_on=prints.as_json))
-    pairs = driven.pairs_of(sent)
+    pairs = pairs_of(sent)
     headline = (
         f"{recorded.name}: {counted(len(pairs), 'request')}, recorded within {traffic.recorded_s:,.1f} s, sent to "
         f"{config.url} at {config.speed:g}x"
     )
     if prints.as_json:
         about = _about(recorded, config, target, traffic)
-        sys.stdout.write(as_json(about | driven.document(pairs, sent, with_answers=config.compare)))
+        sys.stdout.write(as_json(about | document(pairs, sent, with_answers=config.compare)))
     else:
         sys.stdout.write("\n".join(_lines(headline, recorded, config, target, traffic, sent, pairs)) + "\n")
     if config.plot:
-        driven.plot(Path(config.plot), pairs, headline)
+        plot(Path(config.plot), pairs, headline)
     return _exit_code(pairs, compare=config.compare)
 
 
@@ -281,7 +292,7 @@ def _lines(
     sent: Sequence[Sent],
     pairs: Sequence[Pair],
 ) -> list[str]:
-    lines = [headline, "", driven.table(pairs, same_clock=target.is_ours), driven.lateness(sent)]
+    lines = [headline, "", table(pairs, same_clock=target.is_ours), lateness(sent)]
     lines += _left_out(traffic)
     if traffic.dropped:
         fields = (f"{name} ({counted(count, 'request')})" for name, count in traffic.dropped.items())
@@ -289,11 +300,11 @@ def _lines(
     if recorded.num_made_up:
         num = counted(recorded.num_made_up, "request")
         lines.append(f"made-up prompts, because they were redacted or come from a trace: {num}")
-    if other := driven.other_prompts(pairs):
+    if other := other_prompts(pairs):
         num = counted(other, "request")
         lines.append(f"prompts of another length: {num}; another tokenizer or chat template is there")
     if config.compare:
-        lines += ["", driven.comparison(driven.compared(pairs), draws_alike=target.draws_alike)]
+        lines += ["", comparison(compared(pairs), draws_alike=target.draws_alike)]
     return lines
 
 
@@ -310,5 +321,245 @@ def _exit_code(pairs: Sequence[Pair], *, compare: bool) -> int:
     for reasons, what in ((errors, "requests failed"), (unread, "histories could not be read")):
         if reasons:
             sys.stderr.write(f"minisgl: {len(reasons)} of {len(pairs)} {what}: {report.most_common(reasons)}\n")
-    differs = compare and bool(driven.compared(pairs).differing)
+    differs = compare and bool(compared(pairs).differing)
     return 1 if errors or unread or differs else 0
+
+
+DIFFERENCES_SHOWN: Final = 20
+"""The JSON has all."""
+TIMES: Final = (
+    ("time to first token, ms", "ttft_ms"),
+    ("time per token after it, ms", "tpot_ms"),
+    ("whole request, ms", "e2e_ms"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One side. Times of the whole are of answers that the model ended, the other times of all that have them."""
+
+    num_requests: int
+    num_whole: int
+    num_cancelled: int
+    num_errors: int
+    prompt_tokens: int
+    """Of the requests that say it, as is the next one."""
+    cached_tokens: int
+    ttft_ms: Spread
+    tpot_ms: Spread
+    e2e_ms: Spread
+
+    @property
+    def cached_share(self) -> str:
+        return f"{self.cached_tokens / self.prompt_tokens:.0%}" if self.prompt_tokens else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One recorded request, and what came of it now."""
+
+    uid: str
+    new_uid: str
+    """Empty if the server does not tell it."""
+    sent: Sent
+    before: Outcome
+    after: Outcome | None
+    """None: its history could not be read."""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether both have an answer."""
+        return self.after is not None and is_comparable(self.before, self.after)
+
+    @property
+    def difference(self) -> Difference | None:
+        """Where the answers differ, if they can be compared and do."""
+        if self.after is None or not is_comparable(self.before, self.after):
+            return None
+        return first_difference(self.before, self.after)
+
+    @property
+    def changed_end(self) -> str:
+        """How its end changed, `stop -> length`; empty if it did not, or if the recorded client had left."""
+        if self.after is None or self.before.by_client or self.before.end in ("", self.after.end):
+            return ""
+        return f"{self.before.end} -> {self.after.end or 'no end'}"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it fails now and did not before."""
+        return self.after is not None and bool(self.after.error) and not self.before.error
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How the answers of a run compare with the recorded ones."""
+
+    num_compared: int
+    num_greedy: int
+    """Of them, those that were not sampled."""
+    differing: tuple[tuple[str, Difference], ...]
+    """The uid of the recorded request, and where its answer differs."""
+    differing_greedy: int
+    changed_ends: Mapping[str, int]
+
+    @property
+    def num_same(self) -> int:
+        return self.num_compared - len(self.differing)
+
+
+def pairs_of(sent: Sequence[Sent]) -> list[Pair]:
+    """Return every recorded request that was sent again."""
+    return list(_pairs(sent))
+
+
+def _pairs(sent: Sequence[Sent]) -> Iterator[Pair]:
+    for one in sent:
+        new_uids = one.uids or ("",) * len(one.planned.uids)
+        for uid, new_uid, before, after in zip(one.planned.uids, new_uids, one.planned.before, one.after, strict=True):
+            yield Pair(uid, new_uid, one, before, after)
+
+
+def figures_of(outcomes: Sequence[Outcome | None]) -> StepStats:
+    """Return the figures of one side."""
+    known = [outcome for outcome in outcomes if outcome is not None]
+    whole = [outcome for outcome in known if outcome.is_whole]
+
+    def spread(name: str, some: Sequence[Outcome]) -> Spread:
+        return spread_of([value for outcome in some if (value := getattr(outcome, name)) is not None])
+
+    return StepStats(
+        num_requests=len(known),
+        num_whole=len(whole),
+        num_cancelled=sum(outcome.end == CANCELLED for outcome in known),
+        num_errors=sum(outcome.end == FAILED or bool(outcome.error) for outcome in known),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in known),
+        cached_tokens=sum(outcome.cached_tokens for outcome in known),
+        ttft_ms=spread("ttft_ms", known),
+        tpot_ms=spread("tpot_ms", known),
+        e2e_ms=spread("e2e_ms", whole),
+    )
+
+
+def compared(pairs: Sequence[Pair]) -> Compared:
+    """Compare all answers with the recorded ones."""
+    comparable = [pair for pair in pairs if pair.is_comparable]
+    greedy = [pair for pair in comparable if not pair.sent.planned.is_sampled]
+    differing = [(pair.uid, difference) for pair in comparable if (difference := pair.difference) is not None]
+    ends = Counter(pair.changed_end for pair in pairs if pair.changed_end)
+    return Compared(
+        num_compared=len(comparable),
+        num_greedy=len(greedy),
+        differing=tuple(differing),
+        differing_greedy=sum(pair.difference is not None for pair in greedy),
+        changed_ends=dict(ends.most_common()),
+    )
+
+
+def late_ms(sent: Sequence[Sent]) -> Spread:
+    """Return how late requests were sent."""
+    return spread_of([one.late_s * 1000 for one in sent])
+
+
+def table(pairs: Sequence[Pair], *, same_clock: bool) -> str:
+    """Return the figures of both sides as a table."""
+    before = figures_of([pair.before for pair in pairs])
+    after = figures_of([pair.after for pair in pairs])
+    clock = "Redis' clock" if same_clock else "this client's clock, and not Redis' as before"
+    rows: list[tuple[str, ...]] = [("", "before", "p50", "p90", "p99", "after", "p50", "p90", "p99")]
+    for name, field in TIMES:
+        cells = [name]
+        for side in (before, after):
+            spread: Spread = getattr(side, field)
+            figures = (spread.p50, spread.p90, spread.p99)
+            cells += ["", *(f"{value:,.1f}" if spread.count else "-" for value in figures)]
+        rows.append(tuple(cells))
+    for name, field in (("whole answers", "num_whole"), ("cancelled", "num_cancelled"), ("errors", "num_errors")):
+        rows.append((name, f"{getattr(before, field):,}", "", "", "", f"{getattr(after, field):,}"))
+    rows.append(("prompts from the cache", before.cached_share, "", "", "", after.cached_share))
+    return f"{report.aligned(rows)}\nTimes after: by {clock}."
+
+
+def lateness(sent: Sequence[Sent]) -> str:
+    """Return how exactly the recorded times were kept."""
+    late = late_ms(sent)
+    lines = [f"sent late by: p50 {late.p50:.1f} ms, p99 {late.p99:.1f} ms"]
+    if not report.kept_schedule(late):
+        lines.append("The times were not kept: the sender had no time. Lower --speed, or send from another machine.")
+    return "\n".join(lines)
+
+
+def other_prompts(pairs: Sequence[Pair]) -> int:
+    """Return how many prompts have another number of tokens than before, as far as both sides say it."""
+    lengths = ((pair.before.prompt_tokens, pair.after.prompt_tokens) for pair in pairs if pair.after is not None)
+    return sum(before != after for before, after in lengths if before and after)
+
+
+def comparison(found: Compared, *, draws_alike: bool = True) -> str:
+    """Return the comparison in lines. *draws_alike*: the same seed gives the same tokens as before."""
+    if not found.num_compared:
+        return "no answers to compare"
+    share = found.num_same / found.num_compared
+    lines = [f"identical answers: {found.num_same:,} of {found.num_compared:,} ({share:.1%})"]
+    if not draws_alike and found.num_greedy < found.num_compared:
+        same = found.num_greedy - found.differing_greedy
+        lines.append(f"of those at temperature 0: {same:,} of {found.num_greedy:,}; another engine draws other tokens")
+    lines += [f"  {uid} differs at {difference}" for uid, difference in found.differing[:DIFFERENCES_SHOWN]]
+    more = len(found.differing) - DIFFERENCES_SHOWN
+    lines += [f"  and {more:,} more; --json has all"] if more > 0 else []
+    if found.changed_ends:
+        ends = ", ".join(f"{count:,}x {change}" for change, count in found.changed_ends.items())
+        lines.append(f"changed finish reasons: {ends}")
+    return "\n".join(lines)
+
+
+def document(pairs: Sequence[Pair], sent: Sequence[Sent], *, with_answers: bool) -> dict[str, Any]:
+    """Return all figures and every request for JSON; *with_answers*: with what the comparison found."""
+    plain = {
+        "before": figures_of([pair.before for pair in pairs]),
+        "after": figures_of([pair.after for pair in pairs]),
+        "late_ms": late_ms(sent),
+    }
+    if with_answers:
+        found = compared(pairs)
+        counts = {"compared": found.num_compared, "identical": found.num_same, "changed_ends": found.changed_ends}
+        plain |= {"answers": counts}
+    return plain | {"requests": [_row(pair, with_answers=with_answers) for pair in pairs]}
+
+
+def _row(pair: Pair, *, with_answers: bool) -> dict[str, Any]:
+    planned = pair.sent.planned
+    row: dict[str, Any] = {
+        "uid": pair.uid,
+        "new_uid": pair.new_uid or None,
+        "path": planned.path,
+        "sampled": planned.is_sampled,
+        "due_ms": round(planned.due_s * 1000, 3),
+        "late_ms": round(pair.sent.late_s * 1000, 3),
+        "before": pair.before.plain(),
+        "after": None if pair.after is None else pair.after.plain(),
+    }
+    row |= {"unread": pair.sent.unread} if pair.sent.unread else {}
+    if with_answers:
+        row |= {"identical": pair.difference is None if pair.is_comparable else None, "difference": pair.difference}
+    return row
+
+
+def plot(path: Path, pairs: Sequence[Pair], title: str) -> None:
+    """Draw the share of requests below each time, before and after."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    for axes, (name, field) in zip(figure.subplots(1, len(TIMES)), TIMES, strict=True):
+        sides = (("before", [pair.before for pair in pairs]), ("after", [pair.after for pair in pairs if pair.after]))
+        for label, outcomes in sides:
+            some = [one for one in outcomes if one.is_whole or field != "e2e_ms"]
+            values = [value for one in some if (value := getattr(one, field)) is not None]
+            if values:
+                axes.step(np.sort(values), np.arange(1, len(values) + 1) / len(values), where="post", label=label)
+        axes.set(xscale="log", xlabel=name, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

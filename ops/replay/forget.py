@@ -31,8 +31,7 @@ from pipeline.log.protocol import Entry
 from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, parse_id
 from pipeline.process.failpoints import failpoint
 from pipeline.stage.slots import read_statuses
-from pipeline.views.history import copied_history
-from pipeline.views.letters import REQUEUED_FROM
+from pipeline.views.history import REQUEUED_FROM, copied_history
 from web.wire.copies import COPY_OF
 
 ABOUT: Final = """\

@@ -1,29 +1,58 @@
-"""A request that killed its engine, computed in a process of its own: what that process died of is shown.
+"""An engine of this process that computes requests again; and for a request that killed its engine, one of a process of
+its own: what that process died of is shown.
 
 As a program it reads the recorded request from stdin, takes the flags of an engine, and prints the report as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from ops.replay.compute import OF_ENGINES
-from ops.replay.local import local_engine
+from ops.offline.llm import quieten_logs
+from ops.offline.stages import Stages, Wrap
+from ops.replay.compute import OF_ENGINES, Computer
 from ops.replay.report import computed_report, report
-from pipeline.errors import ConfigError
-from pipeline.flags import flags_for, parse_flags
+from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import flags_for, parse_config, parse_flags
+from pipeline.process.config import ModelConfig
 from pipeline.recording import decode_recording, encode_recording
 from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
 from stages.generate.loop.past import TOKENS_IN_DOUBT
+from stages.generate.model.folder import model_folder
+from stages.generate.setup.config import EngineConfig, GenerateConfig
+
+
+@contextlib.contextmanager
+def local_engine(
+    model: ModelConfig, engine: EngineConfig, *, at_once: int, wrap: Wrap = lambda engine: engine
+) -> Iterator[Computer]:
+    """Load *model*, and give what has requests computed with it.
+
+    Raises:
+        ConfigError: The model, the flags and the machine do not go together.
+    """
+    quieten_logs()
+    defaults = parse_config("stage generate", GenerateConfig, [], {})
+    folder = model_folder(model.model, dummy=engine.dummy_weight)
+    with contextlib.closing(Stages(dataclasses.replace(defaults, model=model, engine=engine), folder, wrap)) as stages:
+
+        def check() -> None:
+            if stages.error is not None:
+                raise MiniSGLError(f"the engine has ended: {stages.error!r}") from stages.error
+
+        yield Computer(stages.log, at_once=at_once, check=check)
+
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROGRAM: Final = (sys.executable, "-P", "-X", "faulthandler", "-m", "ops.replay.isolated")

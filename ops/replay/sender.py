@@ -18,8 +18,7 @@ import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ops.bench.load import DONE, Arrival, Client, ServerRefused, read_stream, text_of
-from ops.replay.outcomes import CANCELLED, FAILED, Outcome, outcome_of, outcome_seen
-from ops.replay.traffic import Form, Planned
+from ops.replay.traffic import CANCELLED, FAILED, Form, Outcome, Planned, outcome_of, outcome_seen
 from ops.sse_reader import FrameReader, frames_in
 from pipeline.events import HistoryEvent
 from pipeline.names import sibling_uids

@@ -1,4 +1,7 @@
-"""`minisgl replay show UID [--at N]`: a recorded request when it had N tokens."""
+"""`minisgl replay show UID [--at N]`: a recorded request when it had N tokens.
+
+The journal of its engine tells in whose company a token was made, and why it took long, as long as it has the steps.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+import orjson
+
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, counted, one_line, split_named
-from ops.replay.late_tokens import company_at, why
 from ops.replay.report import short
 from ops.replay.source import open_source
 from ops.trace import as_json, pairs_of, when
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain
 from pipeline.flags import at_least, flag, parse_flags
+from pipeline.log.journal import outline, steps
 from pipeline.log.protocol import StreamLog
-from pipeline.views.recorded import History, State, said_of_end
+from pipeline.names import parse_id
+from pipeline.views.company import Company, Wait, why_waited
+from pipeline.views.recorded import History, State, Token, said_of_end
 
 ABOUT: Final = """\
 Shows a request when it had N tokens: the text so far, the token ids, what token N was sampled from, who made it and
@@ -93,7 +100,7 @@ def told_of(history: History, state: State) -> dict[str, Any]:
         told["slowest"] = {"n": -place, "pause_ms": pause_ms}
     if last is not None:
         by = last.by
-        told |= {"committed": [last.made.first, last.made.last], "estimated": last.made.is_estimate}
+        told |= {"committed": [*history.commit_of(last)], "estimated": last.made.is_estimate}
         told |= {"token": last.id, "engine": by.engine, "epoch": by.epoch, "step": last.step, "chunks": last.chunks}
         told |= {"weights": by.weights, "numerics": by.numerics, "version": by.version}
         told |= {"scores": last.score.model_dump(mode="json")} if last.score is not None else {}
@@ -197,3 +204,58 @@ def _scores(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     texts = [f"{each['text']!r} {short(each['logprob'])}" for each in (score, *score["top"])]
     names = ("logprob", "probable", *("" for _ in score["top"]))
     return list(zip(names, texts, strict=False))
+
+
+READ_AT_ONCE: Final = 500
+MOST_READ: Final = 20_000
+"""Steps. A wait of more is told from its end alone."""
+MOST_BEFORE: Final = 2_000
+"""Steps that are read back to the last snapshot of the schedule. An engine writes one every 1,000 steps."""
+
+
+def company_at(log: StreamLog, history: History, token: Token) -> dict[str, Any]:
+    """Return the batch that made *token* and the pages after it, as plain data; nothing if the journal lacks its step.
+
+    Raises:
+        UndecodableEvent: The journal is damaged.
+    """
+    entries = log.journal(token.by.engine, first=token.step, last=token.step)
+    while entries and len(entries) < MOST_BEFORE and not any("schedule" in entry.fields for entry in entries):
+        before = log.journal(token.by.engine, last=f"({entries[0].id}", max_entries=READ_AT_ONCE, newest=True)
+        if not before:
+            break
+        entries = [*before, *entries]
+    step = next((step for step in steps(entries) if step.id == token.step), None)
+    if step is None or all((row.uid, row.n) != (history.uid, token.n) for row in step.rows):
+        return {}  # it may be a step of another server, from which the request was imported
+    company = Company(history)
+    company.take(token.by.engine, step)
+    (told,) = company.plain(str)["steps"]
+    snapshots = [entry for entry in entries if "schedule" in entry.fields]
+    pages = {"free": told["pages_free"]}
+    if snapshots and parse_id(snapshots[-1].id)[0] == step.epoch:
+        pages["all"] = orjson.loads(snapshots[-1].fields["schedule"])["num_pages"]
+    batch = {"rows": told["rows"], "prompt_tokens": step.figures.prefill_tokens, "others": told["companions"]}
+    return {"batch": batch, "pages": pages}
+
+
+def why(
+    log: StreamLog, engine: str, step_id: str, uid: str, n: int, since_ms: int, until_ms: int | None = None
+) -> Wait | None:
+    """Return why token *n* of *uid* waited from *since_ms* on, until step *step_id* of *engine* made it.
+
+    *until_ms* is as for `why_waited`.
+
+    None: the journal does not have that step, or no longer.
+
+    Raises:
+        UndecodableEvent: The journal is damaged.
+    """
+    steps = [outline(entry) for entry in log.journal(engine, first=step_id, last=step_id)]
+    while steps and len(steps) < MOST_READ and steps[0].made_ms > since_ms:
+        entries = log.journal(engine, last=f"({steps[0].id}", max_entries=READ_AT_ONCE, newest=True)
+        if not entries:
+            break
+        steps[:0] = map(outline, entries)
+    between = [step for step in steps if step.made_ms > since_ms or step.id == step_id]
+    return why_waited(between, uid, n, since_ms, until_ms) if between else None

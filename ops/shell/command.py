@@ -52,8 +52,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _ask_once(config: ShellConfig, conversation: Conversation, question: str) -> int:
-    from ops.shell.script import answer_once
-    from ops.shell.server import Server, base_of
+    from ops.shell.server import Server, answer_once, base_of
 
     server = Server(base_of(config.url), config.key)
     try:

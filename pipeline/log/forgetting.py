@@ -12,10 +12,37 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from pipeline.events import Cancelled
-from pipeline.log.archivers import ArchiverLog
 from pipeline.log.journal import Mentions
-from pipeline.log.protocol import Entry
-from pipeline.names import base_uid
+from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.names import ARCHIVE, Names, base_uid
+
+
+def ended_inbox(names: Names) -> Inbox:
+    """Return the stream of ended requests, and the group of the archivers."""
+    return Inbox(names.ended, ARCHIVE)
+
+
+class ArchiverLog(StreamLog, Protocol):
+    """The log for archivers."""
+
+    def open_archive(self, archive_id: str) -> str:
+        """Let the commits that end requests append their uids to `ended` from now on.
+
+        Return the id of the namespace's archive: *archive_id*, unless it already has another one.
+        """
+
+    def close_archive(self) -> bool:
+        """Undo `open_archive`, and drop the entries of `ended`. Return False if the namespace has no archive."""
+
+    def archived(self, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> None:
+        """Consume *entries* of `ended`, and *lost* ones whose histories expired, which are counted. Raise Fenced."""
+
+    def num_unarchived(self) -> int:
+        """Return how many requests expired before an archiver read them."""
+
+    def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
+        """Return the first entries of the histories that exist; for an erased request, its tombstone."""
+
 
 FORGETTING: Final = "forgetting"
 """By whom the request of a tombstone was ended, until everything else of it is gone, too .."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from support.checkpoints import STOP
 from support.fields import EOS, FIELDS, PROMPT, Field, Said
+from support.kernel_variants import VARIANTS
 from support.selection import AT_NIGHT
 from support.servers import Server
 from support.streams import events_of
@@ -21,6 +23,7 @@ from pipeline.log.redis import RedisLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
+AT_ONCE = 8 if VARIANTS else 1  # torch alone promises no equal tokens in company
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
@@ -68,15 +71,29 @@ def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any], *, c
     return Said(text, tokens, reason, finished.usage.prompt_tokens, answer, submitted.model_dump())
 
 
-@pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name + "-completions" * row.completions)
-def test_a_field_does_what_its_row_says(server: Server, log: RedisLog, eos: str, row: Field) -> None:
-    without = ask(server, log, eos, row.base, completions=row.completions)
-    asked = {**row.base, row.name: row.value, **row.more(without)}
-    said = ask(server, log, eos, asked, completions=row.completions)
-    assert row.shows(without, said), (row.effect, without, said)
-    if AT_NIGHT:
-        again = ask(server, log, eos, asked, completions=row.completions)
-        assert again.token_ids == said.token_ids, "the same request gives the same answer"
+@pytest.fixture(scope="module")
+def answers(server: Server, log: RedisLog, eos: str) -> Iterator[list[Future[tuple[Said, Said]]]]:
+    """What each row is answered without its field, and with it. All of them are asked side by side."""
+
+    def both(row: Field) -> tuple[Said, Said]:
+        without = ask(server, log, eos, row.base, completions=row.completions)
+        asked = {**row.base, row.name: row.value, **row.more(without)}
+        said = ask(server, log, eos, asked, completions=row.completions)
+        if AT_NIGHT:
+            again = ask(server, log, eos, asked, completions=row.completions)
+            assert again.token_ids == said.token_ids, "the same request gives the same answer"
+        return without, said
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield [pool.submit(both, row) for row in FIELDS]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(FIELDS)), ids=[row.name + "-completions" * row.completions for row in FIELDS]
+)
+def test_a_field_does_what_its_row_says(answers: list[Future[tuple[Said, Said]]], number: int) -> None:
+    without, said = answers[number].result()
+    assert FIELDS[number].shows(without, said), (FIELDS[number].effect, without, said)
 
 
 @pytest.mark.parametrize("certain", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}], ids=lambda field: next(iter(field)))

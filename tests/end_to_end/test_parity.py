@@ -1,7 +1,7 @@
 """In any company and under any setting, a request gets the tokens that transformers generates.
 
-Engine and schedule show it in this process for every family under every setting, and servers at night. By day
-test_demo_model compares what a server says with transformers.
+Engine and schedule show it in this process under every setting, for two families by day and for all at night, and then
+servers, too. By day test_demo_model compares what a server says with transformers.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def prompt_ids(folder: Path, body: Body) -> tuple[int, ...]:
     return tuple(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_at_night(FAMILIES, first=2))
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
     folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / request.param, request.param)
     reference = Reference(folder, torch.float32)

@@ -45,7 +45,7 @@ from stages.generate.setup.config import GenerateConfig
 
 pytestmark = pytest.mark.slow
 
-NUM_SCHEMAS: Final = by_night(50, 1000)
+NUM_SCHEMAS: Final = by_night(30, 1000)
 NUM_EVILS: Final = by_night(5, 20)
 NUM_REPLAYED: Final = by_night(10, 50)
 MOST_TOKENS: Final = 300

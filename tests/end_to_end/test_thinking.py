@@ -45,7 +45,7 @@ from stages.generate.setup.config import GenerateConfig
 
 pytestmark = pytest.mark.slow
 
-NUM_EACH: Final = by_night(4, 60)
+NUM_EACH: Final = by_night(2, 60)
 BUDGETS: Final = (0, 1, 3, 16, None)
 NUM_OVER_HTTP: Final = 30
 MOST_TOKENS: Final = 400

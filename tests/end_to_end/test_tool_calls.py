@@ -24,7 +24,7 @@ from ops.demo_model.wordings import is_held_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo_server")]
 
-NUM_QUESTIONS: Final = by_night(6, 200)
+NUM_QUESTIONS: Final = by_night(4, 200)
 MOST_WRONG: Final = by_night(1, 4)
 """Questions that may get a wrong answer: 2 % at night. One of ten says little by day."""
 AT_ONCE: Final = 16

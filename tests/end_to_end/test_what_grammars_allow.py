@@ -32,7 +32,7 @@ from web.wire.markup.reader import Reader, reader_for, tools_of
 
 pytestmark = pytest.mark.slow
 
-NUM_WALKS: Final = by_night(8, 100)
+NUM_WALKS: Final = by_night(4, 100)
 MOST_TOKENS: Final = 400
 QWEN: Final = ("qwen3", "qwq", "hermes", "qwen3_coder")
 OTHERS: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus", "harmony")

@@ -37,7 +37,8 @@ def post(server: Server, path: str, body: dict[str, object]) -> Answer:
         return client.answer()
 
 
-@pytest.mark.slow  # it waits until the histories are gone
+@pytest.mark.slow
+@pytest.mark.night  # it waits until the histories are gone; by day test_counts.py refuses
 def test_bodies_fill_the_log_to_its_budget_streams_end_and_there_is_room_when_the_histories_are_gone(
     redis_servers: Servers, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What MemoryLog does for tools with requests and steps of the past."""
+"""MemoryLog's methods for tools, about past requests and steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 
 from pipeline.log.entries import is_tombstone
 from pipeline.log.memory.streams import Stream, Streams
-from pipeline.log.past import Forgotten, check_whole, is_between
-from pipeline.log.protocol import Entry, RequestLimits
+from pipeline.log.protocol import Entry, Forgotten, RequestLimits, check_whole, is_between
 from pipeline.names import Names
 
 
 class MemoryPast:
-    """What StreamLog says of requests and steps of the past, on the streams and the lock of a MemoryLog."""
+    """StreamLog's methods for past requests and steps, on the streams and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits

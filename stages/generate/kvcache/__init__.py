@@ -1,4 +1,4 @@
-"""Which request owns which page (without torch), and the tensor that holds the pages."""
+"""Which request owns which page (without torch)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_name(cache: PrefixCache) -> str:
 def remade(
     name: str, num_pages: int, page_size: int, snapshot: CacheSnapshot
 ) -> tuple[PrefixCache, Sequence[Allocation]]:
-    """Return a copy of a cache of the kind *name* and its allocations, from its snapshot. Page numbers may differ."""
+    """Return a copy of a cache of the kind *name*, and its allocations, from a snapshot. Page numbers may differ."""
     if name == "radix":
         copy = DigestCache(num_pages, page_size, snapshot)
         return copy, copy.allocations

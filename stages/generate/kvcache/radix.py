@@ -1,4 +1,4 @@
-"""The cache that shares: a tree of full pages. The way to a page are the tokens of all pages before it and its own.
+"""The cache that shares: a tree of full pages. The path to a page is the tokens of all pages before it and its own.
 
 A page is shared as soon as the plan that fills it is made. A step writes keys and values before it reads any, so
 requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
@@ -8,7 +8,7 @@ requests with the same prompt in one plan compute it once. (RadixAttention: Zhen
 | 0 .. len(path) | the tree; this allocation has locked them | unlocked; may be evicted once no allocation locks them |
 | len(path) .. end | this allocation: not full yet, or another allocation filled the same tokens first | freed |
 
-An allocation locks only pages that it uses. So alone it can always grow to the size of the cache.
+An allocation locks only pages that it uses. So an allocation alone can always grow to the size of the cache.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class _Node:
     num_locks: int = 0
     used: int = 0
     digest: bytes = b""
-    """Of its tokens, once somebody asked for it."""
+    """Digest of its tokens; empty until a snapshot needs it."""
 
 
 @dataclass(slots=True)
 class RadixAllocation(Allocation):
-    """An allocation and its way down the tree: `path[i]` owns `pages[i]`."""
+    """An allocation and its path in the tree: `path[i]` owns `pages[i]`."""
 
     path: list[_Node] = field(default_factory=list)
     is_private: bool = False
-    """Another allocation put the same tokens into the tree first, so the following pages stay outside of it."""
+    """Whether another allocation put the same tokens into the tree first. Then the next pages stay outside of it."""
 
 
 class RadixCache:
@@ -185,7 +185,7 @@ class RadixCache:
                 heapq.heapify(self._evictable)
 
     def _evict(self) -> None:
-        """Free the page of the least recently used unlocked leaf. The caller knows that there is one."""
+        """Free the page of the least recently used unlocked leaf. The caller has checked that there is one."""
         while True:
             entry = heapq.heappop(self._evictable)
             if self._is_valid(entry):
@@ -216,12 +216,12 @@ class RadixCache:
 
 
 class DigestCache(RadixCache):
-    """A copy of a RadixCache from its snapshot. It knows pages by the digests of their tokens, not by the tokens."""
+    """A copy of a RadixCache, made from its snapshot. Digests of tokens stand for the tokens."""
 
     def __init__(self, num_pages: int, page_size: int, snapshot: CacheSnapshot) -> None:
         super().__init__(num_pages, page_size)
         self.allocations: list[Allocation] = []
-        """Those of the snapshot, in their order."""
+        """Allocations of the snapshot, in its order."""
         parents = array("i", snapshot.parents)
         nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
         for at, (node, parent) in enumerate(zip(nodes, _little(parents), strict=True)):
@@ -255,12 +255,12 @@ class DigestCache(RadixCache):
 
 
 def digest_of(tokens: Sequence[int]) -> bytes:
-    """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same."""
+    """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same digest."""
     return hashlib.blake2b(_little(array("i", tokens)).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def _little(numbers: array[int]) -> array[int]:
-    """Return numbers of this machine as little-endian ones, or the other way round."""
+    """Return this machine's numbers as little-endian ones, or the other way round."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

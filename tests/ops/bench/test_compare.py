@@ -49,7 +49,7 @@ def test_a_prompt_has_exactly_the_tokens_that_were_asked(folder: Path) -> None:
 
 
 def test_a_text_that_is_another_number_of_tokens_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="tokens of 2 words of one token each"):
+    with pytest.raises(ConfigError, match="2 words"):
         Prompts(folder).of("zqxj zqxj", 2, 1)
 
 
@@ -114,13 +114,13 @@ def test_a_server_that_counts_otherwise_is_refused(stand_in: OpenAIStandIn) -> N
     prompt = Prompt("one two", (1,) * 9, 4)  # the stand-in: 5 and 2 a word
     assert side.run(Workload((prompt,), 1)).output_tokens == 4
     assert side.cpu_s() is None
-    with pytest.raises(SideFailed, match="counts 9 tokens in and 4 out where 8 and 4 were asked"):
+    with pytest.raises(SideFailed, match=r"9 .* 4 .* 8 .* 4 "):
         side.run(Workload((Prompt("one two", (1,) * 8, 4),), 1))
     stand_in.script = lambda body: whole({**body, "max_tokens": 2})
-    with pytest.raises(SideFailed, match="counts 9 tokens in and 2 out where 9 and 4 were asked"):
+    with pytest.raises(SideFailed, match=r"9 .* 2 .* 9 .* 4 "):
         side.run(Workload((prompt,), 1))
     stand_in.script = lambda body: (500, {"error": "broken"})
-    with pytest.raises(SideFailed, match="1 of 1 requests failed: 1x HTTP 500: broken"):
+    with pytest.raises(SideFailed, match="HTTP 500: broken"):
         side.run(Workload((prompt,), 1))
 
 

@@ -241,5 +241,5 @@ def test_a_server_that_is_not_there_is_told_by_name() -> None:
         async with connected(url, timeout_s=30) as client:
             return await client.served_model()
 
-    with pytest.raises(ServerRefused, match=f"^{url}: cannot connect: Connection refused$"):
+    with pytest.raises(ServerRefused, match=url):
         asyncio.run(ask())

@@ -46,7 +46,7 @@ def test_every_word_of_the_vocabulary_is_one_token_behind_a_space(tmp_path: Path
 
 
 def test_a_name_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="7b: no such benchmark checkpoint; expected one of tiny"):
+    with pytest.raises(ConfigError, match=r"7b: .*tiny"):
         models.ensure("7b", tmp_path)
 
 

@@ -174,11 +174,11 @@ def test_the_table_shows_each_run_the_median_and_both_shares(done: Done) -> None
 
 
 def test_several_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--tp 2: this benchmark measures a single process; leave it out"):
+    with pytest.raises(ConfigError, match="--tp 2"):
         offline.main(["--tp", "2"], {})
 
 
 def test_lengths_beyond_the_context_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
     folder = nonsense(tmp_path)
-    with pytest.raises(ConfigError, match=r"have \d+ tokens, but the served context is 64; pass shorter"):
+    with pytest.raises(ConfigError, match=r"\d+ tokens.* 64"):
         offline.main(["--model", str(folder), "--max-seq-len", "64", "--num-pages", "8", "--threads", "1"], {})

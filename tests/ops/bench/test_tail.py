@@ -69,7 +69,7 @@ def test_tokens_that_come_together_share_their_gap_but_the_pause_is_whole() -> N
 
 @pytest.mark.parametrize("in_hand", [[], [(0.0, 9.0)]], ids=["no prompt", "always a prompt"])
 def test_there_must_be_tokens_with_and_without_a_prompt(in_hand: list[tuple[float, float]]) -> None:
-    with pytest.raises(SideFailed, match="both are compared"):
+    with pytest.raises(SideFailed):
         tail.figures(gaps(1, 2, 3), in_hand)
 
 
@@ -101,7 +101,7 @@ def test_a_stream_that_ends_and_a_prompt_that_fails_end_the_run(stand_in: OpenAI
         asyncio.run(tail.measured(config, stand_in.url, prompts, random.Random(0)))
 
     stand_in.script = lambda body: [token_chunk(1), FINISH, DONE]
-    with pytest.raises(SideFailed, match=r"a stream ended while it was measured: it filled the context; .*--prompts"):
+    with pytest.raises(SideFailed, match="--prompts"):
         run()
     asked = {"ignore_eos": True, "return_token_ids": True, "stream": True, "temperature": 0}
     assert asked.items() <= stand_in.bodies[0].items() and "max_tokens" not in stand_in.bodies[0]

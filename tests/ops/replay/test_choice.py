@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ops.replay.choice import ChoiceConfig, conditions, matches, since, until
+from ops.replay.source import ChoiceConfig, conditions, matches, since, until
 from ops.shell.config import ShellConfig
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted, encode, new_uid
@@ -40,7 +40,7 @@ def test_a_uid_means_its_moment_and_until_it_includes_it() -> None:
 
 @pytest.mark.parametrize("text", ["yesterday", "", "10", "-5y", "2026-13-01T00:00", "0" * 32])
 def test_what_is_no_moment_is_refused_with_what_one_looks_like(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"must be a moment: 2026-11-23T09:00 \(UTC"):
+    with pytest.raises(argparse.ArgumentTypeError, match="2026-11-23T09:00"):
         since(text)
 
 
@@ -56,7 +56,7 @@ def test_what_is_in_the_future_can_only_be_the_end() -> None:
     ahead, far = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() + 30)), "f" * 12 + new_uid()[12:]
     assert since(ahead) / 1000 == pytest.approx(time.time() + 30, abs=2)
     for text in ("2999-01-01", far):
-        with pytest.raises(argparse.ArgumentTypeError, match=r"is in the future; it is 20.* UTC now"):
+        with pytest.raises(argparse.ArgumentTypeError, match="future"):
             since(text)
         assert until(text) / 1000 > time.time() + 60
 
@@ -66,7 +66,7 @@ def test_what_is_in_the_future_can_only_be_the_end() -> None:
     [("-1h", "-2h"), ("2026-11-23T09:00", "2026-11-23T09:00"), ("2026-11-23T09:00", "2026-11-23T09:30+01:00")],
 )
 def test_an_end_that_is_not_later_than_the_beginning_is_refused(moments: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"--until: 20.* UTC is not later than --since, 20.* UTC"):
+    with pytest.raises(ConfigError, match=r"--until: .*--since"):
         parse_flags("tool", (ChoiceConfig,), [f"--since={moments[0]}", f"--until={moments[1]}"], {})
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_fulfils_no_condition() -> None:
 
 @pytest.mark.parametrize("text", ["model", "user=b,c", "state=over"])
 def test_a_condition_has_a_name_and_a_value(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="must be NAME=VALUE"):
+    with pytest.raises(argparse.ArgumentTypeError, match="NAME=VALUE"):
         conditions(text)
 
 

@@ -22,7 +22,7 @@ from support.selection import by_night, rest_at_night
 from ops.offline import stages as offline_stages
 from ops.offline.stages import LIMITS, Wrap
 from ops.replay.compute import Computer
-from ops.replay.local import local_engine
+from ops.replay.isolated import local_engine
 from ops.replay.report import computed_report, lines_of
 from pipeline import VERSION
 from pipeline.errors import MiniSGLError

@@ -146,7 +146,7 @@ def test_without_a_url_a_folder_in_which_no_server_runs_is_refused(
 ) -> None:
     file = dump(tmp_path, recording(("ab",)))
     assert drive(file, "--data-dir", str(tmp_path / "none")) == 2
-    assert "; pass --url with the server that gets the requests" in capsys.readouterr().err
+    assert "--url" in capsys.readouterr().err
 
 
 def test_a_request_that_is_refused_keeps_none_of_the_others(
@@ -225,7 +225,7 @@ def test_redacted_requests_get_made_up_prompts_and_are_not_compared(
     stand_in.script = lambda body: [text_chunk("a"), FINISH, DONE]
     file = dump(tmp_path, redacted(recording(("ab", "a"), "length"), b"salt"))
     assert drive(file, "--url", stand_in.url, "--compare") == 2
-    assert f"--compare: {file} is redacted, or came from a trace, so it has no answers" in capsys.readouterr().err
+    assert f"--compare: {file}" in capsys.readouterr().err
     assert stand_in.bodies == []
     assert drive(file, "--url", stand_in.url) == 0
     said = "made-up prompts, because they were redacted or come from a trace: 1 request"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import orjson
 from support.drives import recording, uid
 
-from ops.replay import driven
-from ops.replay.outcomes import Outcome, outcome_of
+from ops.replay import drive
 from ops.replay.sender import Sent
-from ops.replay.traffic import Target, traffic_of
+from ops.replay.traffic import Outcome, Target, outcome_of, traffic_of
 from pipeline.walk import walk
 
 WORDS = ("a ", "b ", "c ")
@@ -44,8 +43,8 @@ def with_greedy(one: Sent) -> Sent:
 
 def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
     sent = sent_again((outcome(), outcome(first_ms=1040)), (outcome(), outcome(end="failed", pause_ms=30)))
-    pairs = driven.pairs_of(sent)
-    assert driven.table(pairs, same_clock=True).splitlines() == [
+    pairs = drive.pairs_of(sent)
+    assert drive.table(pairs, same_clock=True).splitlines() == [
         "                             before   p50   p90   p99  after      p50      p90      p99",
         "time to first token, ms              20.0  20.0  20.0           530.0    938.0  1,029.8",
         "time per token after it, ms          10.0  10.0  10.0            20.0     28.0     29.8",
@@ -56,19 +55,19 @@ def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
         "prompts from the cache          44%                      44%",
         "Times after: by Redis' clock.",
     ]
-    assert driven.table(pairs, same_clock=False).endswith("by this client's clock, and not Redis' as before.")
-    assert driven.lateness(sent) == "sent late by: p50 0.5 ms, p99 1.0 ms"
+    assert drive.table(pairs, same_clock=False).endswith("by this client's clock, and not Redis' as before.")
+    assert drive.lateness(sent) == "sent late by: p50 0.5 ms, p99 1.0 ms"
 
 
 def test_a_side_without_times_has_none() -> None:
-    pairs = driven.pairs_of(sent_again((outcome(), Outcome("failed", error="refused"))))
-    lines = driven.table(pairs, same_clock=True).splitlines()
+    pairs = drive.pairs_of(sent_again((outcome(), Outcome("failed", error="refused"))))
+    lines = drive.table(pairs, same_clock=True).splitlines()
     assert lines[1].split()[-3:] == ["-", "-", "-"] and lines[7].split()[-2:] == ["44%", "-"]
 
 
 def test_a_sender_without_time_says_so() -> None:
     [one] = sent_again((outcome(), outcome()))
-    late = driven.lateness([dataclasses.replace(one, late_s=0.5)])
+    late = drive.lateness([dataclasses.replace(one, late_s=0.5)])
     assert late.startswith("sent late by: p50 500.0 ms") and "Lower --speed" in late
 
 
@@ -80,13 +79,13 @@ def test_the_comparison_counts_what_has_an_answer_and_names_each_difference() ->
         (outcome(), None),
         (outcome(end="cancelled"), outcome(WORDS[:2], end="cancelled")),
     )
-    pairs = driven.pairs_of(sent)
-    assert driven.comparison(driven.compared(pairs)).splitlines() == [
+    pairs = drive.pairs_of(sent)
+    assert drive.comparison(drive.compared(pairs)).splitlines() == [
         "identical answers: 2 of 3 (66.7%)",
         f"  {uid(1)} differs at token 2: 'b c ', now 'x c '",
         "changed finish reasons: 1x stop -> length, 1x failed -> stop",
     ]
-    assert driven.comparison(driven.compared(pairs[3:4])) == "no answers to compare"
+    assert drive.comparison(drive.compared(pairs[3:4])) == "no answers to compare"
 
 
 def test_what_another_engine_drew_is_told_from_what_it_computed_otherwise() -> None:
@@ -94,32 +93,32 @@ def test_what_another_engine_drew_is_told_from_what_it_computed_otherwise() -> N
         (outcome(), outcome(("x",))), (outcome(), outcome()), (outcome(), outcome(("x", "y")))
     )
     sent = [drawn, *(with_greedy(one) for one in (greedy, wrong))]
-    found = driven.compared(driven.pairs_of(sent))
-    said = driven.comparison(found, draws_alike=False).splitlines()
+    found = drive.compared(drive.pairs_of(sent))
+    said = drive.comparison(found, draws_alike=False).splitlines()
     assert said[:2] == [
         "identical answers: 1 of 3 (33.3%)",
         "of those at temperature 0: 1 of 2; another engine draws other tokens",
     ]
-    assert driven.comparison(found).splitlines() == [said[0], *said[2:]]
-    only_greedy = driven.compared(driven.pairs_of(sent[1:]))
-    assert "temperature" not in driven.comparison(only_greedy, draws_alike=False)
+    assert drive.comparison(found).splitlines() == [said[0], *said[2:]]
+    only_greedy = drive.compared(drive.pairs_of(sent[1:]))
+    assert "temperature" not in drive.comparison(only_greedy, draws_alike=False)
 
 
 def test_prompts_of_other_lengths_are_counted_where_both_sides_say_them() -> None:
     told = (3, 4), (3, 3), (3, 0), (0, 3)
     sides = [(dataclasses.replace(outcome(), prompt_tokens=n) for n in lengths) for lengths in told]
-    pairs = driven.pairs_of(sent_again(*[(before, after) for before, after in sides], (outcome(), None)))
-    assert driven.other_prompts(pairs) == 1
+    pairs = drive.pairs_of(sent_again(*[(before, after) for before, after in sides], (outcome(), None)))
+    assert drive.other_prompts(pairs) == 1
 
 
 def test_of_many_differences_the_first_are_shown() -> None:
-    pairs = driven.pairs_of(sent_again(*[(outcome(), outcome(("x",)))] * 23))
-    lines = driven.comparison(driven.compared(pairs)).splitlines()
-    assert len(lines) == 1 + driven.DIFFERENCES_SHOWN + 1 and lines[-1] == "  and 3 more; --json has all"
+    pairs = drive.pairs_of(sent_again(*[(outcome(), outcome(("x",)))] * 23))
+    lines = drive.comparison(drive.compared(pairs)).splitlines()
+    assert len(lines) == 1 + drive.DIFFERENCES_SHOWN + 1 and lines[-1] == "  and 3 more; --json has all"
 
 
 def test_an_error_that_was_there_before_is_no_new_failure() -> None:
-    pairs = driven.pairs_of(
+    pairs = drive.pairs_of(
         sent_again((outcome(end="failed"), outcome(end="failed")), (outcome(), outcome(end="failed")))
     )
     assert [pair.has_failed for pair in pairs] == [False, True]
@@ -127,7 +126,7 @@ def test_an_error_that_was_there_before_is_no_new_failure() -> None:
 
 def test_the_json_has_every_request() -> None:
     sent = sent_again((outcome(), outcome(("a ", "x ", "c "))), (outcome(), None))
-    document = orjson.loads(orjson.dumps(driven.document(driven.pairs_of(sent), sent, with_answers=True)))
+    document = orjson.loads(orjson.dumps(drive.document(drive.pairs_of(sent), sent, with_answers=True)))
     assert document["before"]["ttft_ms"]["p50"] == 20 and document["after"]["num_requests"] == 1
     assert document["answers"] == {"compared": 1, "identical": 0, "changed_ends": {}}
     first, second = document["requests"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from support.log_contract import put
 
-from ops.replay.late_tokens import why
+from ops.replay.show import why
 from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
 from pipeline.log.memory.log import MemoryLog

@@ -8,7 +8,7 @@ import pytest
 from support.drives import recording
 
 from ops.bench.load import Answer
-from ops.replay.outcomes import Difference, Outcome, first_difference, is_comparable, outcome_of, outcome_seen
+from ops.replay.traffic import Difference, Outcome, first_difference, is_comparable, outcome_of, outcome_seen
 from pipeline.walk import walk
 
 

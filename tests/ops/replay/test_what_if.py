@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.journalled import Life, live
 
-from ops.replay.what_if import fitted, lived_again, measured, parts_of
+from ops.replay.schedule import fitted, lived_again, measured, parts_of
 from pipeline.log.journal import JournalStep, steps
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 

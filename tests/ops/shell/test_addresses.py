@@ -28,7 +28,7 @@ def test_an_address_may_have_v1_or_not(url: str, base: str) -> None:
     "url", ["", "127.0.0.1:1919", "ftp://h", "http://", "http://h:0", "http://h:99999", "http://[h"]
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="expected one like"):
+    with pytest.raises(ConfigError):
         base_of(url)
 
 

@@ -85,7 +85,7 @@ def test_what_is_damaged_is_refused_with_what_is_wrong(change: dict[str, Any], s
 def test_what_is_no_conversation_is_neither_loaded_nor_written_over(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(NotKept, match="is not a conversation"):
+    with pytest.raises(NotKept):
         load(path)
     with pytest.raises(NotKept, match="already exists"):
         save(TALK, path)
@@ -93,11 +93,11 @@ def test_what_is_no_conversation_is_neither_loaded_nor_written_over(content: byt
 
 
 def test_a_file_that_cannot_be_had_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotKept, match=r"absent\.json cannot be read: No such file"):
+    with pytest.raises(NotKept, match=r"absent\.json"):
         load(tmp_path / "absent.json")
-    with pytest.raises(NotKept, match="is not a file"):
+    with pytest.raises(NotKept):
         load(tmp_path)
     with pytest.raises(NotKept, match="already exists"):
         save(TALK, tmp_path)
-    with pytest.raises(NotKept, match=r"t\.json cannot be written: No such file"):
+    with pytest.raises(NotKept, match=r"t\.json"):
         save(TALK, tmp_path / "absent" / "t.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ops.shell.figures import Figures, table
+from ops.shell.chat import AnswerTimes, table
 
 
 def usage(prompt: int, output: int, cached: int) -> dict[str, object]:
@@ -11,8 +11,8 @@ def usage(prompt: int, output: int, cached: int) -> dict[str, object]:
 
 
 def test_figures_are_of_the_last_answer_and_of_all() -> None:
-    first = Figures(sent_s=0, first_s=0.1, ended_s=1.1, usage=usage(10, 21, 0))
-    second = Figures(sent_s=10, first_s=10.3, ended_s=11.3, usage=usage(2000, 41, 1024))
+    first = AnswerTimes(sent_s=0, first_s=0.1, ended_s=1.1, usage=usage(10, 21, 0))
+    second = AnswerTimes(sent_s=10, first_s=10.3, ended_s=11.3, usage=usage(2000, 41, 1024))
     assert table([first, second]) == [
         ("answers", "1", "2"),
         ("time to first token", "300 ms", "200 ms on average"),
@@ -25,9 +25,9 @@ def test_figures_are_of_the_last_answer_and_of_all() -> None:
 
 def test_what_was_not_said_is_not_made_up() -> None:
     """A cut answer has no counts: its stream was left before they came."""
-    whole = Figures(sent_s=0, first_s=0.1, ended_s=1.1, usage=usage(10, 21, 0))
-    cut = Figures(sent_s=0, first_s=0.1, ended_s=5, usage={})
-    silent = Figures(sent_s=0, first_s=None, ended_s=5, usage={"prompt_tokens_details": None})
+    whole = AnswerTimes(sent_s=0, first_s=0.1, ended_s=1.1, usage=usage(10, 21, 0))
+    cut = AnswerTimes(sent_s=0, first_s=0.1, ended_s=5, usage={})
+    silent = AnswerTimes(sent_s=0, first_s=None, ended_s=5, usage={"prompt_tokens_details": None})
     assert table([cut])[2:] == [
         ("tokens per second", "-", "-"),
         *((f"{name} tokens", "-", "-") for name in ("prompt", "cached", "output")),

@@ -96,5 +96,5 @@ def test_reading_begins_with_the_first_step_that_names_its_requests() -> None:
 
 @pytest.mark.parametrize("fields", [{"rows": "1:a"}, {"tokens": "1"}, {"figures": "{"}, {"tokens": "x"}], ids=str)
 def test_an_entry_that_does_not_decode_is_named(fields: dict[str, str]) -> None:
-    with pytest.raises(UndecodableEvent, match="the entry 3-1 of a journal does not decode"):
+    with pytest.raises(UndecodableEvent, match="3-1"):
         list(steps([Entry("3-1", {"ms": "1", "rows": "", "tokens": ""} | fields)]))

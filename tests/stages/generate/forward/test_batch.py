@@ -59,7 +59,7 @@ def test_a_table_row_is_taken_over_by_the_next_request() -> None:
 
 
 def test_more_pages_than_a_row_has_are_our_bug() -> None:
-    with pytest.raises(AssertionError, match="3 pages in a row of 2"):
+    with pytest.raises(AssertionError):
         PageTables(1, 8, 4).update([PlanRow(0, 0, (1,), (1, 2, 3), 0, None)])
 
 

@@ -447,7 +447,7 @@ def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
     ]
     past = past_of("a", entries[:3])
     assert past is not None and past.request.output_ids == (5,)
-    with pytest.raises(UndecodableEvent, match="after token 1 comes the event 3-0"):
+    with pytest.raises(UndecodableEvent, match="3-0"):
         past_of("a", entries)
 
 

@@ -1,4 +1,4 @@
-"""The byte budget of the log: what a frontend knows of it, and what clients are told."""
+"""What a web process counts: the byte budget of the log, and when there may be room again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from support.web_site import CHAT, DONE, Site, chat, error_of, received, site, u
 from pipeline.errors import LogUnavailable
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
-from web.live import budget as module
-from web.live.budget import Budget
-from web.live.retry_after import RetryAfter
+from web.live import counts as module
+from web.live.counts import LONGEST_S, Budget, RetryAfter
 
 PLENTY = 1 << 40
 KEY = {"Idempotency-Key": "a-key"}
@@ -143,9 +142,6 @@ async def test_over_the_budget_requests_are_refused_and_leave_nothing(
             assert (response.status_code, response.headers["Retry-After"]) == (503, "17")
             _, error = await error_of(here.client.post(path, json=body))
             assert (error["code"], error["type"]) == ("overloaded", "service_unavailable")
-            assert error["message"] == (
-                "The log may take no more memory (--max-log-bytes) until older requests expire; send it again."
-            )
             metrics = await (await here.get("/metrics")).get_data(as_text=True)
             assert 'admission_rejections_total{reason="log_bytes",slot="web-0"} 2.0' in metrics
         assert command(redis_url, "KEYS", Names().idempotency("*")) == []
@@ -180,3 +176,86 @@ async def test_a_refused_request_whose_history_is_gone_is_refused_anew_under_its
         again = await here.post(chat("refuse"), headers=KEY)
         assert (first.status_code, again.status_code) == (400, 400)
         assert again.headers["x-minisgl-uid"] != uid
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
+    clock = Clock()
+    retry_after = RetryAfter(clock)
+    assert retry_after.estimate_s() == 1  # nothing runs here
+    for request in range(100):
+        retry_after.begun(request)
+    assert retry_after.estimate_s() == 1
+    clock.now_s += 6.5
+    assert retry_after.estimate_s() == 7  # none has ended yet
+    for request in range(4):
+        clock.now_s += 3
+        retry_after.ended(request)
+    assert retry_after.estimate_s() == 5  # 4 in 18.5 s
+    for request in range(4, 40):
+        clock.now_s += 0.1
+        retry_after.ended(request)
+    assert retry_after.estimate_s() == 1
+
+
+def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
+    clock = Clock()
+    retry_after = RetryAfter(clock)
+    for request in range(4):
+        retry_after.begun(request)
+    retry_after.ended(0)
+    told = []
+    for _ in range(40):
+        clock.now_s += 5
+        told.append(retry_after.estimate_s())
+    assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
+
+
+def test_what_was_before_a_pause_does_not_count() -> None:
+    clock = Clock()
+    retry_after = RetryAfter(clock)
+    retry_after.begun("a")
+    clock.now_s += 20
+    retry_after.ended("a")
+    retry_after.ended("a")
+    clock.now_s += 50
+    retry_after.begun("b")
+    clock.now_s += 2
+    assert retry_after.estimate_s() == 2
+
+
+def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
+    clock = Clock()
+    retry_after = RetryAfter(clock)
+    for request in range(1000):
+        retry_after.begun(request)
+    for request in range(900):
+        clock.now_s += 0.05
+        retry_after.ended(request)
+    assert retry_after.estimate_s() == 1
+    clock.now_s += 7.5
+    assert retry_after.estimate_s() == 8
+    retry_after.ended(900)
+    assert retry_after.estimate_s() == 1
+
+
+@pytest.mark.parametrize("full", ["backlog", "log"])
+async def test_a_server_without_room_says_when_there_is_some(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.waiting():
+        await until(stand_in.requests)
+        if full == "log":
+            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+        monkeypatch.setattr(RetryAfter, "estimate_s", lambda self: 17)
+        response = await here.post(chat())
+        error = (await response.get_json())["error"]
+        assert (response.status_code, error["type"]) == (503, "service_unavailable")
+        assert (error["code"], response.headers["Retry-After"]) == ("overloaded", "17")
