@@ -216,7 +216,7 @@ def table(found: Mapping[str, Any]) -> str:
     columns = ("name", "status", "passed", "failed", "skipped")
     rows: list[tuple[str, ...]] = [(*columns, "seconds")]
     rows += [(*(str(group[column]) for column in columns), f"{group['seconds']:.0f}") for group in found["groups"]]
-    lines += ["", aligned(rows)]
+    lines += ["", aligned(rows)] if found["groups"] else []
     tests = [test for group in found["groups"] for test in group["tests"]]
     lines += [f"failed: {test['test']}: {test['why']}" for test in tests if test["outcome"] == "failed"]
     lines += sorted({f"skipped: {test['why']}" for test in tests if test["outcome"] == "skipped"})

@@ -20,6 +20,7 @@ STUBS: Mapping[str, str] = {
     "wrong": "def test_a(): assert 1 == 2\ndef test_b(): pass",
     "broken": "import no_such_module",
     "dies": "def test_a(): os.kill(os.getpid(), 9)",
+    "slow": "def test_a(): time.sleep(3)\ndef test_b(): pass",
     "hangs": "def test_a(): pass\ndef test_b(): time.sleep(600)",
 }
 RATES = {"output_tokens_per_s": 12_521.0, "decode_share": 0.5, "prefill_share": None}
@@ -70,13 +71,14 @@ def test_tests_that_fail_or_die_and_files_that_cannot_be_imported_are_failures_a
     assert "3 failed" in capsys.readouterr().out
 
 
-def test_the_budget_ends_a_group_that_hangs_and_what_comes_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "passed"), [("slow", 1), pytest.param("hangs", 0, marks=pytest.mark.night)])
+def test_the_budget_ends_a_group_between_its_tests_or_in_one_that_hangs_and_what_comes_after_it(
+    name: str, passed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "LEAST_S", 1.0)
-    monkeypatch.setattr(gpu, "GRACE_S", 1.0)
-    code, found = checked(tmp_path, "--only", "hangs,timings", "--budget", "4")
-    assert (code, [group["status"] for group in found["groups"]]) == (0, ["cut"])
+    monkeypatch.setattr(gpu, "GRACE_S", 1.0 if name == "hangs" else 60.0)
+    code, found = checked(tmp_path, "--only", f"{name},timings", "--budget", "3")
+    assert (code, [(group["status"], group["passed"]) for group in found["groups"]]) == (0, [("cut", passed)])
     assert [timing["status"] for timing in found["timings"]] == ["cut"] * len(gpu.TIMED)
 
 
@@ -107,7 +109,7 @@ def test_what_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         gpu.main([], {})
 
 
-@pytest.mark.parametrize("flags", [("--only", "fine,slow"), ("--json", "/nowhere/a.json"), ("--wheels", "/nowhere")])
+@pytest.mark.parametrize("flags", [("--only", "fine,absent"), ("--json", "/nowhere/a.json"), ("--wheels", "/nowhere")])
 def test_flags_that_cannot_work_are_refused_by_name(flags: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=flags[0]):
         gpu.main(flags, {})
@@ -120,5 +122,5 @@ def test_every_file_with_tests_for_a_gpu_is_in_a_group(monkeypatch: pytest.Monke
     given = [part for parts in gpu.GROUPS.values() for part in parts]
     paths = [ROOT / part for part in given if part.startswith("tests/")]
     grouped = {file for path in paths for file in ([path] if path.is_file() else path.glob("test_*.py"))}
-    assert files - grouped == {Path(__file__), ROOT / "tests" / "test_selection.py"} & files
+    assert files - grouped == {Path(__file__)}
     assert all(path.exists() for path in paths)
