@@ -47,7 +47,7 @@ gpu-check: venv
 endif
 
 gpu-wheels: venv
-	@$(BIN)/python -m ops.bench.gpu.wheels '$(or $(DIR),wheels)'
+	@$(BIN)/python -m ops.bench.wheels '$(or $(DIR),wheels)'
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)

@@ -12,7 +12,7 @@ from ops.config import ConnectConfig
 from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLError
 from pipeline.flags import flags_of, split_names
-from pipeline.log.archivers import ArchiverLog
+from pipeline.log.forgetting import ArchiverLog
 from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog

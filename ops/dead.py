@@ -18,8 +18,7 @@ from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, new_uid
 from pipeline.flags import parse_flags
 from pipeline.log.protocol import Entry, RequestLimits, StreamLog, Submission
-from pipeline.views.history import copied_history
-from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
+from pipeline.views.history import REQUEUED_FROM, copied_history, plain_letter, sent_again
 from web.config import RequestConfig
 
 USAGE: Final = """\

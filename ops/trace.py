@@ -16,8 +16,8 @@ from pipeline.archive.reader import Archive
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
-from pipeline.log.archivers import ArchiverLog
 from pipeline.log.entries import BRIEF_MS
+from pipeline.log.forgetting import ArchiverLog
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, sibling_uids
 from pipeline.views.history import story

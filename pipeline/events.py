@@ -12,24 +12,24 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import orjson
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UndecodableEvent
 from pipeline.markup import Calls as Calls
 from pipeline.markup import Markup as Markup
+from pipeline.names import check_readable
 from pipeline.names import new_uid as new_uid
-from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import Constraint as Constraint
 from pipeline.sampling import SamplingParams as SamplingParams
 from pipeline.sampling import Value as Value
+from pipeline.scores import Logprob as Logprob
+from pipeline.scores import Logprobs as Logprobs
+from pipeline.scores import PromptInfo as PromptInfo
 from pipeline.scores import Score as Score
 from pipeline.scores import Scores as Scores
-from pipeline.scores import ToldCandidate as ToldCandidate
-from pipeline.scores import ToldPrompt as ToldPrompt
-from pipeline.scores import ToldScore as ToldScore
-from pipeline.scores import ToldScores as ToldScores
-from pipeline.scores import ToldToken as ToldToken
+from pipeline.scores import TokenText as TokenText
+from pipeline.scores import TopLogprob as TopLogprob
 
 MOST_MS: Final = 253_402_300_799_999
 """The end of the year 9999, in ms since 1970. A later moment has no date."""
@@ -266,9 +266,9 @@ class TokensProduced(Event):
     chunks: Count = 0
     """Prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this token; 0 for
     the token of a decode row."""
-    scores: tuple[ToldScore, ...] = ()
+    scores: tuple[Logprob, ...] = ()
     """One for each of `tokens`, if the client asked for them."""
-    prompt: ToldPrompt | None = None
+    prompt: PromptInfo | None = None
     """With the first token, if the client asked about its prompt."""
     markup: Markup | None = None
     """With the first token, if the text has markup."""
@@ -350,7 +350,7 @@ class EventRow(Value):
 StepRow: TypeAlias = Annotated[TokenRow | EventRow, Field(discriminator="kind")]
 
 
-class Figures(Value):
+class StepStats(Value):
     """What one step computed, and what the engine held after it."""
 
     decode_rows: int = 0
@@ -382,10 +382,10 @@ class StepCompleted(Event):
     made_ms: Moment = 0
     """When it was computed, by Redis' clock; 0: unknown. Until `ms` it waited for other steps of its commit."""
     rows: tuple[StepRow, ...]
-    let_go: tuple[str, ...] = ()
+    released: Annotated[tuple[str, ...], Field(validation_alias=AliasChoices("released", "let_go"))] = ()
     """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""
-    figures: Figures = Figures()
-    given: tuple[str, ...] = ()
+    figures: StepStats = StepStats()
+    inputs: Annotated[tuple[str, ...], Field(validation_alias=AliasChoices("inputs", "given"))] = ()
     """What the schedule was told since the step before, in order: `add <n> <length> <uid>` (a request with n tokens of
     output and a prompt of this length), `drop <uid>`, `flush`, `alone <uid>`, `all`, `plan`, `complete`, `skip` and
     `start over`. If the last four are missing, it ends with `plan` and `complete`. With one in flight, `plan <n>` says
@@ -393,7 +393,7 @@ class StepCompleted(Event):
     chunks: tuple[Chunk, ...] = ()
     """Of prompts, in the order of the plan. Only for the journal."""
     schedule: str = ""
-    """The schedule as it was before `given`, in JSON: in an engine's first step, and then every 1,000 steps and
+    """The schedule as it was before `inputs`, in JSON: in an engine's first step, and then every 1,000 steps and
     every minute. Only for the journal."""
 
 
@@ -439,7 +439,7 @@ def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
             plain[name] = list(value)
         elif type(event) is StepCompleted and name == "rows":
             plain[name] = [_plain_row(row) for row in value]
-        elif type(value) is Figures:
+        elif type(value) is StepStats:
             plain[name] = {name: number for name, number in vars(value).items() if number is not None}
         else:
             plain[name] = value
@@ -504,6 +504,6 @@ def _text_fields(model: type[Event]) -> frozenset[str]:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Say whether it is text, or one of several words."""
+    """Return whether it is text, or one of several words."""
     words = get_args(annotation)
     return annotation is str or (bool(words) and all(isinstance(word, str) for word in words))

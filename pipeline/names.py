@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from pipeline.errors import NewerVersion, UndecodableEvent
 
 TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
@@ -76,7 +79,7 @@ def newer_consumer(stage: str, version: int) -> str:
 
 
 def is_too_new(consumer: str) -> bool:
-    """Say whether *consumer* keeps entries of a version that this code does not read."""
+    """Return whether *consumer* keeps entries of a version that this code does not read."""
     _, found, version = consumer.rpartition("-v")
     return bool(found) and version.isdecimal() and int(version) > VERSION
 
@@ -220,3 +223,28 @@ class Names:
 
 LASTING: Final = ("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive")
 """The keys that have no time to live; every other key has one."""
+
+
+UNREADABLE: Final = "unreadable"
+"""A field that readers of the log add to an entry that is not text, or that stands for a key of another type: why."""
+LONGEST_VERSION: Final = 6
+"""Digits of a version; more are no version."""
+
+
+def check_readable(fields: Mapping[str, str]) -> None:
+    """Return if an entry with these fields is text, of a version that this code reads.
+
+    Raises:
+        NewerVersion: It is of a newer version.
+        UndecodableEvent: It is not text, or has no version that can be.
+    """
+    if UNREADABLE in fields:
+        raise UndecodableEvent(fields[UNREADABLE])
+    if "v" not in fields:
+        return
+    said = fields["v"]
+    version = int(said) if said.isdecimal() and len(said) <= LONGEST_VERSION else 0
+    if version > VERSION:
+        raise NewerVersion(version)
+    if version < 1:
+        raise UndecodableEvent(f"its version is {said[:20]!r}, expected a whole number from 1 on")

@@ -1,6 +1,6 @@
 """How probable tokens are, and what clients are told of that and of their prompt: values that events hold.
 
-A prompt can have a million pairs of token and log-probability. `Scores` and `ToldScores` hold them in arrays, and so do
+A prompt can have a million pairs of token and log-probability. `Scores` and `Logprobs` hold them in arrays, and so do
 events and the log: 12 bytes for each pair, where an object takes 500.
 """
 
@@ -28,7 +28,7 @@ class Score(Value):
     """The most probable tokens and their log-probabilities, the most probable one first."""
 
 
-class ToldToken(Value):
+class TokenText(Value):
     """A token as clients are told of it."""
 
     token: int
@@ -36,20 +36,20 @@ class ToldToken(Value):
     """If its bytes are not UTF-8: `bytes:` and each byte as `\\x..`, as OpenAI writes it."""
 
 
-class ToldCandidate(ToldToken):
+class TopLogprob(TokenText):
     """A token and its log-probability in one place."""
 
     logprob: float
 
 
-class ToldScore(ToldCandidate):
+class Logprob(TopLogprob):
     """A token of the prompt or the answer, and the most probable tokens in its place."""
 
-    top: tuple[ToldCandidate, ...] = ()
+    top: tuple[TopLogprob, ...] = ()
 
 
 class Pair(NamedTuple):
-    """What a ToldCandidate says, and a ToldToken, which has no log-probability."""
+    """What a TopLogprob says, and a TokenText, which has no log-probability."""
 
     token: int
     text: str
@@ -57,9 +57,9 @@ class Pair(NamedTuple):
 
 
 Row = tuple[Pair, list[Pair]]
-"""What a ToldScore says: a token, and the most probable ones in its place."""
+"""What a Logprob says: a token, and the most probable ones in its place."""
 
-S = TypeVar("S", Score, ToldScore)
+S = TypeVar("S", Score, Logprob)
 
 
 N = TypeVar("N", int, float)
@@ -263,27 +263,27 @@ class Scores(_Packed[Score]):
             top=tuple(zip(self._tokens[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
         )
 
-    def told(self, token_ids: Sequence[int], text_of: Callable[[int], str]) -> ToldScores:
+    def with_texts(self, token_ids: Sequence[int], text_of: Callable[[int], str]) -> Logprobs:
         """Return the scores of *token_ids*, with the texts of all tokens."""
-        told = ToldScores()
-        told._ends = self._ends[: len(token_ids)]
-        num_pairs = told._ends[-1] if told._ends else 0
-        tokens, told._logprobs = self._tokens[:num_pairs], self._logprobs[:num_pairs]
+        found = Logprobs()
+        found._ends = self._ends[: len(token_ids)]
+        num_pairs = found._ends[-1] if found._ends else 0
+        tokens, found._logprobs = self._tokens[:num_pairs], self._logprobs[:num_pairs]
         first = 0
-        for token, end in zip(token_ids, told._ends, strict=False):
+        for token, end in zip(token_ids, found._ends, strict=False):
             tokens[first] = token
             first = end
-        told._tokens = tokens
-        told._texts = {token: text_of(token) for token in sorted(set(tokens))}
-        return told
+        found._tokens = tokens
+        found._texts = {token: text_of(token) for token in sorted(set(tokens))}
+        return found
 
 
-class ToldScores(_Packed[ToldScore]):
+class Logprobs(_Packed[Logprob]):
     """Those that a client is told. A token has one text, wherever it is."""
 
-    item = ToldScore
+    item = Logprob
 
-    def extend(self, items: Iterable[ToldScore]) -> None:
+    def extend(self, items: Iterable[Logprob]) -> None:
         tokens, logprobs = self._arrays()
         for score in items:
             for each in (score, *score.top):
@@ -292,15 +292,15 @@ class ToldScores(_Packed[ToldScore]):
                 self._texts[each.token] = each.text
             self._ends.append(len(tokens))
 
-    def _at(self, first: int, end: int) -> ToldScore:
+    def _at(self, first: int, end: int) -> Logprob:
         one, *top = (
-            ToldCandidate(token=token, text=self._texts.get(token, ""), logprob=logprob)
+            TopLogprob(token=token, text=self._texts.get(token, ""), logprob=logprob)
             for token, logprob in zip(self._tokens[first:end], self._logprobs[first:end], strict=True)
         )
-        return ToldScore(token=one.token, text=one.text, logprob=one.logprob, top=tuple(top))
+        return Logprob(token=one.token, text=one.text, logprob=one.logprob, top=tuple(top))
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """Yield what they say from place *start* on, faster than as ToldScore."""
+        """Yield what they say from place *start* on, faster than as Logprob."""
         first = self._ends[start - 1] if 0 < start <= len(self) else 0
         for end in self._ends[start:]:
             yield self._row(first, end)
@@ -323,7 +323,7 @@ class ToldScores(_Packed[ToldScore]):
         return pairs[0], pairs[1:]
 
 
-class ToldPrompt(Value):
+class PromptInfo(Value):
     """What a client asked to be told about its prompt."""
 
     num_tokens: int
@@ -332,7 +332,7 @@ class ToldPrompt(Value):
     """If it asked for them."""
     text: str = ""
     """If it asked for its prompt before the answer (`echo`)."""
-    scores: ToldScores = ToldScores()
+    scores: Logprobs = Logprobs()
     """Of all tokens but the first, if it asked for them."""
-    first: ToldToken | None = None
+    first: TokenText | None = None
     """The first token, which has no score, if the others have one."""

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from hypothesis import settings
 from support.redis_servers import PLACES, Servers
-from support.selection import chosen, group_of_file
+from support.selection import by_night, chosen, group_of_file
 from werkzeug.routing import Rule
 
 from pipeline.log.memory.log import MemoryLog
@@ -31,7 +31,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist tells its processes how wide its terminal is; what they print goes to none.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
-settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
+# How long an example takes is a matter of the machine.
+settings.register_profile("default", deadline=None, max_examples=by_night(25, 100))
 settings.load_profile("default")
 gc.disable()  # until all tests are collected: a tenth of the time for that, and hardly any of it is garbage
 # httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.
@@ -78,7 +79,7 @@ class FailuresAtOnce:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the night what is its own, and begin with what is slow."""
+    """Leave out what waits for the night or for a GPU, and begin with what is slow."""
     items[:], left = chosen(items)
     config.hook.pytest_deselected(items=left)
 

@@ -26,19 +26,14 @@ from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.dead import dead_letter_routes
 from web.routes.generations import generation_routes
-from web.routes.health import health_routes
-from web.routes.info import info_routes
+from web.routes.info import health_routes, info_routes, model_routes
 from web.routes.listing import listing_routes
-from web.routes.models import model_routes
-from web.routes.openapi import docs_routes
-from web.routes.operations import operation_of
+from web.routes.openapi import docs_routes, operation_of, unsupported_routes
 from web.routes.pages import NAME as PAGES_NAME
 from web.routes.pages import docs_page_routes, page_routes
 from web.routes.pipeline import pipeline_routes
-from web.routes.replays import replay_routes
-from web.routes.requests import request_routes
+from web.routes.requests import replay_routes, request_routes
 from web.routes.tokenizer import tokenizer_routes
-from web.routes.unsupported import unsupported_routes
 from web.wire.openai.errors import CODES
 
 logger = structlog.get_logger()

@@ -16,7 +16,7 @@ usage: minisgl bench offline [flags]      the engine alone, in this process: tok
        minisgl bench compare [flags]      MiniSGL and transformers, llama.cpp or a server in turn, on the same requests
        minisgl bench tail [flags]         the time per token of streams while long prompts arrive, with bounds
        minisgl bench cost [flags]         what journals, an archive, schemas, sampling, tabs or a busy core cost
-       minisgl bench gpu [flags]          what works on a GPU, and how fast: phases within a budget of seconds
+       minisgl bench gpu [flags]          a checkout's tests for a GPU, and how fast its engine is there
 
 Each kind explains its flags with --help.
 """

@@ -432,7 +432,7 @@ class Lives:
         for uid in uids:
             with self._timed("end"):
                 log.end(uid, Cancelled(by="bench"), frontend=FRONTEND)
-        self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids)
+        self._commit_step(StepCompleted(rows=(), released=tuple(uids)), entry_ids)
         log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
     def _take(self) -> list[str]:

@@ -76,7 +76,7 @@ class Objective:
     most_ms: float
 
     def holds(self, answer: Answer) -> bool:
-        """Say whether *answer* keeps the limit; an answer of one token keeps every `tpot`."""
+        """Return whether *answer* keeps the limit; an answer of one token keeps every `tpot`."""
         value = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}[self.name](answer)
         return value is None or value <= self.most_ms
 
@@ -170,7 +170,7 @@ def most_common(errors: Sequence[str]) -> str:
 
 
 def kept_schedule(lag_ms: Spread) -> bool:
-    """Say whether requests were sent on time."""
+    """Return whether requests were sent on time."""
     return lag_ms.p50 <= LATE_MS and lag_ms.p99 <= 5 * LATE_MS
 
 

@@ -120,7 +120,7 @@ class Maker:
                 return word
 
     def _is_mine(self, word: str) -> bool:
-        """Say whether *word* is on this side. Training writes reversed words, so those are not held out."""
+        """Return whether *word* is on this side. Training writes reversed words, so those are not held out."""
         return is_held_out(word) is self._held_out and (not self._held_out or is_held_out(word[::-1]))
 
     def word(self) -> str:

@@ -91,7 +91,7 @@ def values(name: str) -> tuple[str, ...]:
 
 
 def is_held_out(value: object) -> bool:
-    """Say whether *value* is for the evaluation alone, in capitals or not."""
+    """Return whether *value* is for the evaluation alone, in capitals or not."""
     return crc32(str(value).casefold().encode()) % HELD_OUT_OF == 0
 
 

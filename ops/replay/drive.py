@@ -335,7 +335,7 @@ TIMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepStats:
     """One side. Times of the whole are of answers that the model ended, the other times of all that have them."""
 
     num_requests: int
@@ -420,7 +420,7 @@ def _pairs(sent: Sequence[Sent]) -> Iterator[Pair]:
             yield Pair(uid, new_uid, one, before, after)
 
 
-def figures_of(outcomes: Sequence[Outcome | None]) -> Figures:
+def figures_of(outcomes: Sequence[Outcome | None]) -> StepStats:
     """Return the figures of one side."""
     known = [outcome for outcome in outcomes if outcome is not None]
     whole = [outcome for outcome in known if outcome.is_whole]
@@ -428,7 +428,7 @@ def figures_of(outcomes: Sequence[Outcome | None]) -> Figures:
     def spread(name: str, some: Sequence[Outcome]) -> Spread:
         return spread_of([value for outcome in some if (value := getattr(outcome, name)) is not None])
 
-    return Figures(
+    return StepStats(
         num_requests=len(known),
         num_whole=len(whole),
         num_cancelled=sum(outcome.end == CANCELLED for outcome in known),

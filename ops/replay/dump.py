@@ -24,8 +24,7 @@ from ops.trace import as_json, when
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import MOST_MS
 from pipeline.flags import flag, parse_flags, seconds, split_names, yes_or_no
-from pipeline.log.past import Forgotten, NotWhole
-from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.log.protocol import Forgotten, NotWhole, RequestLimits, StreamLog
 from pipeline.recording import SHOWN, Recording
 from web.wire.uids import drawn_ms, uid_of
 

@@ -26,13 +26,12 @@ from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled
 from pipeline.flags import flag, parse_flags, split_names
-from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Told, uids_in
+from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Unconsumed, uids_in
 from pipeline.log.protocol import Entry
 from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, parse_id
 from pipeline.process.failpoints import failpoint
 from pipeline.stage.slots import read_statuses
-from pipeline.views.history import copied_history
-from pipeline.views.letters import REQUEUED_FROM
+from pipeline.views.history import REQUEUED_FROM, copied_history
 from web.wire.copies import COPY_OF
 
 ABOUT: Final = """\
@@ -179,7 +178,7 @@ class Requests:
             self.archived.add(recording.uid)
 
     def has(self, base: str) -> bool:
-        """Say whether something is kept of a request, or of one that computes it again."""
+        """Return whether something is kept of a request, or of one that computes it again."""
         return base in self._family or base in self._again
 
     def chosen(self, bases: Collection[str]) -> list[str]:
@@ -341,10 +340,10 @@ def _forget_archived(log: ForgettingLog, archive: Archive | None, uids: Collecti
 
     Return which requests the archive still has.
     """
-    told, is_there = Told("", 0), True
+    told, is_there = Unconsumed("", 0), True
 
     def is_done() -> bool:
-        """Say whether nothing waits, or something has happened since it was asked, or nobody is there."""
+        """Return whether nothing waits, or something has happened since it was asked, or nobody is there."""
         nonlocal told, is_there
         before, told = told, log.told(uids)
         is_there = bool(read_statuses(log, ARCHIVE))

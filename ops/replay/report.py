@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ops.connection import counted, one_line
 from ops.replay.compute import Computes, why_failed
-from pipeline.events import ToldScore
+from pipeline.events import Logprob
 from pipeline.replaying import scored
 from pipeline.sampling import MOST_LOGPROBS
 from pipeline.views.recorded import Comparison, Difference, History, Maker
@@ -113,7 +113,7 @@ def _probable(history: History, place: Difference, computer: Computes) -> dict[s
     }
 
 
-def _score_of(history: History) -> ToldScore | None:
+def _score_of(history: History) -> Logprob | None:
     return history.tokens[0].score if history.tokens else None
 
 

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def computes_here(flags: Sequence[str]) -> bool:
-    """Say whether *flags* have one of an engine, so that this process computes."""
+    """Return whether *flags* have one of an engine, so that this process computes."""
     names = {name for item in flags_of(OF_ENGINES) for name in item.metadata["flags"]}
     return any(each.partition("=")[0] in names for each in flags)
 

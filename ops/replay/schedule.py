@@ -26,7 +26,7 @@ from pipeline.archive.reader import open_archive
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import Preempted, TakenOver
 from pipeline.flags import at_least, flag, parse_flags
-from pipeline.log.journal import Step, steps
+from pipeline.log.journal import JournalStep, steps
 from pipeline.log.protocol import Entry, StreamLog
 from pipeline.names import parse_id
 from stages.generate.loop.pace import Pace
@@ -189,7 +189,7 @@ def planned_again(source: Source, engine: str, which: StepsConfig, limits: Mappi
     requests.learn([uid for step in found.steps for uid in _uids_in(step)] + snapshot_uids(found.steps[0].schedule))
     counts = dict.fromkeys(("steps", "tokens", "arrivals", "preemptions", "takeovers"), 0)
     difference: dict[str, Any] = {}
-    computed: list[tuple[Step, BatchPlan]] = []
+    computed: list[tuple[JournalStep, BatchPlan]] = []
     for step, different in differences(found.steps, requests.request, lambda *one: computed.append(one)):
         if different:
             difference = {"step": step.id, "what": different}
@@ -208,7 +208,10 @@ def planned_again(source: Source, engine: str, which: StepsConfig, limits: Mappi
 
 
 def _otherwise(
-    steps: Sequence[Step], computed: Sequence[tuple[Step, BatchPlan]], requests: Requests, limits: Mapping[str, int]
+    steps: Sequence[JournalStep],
+    computed: Sequence[tuple[JournalStep, BatchPlan]],
+    requests: Requests,
+    limits: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what was measured from the snapshot on, and what is estimated for the same and for other *limits*."""
     if len(computed) < FEWEST_FITTED:
@@ -264,7 +267,7 @@ class Found:
 
     first: tuple[int, int]
     """The first of them."""
-    steps: Sequence[Step]
+    steps: Sequence[JournalStep]
     """From the last snapshot before it on."""
     tokens: Mapping[str, Mapping[int, int]]
     """As in Requests, also of steps a little before the snapshot."""
@@ -297,7 +300,7 @@ def steps_between(log: StreamLog, engine: str, first: str, last: str) -> Found:
     before = log.journal(engine, last=snapshot, max_entries=STEPS_BEHIND, newest=True)
     entries = [*before, *_forward(log, engine, snapshot, end or "+")]
     tokens: dict[str, dict[int, int]] = {}
-    found: list[Step] = []
+    found: list[JournalStep] = []
     for step in steps(entries):
         for row in step.rows:
             tokens.setdefault(row.uid, {})[row.n] = row.token
@@ -347,12 +350,12 @@ def _forward(log: StreamLog, engine: str, after: str, last: str) -> Iterator[Ent
         after = entries[-1].id
 
 
-def _uids_in(step: Step) -> list[str]:
+def _uids_in(step: JournalStep) -> list[str]:
     """Return the requests that came to the schedule in a step."""
-    return [word.rpartition(" ")[2] for word in step.given if word.startswith("add ")]
+    return [word.rpartition(" ")[2] for word in step.inputs if word.startswith("add ")]
 
 
-def _count(counts: dict[str, int], step: Step) -> None:
+def _count(counts: dict[str, int], step: JournalStep) -> None:
     counts["steps"] += 1
     counts["tokens"] += len(step.rows)
     counts["arrivals"] += len(_uids_in(step))
@@ -506,12 +509,12 @@ class Times:
         self.outcome.preemptions += preemptions
 
 
-def measured(steps: Sequence[Step]) -> Outcome:
+def measured(steps: Sequence[JournalStep]) -> Outcome:
     """Return what the journal itself says."""
     times = Times()
     for step in steps:
         began_ms = step.made_ms - step.figures.forward_ms
-        for word in step.given:
+        for word in step.inputs:
             if word.startswith("add "):
                 times.came(word.rpartition(" ")[2], began_ms)
         for row in step.rows:
@@ -523,7 +526,7 @@ def measured(steps: Sequence[Step]) -> Outcome:
 
 
 def lived_again(
-    steps: Sequence[Step],
+    steps: Sequence[JournalStep],
     request_of: Callable[[str, int], NewRequest],
     tokens: Mapping[str, Sequence[int]],
     time_of: StepTime,
@@ -574,7 +577,7 @@ def lived_again(
     return times.outcome
 
 
-def between_ms(steps: Sequence[Step]) -> list[float]:
+def between_ms(steps: Sequence[JournalStep]) -> list[float]:
     """Return the times between steps, besides the forward passes, while there was something to compute."""
     return [
         max(0.0, step.made_ms - step.figures.forward_ms - before.made_ms)
@@ -587,6 +590,6 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return round(float(np.quantile(values, share)), 1) if values else 0.0
 
 
-def _given(steps: Sequence[Step]) -> list[tuple[float, str]]:
+def _given(steps: Sequence[JournalStep]) -> list[tuple[float, str]]:
     """Return what the schedule was told, each with its moment."""
-    return [(step.made_ms - step.figures.forward_ms, word) for step in steps for word in step.given]
+    return [(step.made_ms - step.figures.forward_ms, word) for step in steps for word in step.inputs]

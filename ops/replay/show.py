@@ -24,9 +24,8 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import outline, steps
 from pipeline.log.protocol import StreamLog
 from pipeline.names import parse_id
-from pipeline.views.company import Company
+from pipeline.views.company import Company, Wait, why_waited
 from pipeline.views.recorded import History, State, Token, said_of_end
-from pipeline.views.waits import Wait, why_waited
 
 ABOUT: Final = """\
 Shows a request when it had N tokens: the text so far, the token ids, what token N was sampled from, who made it and
@@ -101,7 +100,7 @@ def told_of(history: History, state: State) -> dict[str, Any]:
         told["slowest"] = {"n": -place, "pause_ms": pause_ms}
     if last is not None:
         by = last.by
-        told |= {"committed": [last.made.first, last.made.last], "estimated": last.made.is_estimate}
+        told |= {"committed": [*history.commit_of(last)], "estimated": last.made.is_estimate}
         told |= {"token": last.id, "engine": by.engine, "epoch": by.epoch, "step": last.step, "chunks": last.chunks}
         told |= {"weights": by.weights, "numerics": by.numerics, "version": by.version}
         told |= {"scores": last.score.model_dump(mode="json")} if last.score is not None else {}

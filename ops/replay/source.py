@@ -22,14 +22,12 @@ from pipeline.archive.reader import SKEW_S, Archive, Where
 from pipeline.errors import ConfigError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.flags import flag
-from pipeline.log.archivers import ArchiverLog
-from pipeline.log.past import is_between
-from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits
+from pipeline.log.forgetting import ArchiverLog
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits, is_between
 from pipeline.names import PROBE, sibling_uids
 from pipeline.recording import Recording
 from pipeline.views import recorded
-from pipeline.views.history import State, copied_history, state_of
-from pipeline.views.letters import REQUEUED_FROM
+from pipeline.views.history import REQUEUED_FROM, State, copied_history, state_of
 from pipeline.walk import PROMPT
 from web.wire import fields
 from web.wire.copies import COPY_OF

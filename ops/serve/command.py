@@ -159,7 +159,7 @@ def leave_archive(config: ArchiveConfig) -> int:
     Raises:
         ConfigError: An archiver runs, or there is no URL.
     """
-    from pipeline.log.archivers import ended_inbox
+    from pipeline.log.forgetting import ended_inbox
     from pipeline.log.redis import RedisLog
 
     if not config.log.redis_url:

@@ -14,9 +14,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ops.connection import one_line
-from pipeline.views.pipeline import EngineView, PipelineView, SlotView
+from pipeline.views.pipeline import EngineView, PipelineView, SlotView, StepsView
 from pipeline.views.requests import RequestView
-from pipeline.views.steps import StepsView
 
 WIDE: Final = 110
 """Columns that allow full names."""

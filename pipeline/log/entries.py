@@ -23,8 +23,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, Reply
 from pipeline.log.replies import entries_of
-from pipeline.names import SEAL
-from pipeline.readable import check_readable
+from pipeline.names import SEAL, check_readable
 
 logger = structlog.get_logger()
 
@@ -162,7 +161,7 @@ def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequenc
 
 
 def is_tombstone(history: Sequence[Entry]) -> bool:
-    """Say whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
+    """Return whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
     return len(history) == 1 and history[0].id == SEAL
 
 

@@ -12,10 +12,37 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from pipeline.events import Cancelled
-from pipeline.log.archivers import ArchiverLog
 from pipeline.log.journal import Mentions
-from pipeline.log.protocol import Entry
-from pipeline.names import base_uid
+from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.names import ARCHIVE, Names, base_uid
+
+
+def ended_inbox(names: Names) -> Inbox:
+    """Return the stream of what has ended, and the group of the archivers."""
+    return Inbox(names.ended, ARCHIVE)
+
+
+class ArchiverLog(StreamLog, Protocol):
+    """The log as archivers use it."""
+
+    def open_archive(self, archive_id: str) -> str:
+        """Have the commits that end requests name them in `ended` from now on.
+
+        Return the id of the archive that the namespace has: *archive_id*, unless it has another one.
+        """
+
+    def close_archive(self) -> bool:
+        """Undo that, and drop what waits in `ended`. False if the namespace has no archive."""
+
+    def archived(self, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> None:
+        """Consume *entries* of `ended`, and those whose requests are *lost*, which are counted. Raises Fenced."""
+
+    def num_unarchived(self) -> int:
+        """Return how many requests expired before an archiver had read them."""
+
+    def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
+        """Return how the histories begin that are there; of a request that was erased, its tombstone."""
+
 
 FORGETTING: Final = "forgetting"
 """By whom the request of a tombstone was ended, until everything else of it is gone, too .."""
@@ -37,7 +64,7 @@ class Purged:
     """Of the journals of the engines."""
 
 
-class Told(NamedTuple):
+class Unconsumed(NamedTuple):
     """What archivers have not consumed."""
 
     first: str
@@ -58,7 +85,7 @@ class ForgettingLog(ArchiverLog, Protocol):
     def unread_steps(self) -> dict[str, tuple[str, str]]:
         """Return the ids of the first and the last step that no detokenizer has consumed, of engines that have some."""
 
-    def told(self, uids: Collection[str]) -> Told:
+    def told(self, uids: Collection[str]) -> Unconsumed:
         """Say what of *uids* waits for archivers."""
 
     def erase(self, uid: str, *, finished: bool = False) -> bool:
@@ -79,7 +106,7 @@ class ForgettingLog(ArchiverLog, Protocol):
         """Have the server write its files anew, without what it does not hold any more. False: not now, ask again."""
 
     def are_rewritten(self) -> bool:
-        """Say whether it has done that. Raises LogUnavailable if it failed."""
+        """Return whether it has done that. Raises LogUnavailable if it failed."""
 
 
 def tombstone(*, finished: bool) -> Cancelled:

@@ -22,11 +22,11 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import Chunk, EventRow, Figures, FinishReason, StepCompleted, TokenRow
+from pipeline.events import Chunk, EventRow, FinishReason, StepCompleted, StepStats, TokenRow
 from pipeline.log.protocol import Entry
 from pipeline.names import base_uid, parse_id
 
-AS_IT_IS: Final = ("ms", "made_ms", "let_go", "figures", "given", "chunks", "schedule")
+AS_IT_IS: Final = ("ms", "made_ms", "released", "figures", "inputs", "chunks", "schedule")
 """Fields of a step that are written as they are."""
 
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class JournalStep:
     """A step as the journal has it."""
 
     epoch: int
@@ -51,9 +51,9 @@ class Step:
     rows: tuple[Row, ...]
     """None of them has log-probabilities."""
     events: tuple[EventRow, ...]
-    let_go: tuple[str, ...]
-    figures: Figures
-    given: tuple[str, ...]
+    released: tuple[str, ...]
+    figures: StepStats
+    inputs: tuple[str, ...]
     chunks: tuple[Chunk, ...]
     schedule: str
     said_made_ms: int = 0
@@ -108,7 +108,7 @@ class JournalReader:
         self._last = (0, 0)
         self._following = list[tuple[int, str]]()
 
-    def steps(self, entries: Iterable[Entry]) -> Iterator[Step]:
+    def steps(self, entries: Iterable[Entry]) -> Iterator[JournalStep]:
         """Yield the steps of the next *entries*; at first those whose rows can be told.
 
         Raises:
@@ -129,7 +129,7 @@ class JournalReader:
             yield step
 
 
-def steps(entries: Iterable[Entry]) -> Iterator[Step]:
+def steps(entries: Iterable[Entry]) -> Iterator[JournalStep]:
     """Yield the steps of a journal, from the first one on whose rows can be told.
 
     Raises:
@@ -163,7 +163,7 @@ class Mentions:
         uids = [row.partition(":")[2] for row in rows.split()] if rows is not None else None
         uids = self._following if uids is None and follows else uids
         try:
-            ends = set(_loaded(entry.fields, "ends", {}))
+            ends = set(_loaded(entry.fields, "ends", default={}))
         except orjson.JSONDecodeError:
             uids = None
         self._following = None if uids is None else [uid for at, uid in enumerate(uids) if str(at) not in ends]
@@ -173,7 +173,7 @@ class Mentions:
         return uids is None or is_about or (self._has_begun and "schedule" in entry.fields)
 
 
-def outline(entry: Entry) -> Step:
+def outline(entry: Entry) -> JournalStep:
     """Return a step without its rows, from its entry alone.
 
     Raises:
@@ -190,23 +190,23 @@ def _named(text: str) -> tuple[int, str]:
     return int(n), uid
 
 
-def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple[int, str]]) -> Step:
+def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple[int, str]]) -> JournalStep:
     tokens = [int(token) for token in fields["tokens"].split(",") if token]
-    ends, pieces = _loaded(fields, "ends", {}), _loaded(fields, "pieces", {})
+    ends, pieces = _loaded(fields, "ends", default={}), _loaded(fields, "pieces", default={})
     rows = [
         Row(uid, n, token, ends.get(str(at)), pieces.get(str(at), 0))
         for at, ((n, uid), token) in enumerate(zip(named, tokens, strict=True))
     ]
-    figures = _loaded(fields, "figures", {})
-    return Step(
+    figures = _loaded(fields, "figures", default={})
+    return JournalStep(
         *step_id,
         ms=int(fields["ms"]),
         rows=tuple(rows),
-        events=_EVENTS.validate_python(_loaded(fields, "events", ())),
-        let_go=tuple(_loaded(fields, "let_go", ())),
-        figures=Figures.model_validate(figures),
-        given=tuple(_loaded(fields, "given", ())),
-        chunks=_CHUNKS.validate_python(_loaded(fields, "chunks", ())),
+        events=_EVENTS.validate_python(_loaded(fields, "events", default=())),
+        released=tuple(_loaded(fields, "released", "let_go", default=())),
+        figures=StepStats.model_validate(figures),
+        inputs=tuple(_loaded(fields, "inputs", "given", default=())),
+        chunks=_CHUNKS.validate_python(_loaded(fields, "chunks", default=())),
         schedule=fields.get("schedule", ""),
         said_made_ms=int(fields.get("made_ms", 0)),
     )
@@ -218,8 +218,9 @@ def _moment(entry: Entry) -> float:
     return int(said) if said.isdecimal() else math.inf
 
 
-def _loaded(fields: Mapping[str, str], name: str, default: Any) -> Any:
-    return orjson.loads(fields[name]) if name in fields else default
+def _loaded(fields: Mapping[str, str], *names: str, default: Any) -> Any:
+    """Return the value of the first of *names* that is there: a field, and what older journals call it."""
+    return next((orjson.loads(fields[name]) for name in names if name in fields), default)
 
 
 _EVENTS: TypeAdapter[tuple[EventRow, ...]] = TypeAdapter(tuple[EventRow, ...])

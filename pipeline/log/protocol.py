@@ -6,18 +6,81 @@ and pass one contract suite (tests/pipeline/log/contract).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from pipeline.errors import LogError
 from pipeline.events import End, Failed, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
-from pipeline.log.past import PastRequests
-from pipeline.log.submissions import Once as Once
-from pipeline.log.submissions import Quota as Quota
-from pipeline.log.submissions import Submission as Submission
-from pipeline.log.submissions import SubmitResult as SubmitResult
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names
 from pipeline.serving import Served, Serving
+
+
+class Submission(Enum):
+    """What became of a submit."""
+
+    ACCEPTED = "ACCEPTED"
+    DUPLICATE = "DUPLICATE"
+    """The uid was submitted before: an earlier try had got through."""
+    BUSY = "BUSY"
+    """Not all of them may wait beside those that wait already: --max-queued-requests."""
+    FULL = "FULL"
+    """The log would hold more bytes than it may: --max-log-bytes. The frontend knows that, the log does not."""
+    ATTACH = "ATTACH"
+    """Another request has the idempotency key: the client means that one."""
+    MISMATCH = "MISMATCH"
+    """Another request has the idempotency key, but its body is another."""
+    GONE = "GONE"
+    """The dead letter that it sends again is not there: somebody else has sent it again, or dropped it."""
+    TOO_FAST = "TOO_FAST"
+    """The API key has used up its requests of this minute."""
+    TOO_MANY = "TOO_MANY"
+    """As many requests of the API key run as may."""
+    TOO_MUCH = "TOO_MUCH"
+    """The API key has used up its share of the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """An idempotency key. Submits with the same key and the same body are one request."""
+
+    key: str
+    """The hash of the client's key and its scope."""
+    digest: str
+    """The hash of the body; without a colon."""
+    instead_of: str = ""
+    """The uid that may lose the key, because its request is gone or ended in vain; the base uid of siblings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How much an API key may submit; 0 is no limit."""
+
+    key: str
+    """The hash of an API key."""
+    requests_per_minute: int = 0
+    """Accepted submits in each minute of the log's clock; siblings count as one."""
+    concurrent_requests: int = 0
+    """Accepted requests that have not ended; siblings count each. Siblings are accepted where one request would be,
+    because more than may run at once could never be accepted otherwise."""
+    log_bytes: int = 0
+    """Bytes of accepted requests within the retention, as `shared.submitted_bytes` counts them. The submit that reaches
+    the limit is still accepted, because one above it could never be accepted otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitResult:
+    """What became of a submit, and of which request it says so."""
+
+    submission: Submission
+    uid: str
+    """The request that has the idempotency key, else the submitted one; the base uid of siblings."""
+    again_ms: int = 0
+    """With TOO_FAST: how long the minute still lasts. With TOO_MUCH: how long until the key is below its share."""
+    used_bytes: int = 0
+    """With TOO_MUCH: how much of the log the key has used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +282,7 @@ Journalled: TypeAlias = Sequence[Mapping[str, str]]
 """Steps as the journal keeps them (`pipeline.log.journal`), one for each entry; none: they are not kept."""
 
 
-class StreamLog(PastRequests, Protocol):
+class StreamLog(Protocol):
     """The log as stages use it. `False` from a commit means that it was done before.
 
     A commit is safe to run twice. Where it is not, its operation says `once`, and it is never sent again.
@@ -493,3 +556,75 @@ class StreamLog(PastRequests, Protocol):
 
         *skipped* is told the id of an entry that cannot be read, and why; if it is not given, that is a log line.
         """
+
+    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
+        """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
+
+        The moments are those in the uids: the clock of the process that drew them. It looks at all keys of the server.
+        """
+
+    def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
+        """Write the whole history of a request that has ended, as it is, and keep it for the retention of this log.
+
+        False: there is a history of *uid*, which stays as it is.
+
+        Raises:
+            NotWhole: The new one has no seal.
+            Forgotten: The request was erased, and is not to come back *again*.
+            LogFull: Redis is at its maxmemory.
+        """
+
+
+MOMENT_DIGITS: Final = 12
+"""A uid begins with so many hex digits of the moment at which it was made."""
+UID_DIGITS: Final = 32
+LARGEST: Final = 2**64 - 1
+"""The largest half of an id in Redis."""
+
+
+class NotWhole(LogError):
+    """Entries are no whole history, so they were not imported."""
+
+
+class Forgotten(LogError):
+    """A request was erased. Its tombstone keeps it away."""
+
+    def __init__(self, left_ms: int) -> None:
+        super().__init__(f"it was erased; its tombstone stays for {left_ms} ms")
+        self.left_ms = left_ms
+
+
+def is_between(uid: str, since_ms: int, until_ms: int) -> bool:
+    """Return whether *uid*, which may be any text, was made from *since_ms* to before *until_ms*."""
+    moment = uid[:MOMENT_DIGITS]
+    return len(uid) >= UID_DIGITS and _digits(since_ms) <= moment < _digits(until_ms)
+
+
+def _digits(moment_ms: int) -> str:
+    return f"{min(max(moment_ms, 0), 16**MOMENT_DIGITS - 1):0{MOMENT_DIGITS}x}"
+
+
+def check_whole(uid: str, entries: Sequence[Entry]) -> None:
+    """Check that *entries* are a history that nothing can be added to.
+
+    Raises:
+        NotWhole: They have no seal, or are not entries of a stream in order.
+    """
+    if not entries or entries[-1].id != SEAL:
+        raise NotWhole(f"{uid}: the history has no end; only requests that have ended can be imported")
+    last = (0, 0)
+    for entry in entries:
+        new = _parsed(entry.id)
+        if new <= last or not entry.fields:
+            raise NotWhole(f"{uid}: expected ids in rising order, each with fields; found {entry.id!r} after {last}")
+        last = new
+
+
+def _parsed(entry_id: str) -> tuple[int, int]:
+    """Return the halves of an id, as Redis writes it; (0, 0) if it is none."""
+    found = _ID.fullmatch(entry_id)
+    first, second = (int(found[1]), int(found[2])) if found else (0, 0)
+    return (first, second) if max(first, second) <= LARGEST else (0, 0)
+
+
+_ID: Final = re.compile("(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")

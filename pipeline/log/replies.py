@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.log.protocol import Depth, Entry, Lease
-from pipeline.readable import UNREADABLE
+from pipeline.names import UNREADABLE
 
 
 def as_text(value: bytes | str) -> str:
@@ -24,7 +24,7 @@ def nothing(_: Any) -> None:
 
 
 def is_ok(reply: bytes | str) -> bool:
-    """Say whether a commit took place; any other word says why it did not."""
+    """Return whether a commit took place; any other word says why it did not."""
     return as_text(reply) == "OK"
 
 

@@ -42,7 +42,7 @@ class _Unreadable(Exception):
 
 
 def has_snapshot(data: bytes | mmap) -> bool:
-    """Say whether a file begins with a snapshot."""
+    """Return whether a file begins with a snapshot."""
     return bytes(data[:6]).startswith(SNAPSHOTS)
 
 
@@ -109,6 +109,6 @@ def _ends_within(data: bytes | mmap, position: int) -> str:
 
 
 def _is_known(words: list[bytes], num_words: int, arities: Mapping[bytes, int]) -> bool:
-    """Say whether the server has a command of this name with so many words: with too few of them it may crash."""
+    """Return whether the server has a command of this name with so many words: with too few of them it may crash."""
     arity = arities.get(words[0], arities.get(b"|".join(words), 0))
     return num_words == arity if arity >= 0 else num_words >= -arity

@@ -101,7 +101,7 @@ _ARMED: Final[dict[str, _Armed]] = {}
 
 
 def is_armed(name: str) -> bool:
-    """Say whether anything happens at this place, where it takes long to find out that the process is there."""
+    """Return whether anything happens at this place, where it takes long to find out that the process is there."""
     return name in _ARMED
 
 

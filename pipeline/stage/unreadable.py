@@ -58,7 +58,7 @@ class UnreadableEntries:
         """When an entry that is left was first seen, by its id."""
 
     def refuse(self, entry: Entry, error: UndecodableEvent, consumer: str, uids: Sequence[str]) -> bool:
-        """Bury *entry*, which *consumer* has read, or leave it. Say whether it is buried.
+        """Bury *entry*, which *consumer* has read, or leave it. Return whether it is buried.
 
         *uids* are the requests that it names. A step that is left stays with its consumer, because the owner of a slot
         reads the steps of its engine in order.
@@ -83,7 +83,7 @@ class UnreadableEntries:
                 self._bury(entry, UndecodableEvent("it is of a newer version, and no newer worker has read it"), uids)
 
     def _is_over(self, entry: Entry, uids: Sequence[str]) -> bool:
-        """Say whether no worker needs to read *entry* any more."""
+        """Return whether no worker needs to read *entry* any more."""
         if uids:
             return not self._log.alive(uids)
         return self._clock_s() - self._left_s.get(entry.id, self._clock_s()) >= LEFT_S

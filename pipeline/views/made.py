@@ -2,13 +2,12 @@
 
 An engine commits several short steps together (`--commit-interval`). Their tokens have one `ms`, when clients got them.
 `age_ms` says when each was made. Older histories lack it: then the tokens of a commit divide the time since the token
-before evenly. js/timeline/model.js does the same.
+before evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeline.events import TokensProduced
@@ -20,63 +19,58 @@ class Made(NamedTuple):
 
     ms: int
     """By Redis' clock."""
-    is_known: bool
-    """Whether the log says it. If not, it is an estimate."""
+    is_estimate: bool
+    """Whether nobody knows it: older histories say of tokens that were committed together when that was."""
     first: int
     """Number of the first token of the same commit."""
-    last: int
-    """Number of the last one."""
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether nobody knows it: older histories say of tokens that were committed together when that was."""
-        return not self.is_known and self.first < self.last
 
 
-class _Come(NamedTuple):
-    n: int
-    ms: int
-    made_ms: int | None
-    commit: tuple[int, int, int]
-    """The same for all tokens of a commit."""
+class Times:
+    """Takes tokens as they come. A token whose time the log does not say waits for the end of its commit."""
+
+    def __init__(self) -> None:
+        self._commit = -1, 0
+        """The moment and the epoch of the last token."""
+        self._first = self._last = 0
+        self._since_ms: int | None = None
+        """When the last token that does not wait was made; None: the log lacks it."""
+        self._waiting: list[int] = []
+
+    def take(self, n: int, event: TokensProduced) -> Iterator[tuple[int, Made]]:
+        """Take the tokens up to number *n*. Yield (number, when it was made) of all that do not wait any more. Later
+        tokens never have earlier times."""
+        first, commit = n - event.count + 1, (event.ms, int(event.step.partition("-")[0] or 0))
+        if commit != self._commit or first != self._last + 1:
+            yield from self.rest()
+            if first != self._last + 1:
+                self._since_ms = None
+            self._commit, self._first = commit, first
+        self._last = n
+        self._waiting += range(first, n + 1)
+        if event.age_ms is not None:
+            yield from self._divide(event.ms - event.age_ms, is_known=True)
+
+    def rest(self) -> Iterator[tuple[int, Made]]:
+        """Yield those that wait: their commit is over."""
+        if self._waiting:
+            yield from self._divide(self._commit[0], is_known=False)
+
+    def _divide(self, now_ms: int, *, is_known: bool) -> Iterator[tuple[int, Made]]:
+        """Yield those that wait: they divide the time up to *now_ms*, when the last of them was made."""
+        waiting, self._waiting = self._waiting, []
+        began_ms = now_ms if self._since_ms is None else self._since_ms
+        self._since_ms = now_ms = max(now_ms, began_ms)
+        is_alone = self._first == self._last
+        for place, n in enumerate(waiting, 1):
+            ms = began_ms + (now_ms - began_ms) * place // len(waiting)
+            yield n, Made(ms, not (is_alone or (is_known and n == self._last)), self._first)
 
 
 def times_made(moments: Iterable[Moment]) -> dict[int, Made]:
-    """Return number -> when it was made, of each token in *moments*. Later tokens never have earlier times."""
-    made: dict[int, Made] = {}
-    for _, tokens in groupby(_tokens(moments), lambda token: token.commit):
-        _add(made, list(tokens))
-    return made
-
-
-def _tokens(moments: Iterable[Moment]) -> Iterable[_Come]:
-    last, holes = 0, 0
+    """Return number -> when it was made, of each token in *moments*."""
+    times, made = Times(), dict[int, Made]()
     for moment in moments:
-        event = moment.event
-        if not isinstance(event, TokensProduced):
-            continue
-        first, epoch = moment.n - event.count + 1, int(event.step.partition("-")[0] or 0)
-        holes += first != last + 1
-        last = moment.n
-        for n in range(first, last + 1):
-            is_known = n == last and event.age_ms is not None
-            yield _Come(n, event.ms, event.ms - (event.age_ms or 0) if is_known else None, (event.ms, epoch, holes))
-
-
-def _add(made: dict[int, Made], tokens: list[_Come]) -> None:
-    """Add the tokens of one commit. Those of unknown time divide the time up to the next known one, or the commit."""
-    first, last = tokens[0].n, tokens[-1].n
-    before = made.get(first - 1)
-    since_ms = before.ms if before is not None else None
-    unknown: list[_Come] = []
-    for token in tokens:
-        unknown.append(token)
-        if token.made_ms is None and token.n != last:
-            continue
-        now_ms = token.ms if token.made_ms is None else token.made_ms
-        now_ms = now_ms if since_ms is None else max(now_ms, since_ms)
-        began_ms = now_ms if since_ms is None else since_ms
-        for place, each in enumerate(unknown, 1):
-            ms = began_ms + (now_ms - began_ms) * place // len(unknown)
-            made[each.n] = Made(ms, each.made_ms is not None, first, last)
-        since_ms, unknown = now_ms, []
+        if isinstance(moment.event, TokensProduced):
+            made.update(times.take(moment.n, moment.event))
+    made.update(times.rest())
+    return made

@@ -6,11 +6,15 @@ between them. So it does not jump when snapshots come more often than statuses.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from pipeline.errors import UndecodableEvent
+from pipeline.events import Preempted
+from pipeline.log.journal import outline
+from pipeline.log.protocol import Entry
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
 from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
@@ -30,7 +34,56 @@ from pipeline.names import (
 )
 from pipeline.stage.slots import Status, parse_status
 from pipeline.views.requests import ENDED, RequestFacts, RequestView, Sees, heard, request_view
-from pipeline.views.steps import StepsView
+
+
+@dataclass(frozen=True, slots=True)
+class StepsView:
+    """Some steps of an engine, up to its last one."""
+
+    engine: str
+    at_ms: int
+    """When the last one was committed, by Redis' clock."""
+    num_steps: int
+    median_ms: float
+    """Of the forward passes."""
+    longest_ms: float
+    decode_rows: int
+    """Requests that got a token in the last one, besides those with a prompt."""
+    num_prompts: int
+    """Prompts of which something was computed in any of them."""
+    prompt_tokens: int
+    preempted: int
+    """Requests that lost their pages in any of them."""
+    waiting: int
+    """Requests that the engine could not admit, after the last one."""
+    free_pages: int
+
+
+def last_steps(engine: str, entries: Sequence[Entry]) -> StepsView | None:
+    """Return what *entries*, the last ones of a journal, tell; None if there are none, or if they cannot be read."""
+    try:
+        steps = [outline(entry) for entry in entries]
+    except UndecodableEvent:
+        return None
+    if not steps:
+        return None
+    times_ms = [step.figures.forward_ms for step in steps]
+    chunks = [chunk for step in steps for chunk in step.chunks]
+    last = steps[-1]
+    return StepsView(
+        engine=engine,
+        at_ms=last.ms,
+        num_steps=len(steps),
+        median_ms=statistics.median(times_ms),
+        longest_ms=max(times_ms),
+        decode_rows=last.figures.decode_rows,
+        num_prompts=len({chunk.uid for chunk in chunks}),
+        prompt_tokens=sum(chunk.count for chunk in chunks),
+        preempted=sum(isinstance(row.event, Preempted) for step in steps for row in step.events),
+        waiting=last.figures.waiting,
+        free_pages=last.figures.free_pages,
+    )
+
 
 MOST_REQUESTS: Final = 50
 """A view shows so many requests, the newest."""

@@ -12,8 +12,7 @@ from pipeline.errors import LogError
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import GENERATE, slot_index, slot_stage
-from pipeline.views.pipeline import Observed, PipelineView, observe, queries_for, view_of
-from pipeline.views.steps import StepsView, last_steps
+from pipeline.views.pipeline import Observed, PipelineView, StepsView, last_steps, observe, queries_for, view_of
 
 SCANNED_AT_START: Final = 10_000
 """Keys scanned at the start for requests that ended before."""

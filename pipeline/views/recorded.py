@@ -5,6 +5,7 @@ A pure fold of its entries.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -15,13 +16,13 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
+    Logprob,
     Mark,
     Preempted,
     Submitted,
     TakenOver,
     Tokenized,
     TokensProduced,
-    ToldScore,
 )
 from pipeline.recording import Recording
 from pipeline.views.made import Made, times_made
@@ -58,7 +59,7 @@ class Token:
     chunks: int
     """As in TokensProduced."""
     by: Maker
-    score: ToldScore | None
+    score: Logprob | None
     """Its log-probability and the most probable tokens, if the client asked for them."""
 
 
@@ -180,6 +181,12 @@ class History:
             came_ms - (before.ms if before is not None else began_ms),
             tuple(mark for after, mark in self._marks if after == n - 1),
         )
+
+    def commit_of(self, token: Token) -> tuple[int, int]:
+        """Return the numbers of the first and of the last token that were committed together with *token*."""
+        first = token.made.first
+        later = itertools.takewhile(lambda each: each.made.first == first, self.tokens[token.n - 1 :])
+        return first, max(each.n for each in later)
 
     def compare(self, now: History) -> Comparison:
         """Compare this answer with the one that the same request got *now*, token by token.

@@ -18,7 +18,7 @@ from pipeline.archive.volume import VolumeBusy
 from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, LogError, LogUnavailable
 from pipeline.events import Failed
-from pipeline.log.archivers import ArchiverLog, ended_inbox
+from pipeline.log.forgetting import ArchiverLog, ended_inbox
 from pipeline.log.protocol import Entry
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -254,7 +254,7 @@ def uid_of(entry: Entry) -> str:
 
 
 def is_kept(submitted: Mapping[str, str]) -> bool:
-    """Say whether a request that begins so is archived: not a probe, and not a question to the tokenizer."""
+    """Return whether a request that begins so is archived: not a probe, and not a question to the tokenizer."""
     return submitted.get("endpoint") != PROBE and submitted.get("task", "generate") == "generate"
 
 

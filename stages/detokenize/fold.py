@@ -1,7 +1,7 @@
-"""The fold of the stage: StepCompleted -> what each request's history and client are told. No clock, no Redis.
+"""The fold of the stage: StepCompleted -> events for the histories and the clients. No clock, no Redis.
 
-Remembers the text state of every running request. What it does not know, or what does not follow, it names in
-`unknown`; the worker reads those histories and gives them to `learn`.
+Remembers the text state of every running request. `unknown` returns the requests that the fold does not know, or that a
+step does not follow; the worker reads their histories and passes them to `learn`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Logprob,
+    PromptInfo,
     Score,
     Scores,
     StepCompleted,
@@ -26,10 +28,8 @@ from pipeline.events import (
     Tokenized,
     TokenRow,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldToken,
+    TokenText,
+    TopLogprob,
     Usage,
 )
 from pipeline.log.protocol import Produced
@@ -39,19 +39,19 @@ from pipeline.walk import Moment
 from stages.detokenize.text import Decoder, IncrementalText, StopAutomaton, StopStrings
 
 AUTOMATONS_KEPT = 32
-"""So many sets of stop strings, the last ones, are not prepared again for another request that has the same."""
+"""Number of sets of stop strings whose automatons are kept for other requests with the same set."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is remembered of a running request."""
+    """State of a running request."""
 
     submitted: Submitted
     prompt_tokens: int
     prompt_ids: tuple[int, ...]
-    """Where the client is told of its prompt, with the first token."""
+    """Token ids of the prompt, until the first token's event has what the client asks of its prompt; else empty."""
     markup: Markup | None
-    """Of its text, where there is any; told with the first token."""
+    """Markup of its text, if there is any; the first token's event has it."""
     text: IncrementalText
     stops: StopStrings
     stop_tokens: Mapping[int, str]
@@ -63,13 +63,13 @@ class _Request:
     first_token_ms: int
     cached_tokens: int
     missing: list[range] = field(default_factory=list)
-    """The numbers of tokens that its history should hold and does not."""
+    """Numbers of tokens that are missing in its history."""
 
     def take(self, token: int, *, ends: bool = False) -> tuple[str, bool]:
-        """Count *token* in; return what can be shown, and whether a stop string was met.
+        """Count *token*; return the text that can be shown, and whether a stop string was met.
 
         A token that *ends* the request, end-of-sequence or one of `stop_token_ids`, is counted but is no text, unless
-        the client wants it: not every one of them is a special token, which has none anyway.
+        the client wants it: not all of these are special tokens, which have no text anyway.
         """
         self.n += 1
         self.marks = 0
@@ -81,7 +81,7 @@ class _Request:
         return self.stops.push(self.text.push(token), armed=armed)
 
     def tail(self) -> str:
-        """Return the text held back, at the end of the request."""
+        """Return the text that is held back, at the end of the request."""
         shown, met = self.stops.push(self.text.flush())
         return shown if met else shown + self.stops.flush()
 
@@ -93,12 +93,12 @@ class DetokenizeFold:
         self._decoder = decoder
         self._special = {decoder.piece(token): token for token in decoder.special_ids}
         self._automaton_of = functools.lru_cache(AUTOMATONS_KEPT)(StopAutomaton)
-        # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
+        # None: the request has ended, and the engine does not know yet. The engine's last row removes the entry.
         self._requests: dict[str, _Request | None] = {}
 
     @property
     def num_known(self) -> int:
-        """How many requests are remembered."""
+        """Number of requests that are remembered."""
         return len(self._requests)
 
     def unknown(self, step: StepCompleted) -> list[str]:
@@ -115,7 +115,7 @@ class DetokenizeFold:
         """Rebuild the state of a request from its history; an empty one has expired.
 
         Raises:
-            UndecodableEvent: It goes on without a prompt.
+            UndecodableEvent: The history has no prompt.
         """
         request: _Request | None = None
         submitted: Submitted | None = None
@@ -149,33 +149,33 @@ class DetokenizeFold:
         for row in step.rows:
             request = self._requests.get(row.uid)
             if request is None:
-                pass  # it has ended
+                pass  # the request has ended
             elif request.missing or not _follows(row, request):
                 produced.append(self._lost(request, row))
             elif isinstance(row, TokenRow) and row.n <= request.n:
-                pass  # this was said before
+                pass  # this row was folded before
             elif isinstance(row, TokenRow):
                 produced += self._token(request, row, step, step_id)
             else:
                 produced.append(self._mark(request, row, step))
             if _is_last(row):
                 self._requests.pop(row.uid, None)
-        for uid in step.let_go:
+        for uid in step.released:
             self._requests.pop(uid, None)
         return produced
 
     def holds_text(self, step: StepCompleted) -> bool:
-        """Say whether text of a request in *step* is held back, inside a character or a possible stop string."""
+        """Return whether text of a request in *step* is held back, inside a character or a possible stop string."""
         requests = (self._requests.get(row.uid) for row in step.rows)
         return any(request is not None and (request.text.holds or request.stops.holds) for request in requests)
 
     def forget(self, step: StepCompleted) -> None:
-        """Forget the requests of a step whose commit failed: it will be folded again, on their histories."""
+        """Forget the requests of a step whose commit failed. It will be folded again, on their histories."""
         for row in step.rows:
             self._requests.pop(row.uid, None)
 
     def forget_all(self) -> None:
-        """Forget every request: their engine is gone, and others may have gone on with them."""
+        """Forget every request: their engine is gone, and other engines may have continued them."""
         self._requests.clear()
 
     def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
@@ -208,13 +208,13 @@ class DetokenizeFold:
         reason: FinishReason | None = "stop" if met_stop else row.end
         if reason is not None and not met_stop:
             text += request.tail()
-        more: dict[str, Any] = {}  # most tokens have none of it, and to check a default takes as long as another value
+        more: dict[str, Any] = {}  # pydantic checks defaults as slowly as other values, and most tokens have none
         if row.chunks:
             more["chunks"] = row.chunks
         if row.score is not None:
             more["scores"] = (self._told(row.token, row.score),)
         if request.prompt_ids:
-            more["prompt"] = self._told_prompt(request, row.prompt_scores or Scores())
+            more["prompt"] = self._prompt_info(request, row.prompt_scores or Scores())
             request.prompt_ids = ()
         if row.n == 1 and request.markup is not None:
             more["markup"] = request.markup
@@ -222,14 +222,14 @@ class DetokenizeFold:
         frontend = request.submitted.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
         if reason is not None:
-            # A stop string is found here alone: the engine goes on until `control` tells it.
+            # Only this stage finds stop strings: the engine goes on until `control` ends the request.
             end = _finished(request, reason, step.ms, stop_string=request.stops.met if met_stop else "")
             produced.append(Produced(row.uid, SEAL, row.n, end, frontend, tell_engine=row.end is None))
             self._requests[row.uid] = None
         return produced
 
-    def _told_prompt(self, request: _Request, scores: Scores) -> ToldPrompt:
-        """Return what a client is told of its prompt."""
+    def _prompt_info(self, request: _Request, scores: Scores) -> PromptInfo:
+        """Return what the client asked to know about its prompt."""
         submitted, ids = request.submitted, request.prompt_ids
         shown = submitted.presentation
         unscored = submitted.sampling.prompt_logprobs is None
@@ -239,27 +239,27 @@ class DetokenizeFold:
             decode = self._decoder.plain if skips else self._decoder.special
             is_whole = submitted.prompt and submitted.truncate_prompt_tokens is None
             text = submitted.prompt if is_whole else decode(ids)
-        return ToldPrompt(
+        return PromptInfo(
             num_tokens=len(ids),
             cached_tokens=request.cached_tokens,
             token_ids=ids if shown.token_ids else (),
             text=text,
-            scores=scores.told(ids[1:], self._decoder.piece),
-            first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
+            scores=scores.with_texts(ids[1:], self._decoder.piece),
+            first=None if unscored else TokenText(token=ids[0], text=self._decoder.piece(ids[0])),
         )
 
-    def _told(self, token: int, score: Score) -> ToldScore:
+    def _told(self, token: int, score: Score) -> Logprob:
         piece = self._decoder.piece
-        top = tuple(ToldCandidate(token=other, text=piece(other), logprob=logprob) for other, logprob in score.top)
-        return ToldScore(token=token, text=piece(token), logprob=score.logprob, top=top)
+        top = tuple(TopLogprob(token=other, text=piece(other), logprob=logprob) for other, logprob in score.top)
+        return Logprob(token=token, text=piece(token), logprob=score.logprob, top=top)
 
     def _lost(self, request: _Request, row: TokenRow | EventRow) -> Produced:
-        """End a request whose history, which was read, lacks tokens: no text may go on over a hole."""
+        """End a request whose history lacks tokens even after it was read: text must not go on over a hole."""
         last = row.n - 1 if isinstance(row, TokenRow) else row.n
         holes = [hole for hole in (*request.missing, range(request.n + 1, last + 1)) if hole]
-        counts = [hole.stop - hole.start for hole in holes]  # `len` fails where an id is very large
-        told = zip(holes, counts, strict=True)
-        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if count > 1 else f"{hole[0]}" for hole, count in told)
+        counts = [hole.stop - hole.start for hole in holes]  # `len` fails if an id is very large
+        pairs = zip(holes, counts, strict=True)
+        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if count > 1 else f"{hole[0]}" for hole, count in pairs)
         word = "token" if sum(counts) == 1 else "tokens"
         message = f"The log lost {word} {numbers} of this request; send it again."
         event = Failed(n=request.n, status=500, code="log_lost", message=message)
@@ -272,7 +272,7 @@ class DetokenizeFold:
             self._requests[row.uid] = None
             return Produced(row.uid, SEAL, row.n, row.event.model_copy(update={"n": row.n}), frontend)
         if isinstance(row.event, Admitted) and not request.admitted_ms:
-            # The step is committed, and its mark with it, once it is computed: the prompt's first chunk is no waiting.
+            # A step is committed, and its mark with it, once it is computed: the prompt's first chunk is no waiting.
             request.admitted_ms = min(step.made_ms or step.ms, step.ms) - int(step.figures.forward_ms)
             request.cached_tokens = row.event.cached_tokens
         request.marks += 1

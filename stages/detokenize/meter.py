@@ -1,6 +1,6 @@
 """The metrics of a detokenizer: times of requests by Redis' clock, taken from the events that the fold returns.
 
-The fold has no clock and knows nothing of this. The meter learns and forgets a request when the fold does.
+The fold has no clock and does not know the meter. The meter learns and forgets a request when the fold does.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeline.walk import Moment
 
 @dataclass(slots=True)
 class _Times:
-    """Of a running request, in milliseconds."""
+    """Times of a running request, in milliseconds."""
 
     submitted_ms: int
     token_ms: int = 0
-    """When it got its last token; 0 before the first."""
+    """Time of its last token; 0 before the first."""
 
 
 class DetokenizeMeter:
@@ -46,7 +46,7 @@ class DetokenizeMeter:
 
     @property
     def num_known(self) -> int:
-        """How many requests are remembered."""
+        """Number of requests that are remembered."""
         return len(self._requests)
 
     def learn(self, uid: str, history: Iterable[Moment]) -> None:
@@ -87,7 +87,7 @@ class DetokenizeMeter:
                 self.failed()
         for gap_ms, count in gaps.items():
             self._measures.observe(BETWEEN_TOKENS_SECONDS, _seconds(gap_ms), times=count)
-        for uid in step.let_go:
+        for uid in step.released:
             self._requests.pop(uid, None)
 
     def failed(self) -> None:
@@ -100,7 +100,7 @@ class DetokenizeMeter:
             self._requests.pop(row.uid, None)
 
     def forget_all(self) -> None:
-        """As DetokenizeFold.forget_all."""
+        """Forget every request, as DetokenizeFold.forget_all does."""
         self._requests.clear()
 
     def _finished(self, event: Finished) -> None:

@@ -1,5 +1,5 @@
 """Turns token ids into text as they come. No character or special token is ever split, and no text is shown that a stop
-string may still remove. Knows one request at a time, and nothing of the log.
+string may still remove. Knows one request at a time, and not the log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pipeline.spelling import Spelling, text_of
 
 TokenText = Callable[[int], str]
-"""Token id -> its text, as `pipeline.spelling.text_of` writes it."""
+"""Token id -> its text, as `pipeline.spelling.text_of` returns it."""
 
 
 def token_text_of(tokenizer: Tokenizer) -> TokenText:
@@ -42,27 +42,27 @@ class Decoder:
     """The functions from the tokens of a model to text."""
 
     plain: Decode
-    """Without special tokens."""
+    """Decoder without special tokens."""
     special: Decode
-    """With them."""
+    """Decoder with special tokens."""
     piece: TokenText
-    """Of a single token."""
+    """Text of a single token."""
     special_ids: frozenset[int] = frozenset()
-    """The special tokens."""
+    """Ids of the special tokens."""
 
     def keeping(self, kept: Collection[int]) -> Decode:
-        """Return the function without special tokens, but with those that are *kept*."""
+        """Return the function that drops special tokens, except those in *kept*."""
         dropped = self.special_ids.difference(kept)
         return lambda token_ids: self.special([token for token in token_ids if token not in dropped])
 
 
 PROMPT_TAIL = 5
-"""At least this many prompt tokens are decoded with the first output token: some tokenizers write a space only between
-tokens."""
+"""Fewest prompt tokens that are decoded with the first output token: some tokenizers write a space only between tokens.
+"""
 LONGEST_CHARACTER = 4
 """Most bytes of a UTF-8 character (RFC 3629), so also the most tokens of one."""
 BYTES_KEPT = 32
-"""So many of the last tokens that are shown as bytes are decoded with the next one."""
+"""Number of the last tokens shown as bytes that are decoded with the next one."""
 REPLACEMENT = "\ufffd"
 _NOTHING = 2**32 - 1
 """No code point."""
@@ -125,7 +125,7 @@ class IncrementalText:
         return self._decode(self._ids[:end])
 
     def _is_silent(self, token: int) -> bool:
-        """Say whether *token* has no text anywhere, as a special token has none. One space has none at a beginning."""
+        """Return whether *token* has no text anywhere, like a special token. A space has none only at a beginning."""
         return not self._decode([token] * 3)
 
     def _show_all(self, text: str) -> str:
@@ -144,14 +144,14 @@ class StopAutomaton:
     """Follows all stop strings at once through a text, in amortised O(1) a character (Aho and Corasick 1975).
 
     A state is the longest end of the text that is a beginning of a stop string; 0 is the empty one. The states of one
-    stop string follow each other, so only the places where two of them part are in a dictionary. All beginnings of 64
-    stop strings of 1,024 characters take 800 KB. What a state ends with is found when a text comes to it first: to find
-    it for all of them takes 0.1 s, and a text seldom comes far into a stop string.
+    stop string follow each other, so only the places where two stop strings part are in a dictionary. All beginnings of
+    64 stop strings of 1,024 characters take 800 KB. What a state ends with is computed when a text reaches it first:
+    for all states it would take 0.1 s, and a text seldom gets far into a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.firsts = frozenset(stop[0] for stop in stops if stop)
-        """A text without these characters leaves the state at 0."""
+        """First characters of the stop strings. A text without them leaves the state at 0."""
         self.depth = array("H", [0])
         """State -> its length in characters."""
         self.stop_length = array("H", [0])
@@ -159,17 +159,17 @@ class StopAutomaton:
         self._next = array("I", [_NOTHING])
         """State -> the character that leads to the state with the next number."""
         self._parting: dict[tuple[int, int], int] = {}
-        """(State, character) -> the state to which it leads, where that has not the next number."""
+        """(State, character) -> the state to which it leads, unless that has the next number."""
         self._shorter = array("i", [0])
-        """State -> the longest shorter state that it ends with; _UNKNOWN until a text has come to it."""
+        """State -> the longest shorter state that it ends with; _UNKNOWN until a text has reached it."""
         self._growing: dict[int, int] = {}
-        """The end of a stop string with which no longer one begins -> the longest shorter state that can grow."""
+        """State that is the end of a stop string and cannot grow -> the longest shorter state that can."""
         for stop in stops:
             self._add(stop)
         self._part = {state for state, _ in self._parting}
 
     def after(self, state: int, character: int) -> int:
-        """Return the state after one more *character*, a code point. Texts have come to *state*."""
+        """Return the state after one more *character*, a code point. A text must have reached *state*."""
         while True:
             child = self._child(state, character)
             if child is not None:
@@ -181,7 +181,7 @@ class StopAutomaton:
             state = self._shorter[state]
 
     def held(self, state: int) -> int:
-        """Return how many characters at the end of the text may still become a stop string that is longer than they."""
+        """Return how many characters at the end of the text may still grow into a longer stop string."""
         return self.depth[self._growing.get(state, state)]
 
     def _child(self, state: int, character: int) -> int | None:
@@ -226,19 +226,19 @@ class StopStrings:
     """Cuts a text at the first stop string, even if the stop string is spread over several deltas."""
 
     def __init__(self, stops: Sequence[str] | StopAutomaton, *, include: bool = False) -> None:
-        """With *include* the stop string is part of the text."""
+        """*include*: the stop string is part of the text."""
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._include = include
         self._held = ""
         self._state = 0
         self._was_armed = True
         self.met = ""
-        """The stop string at which the text was cut."""
+        """Stop string at which the text was cut; empty: none yet."""
 
     def push(self, delta: str, *, armed: bool = True) -> tuple[str, bool]:
         """Return the text to show, and whether a stop string was met. Unless *armed*, stop strings are text.
 
-        The one that begins first counts, and of several that begin there the shortest.
+        The stop string that begins first is met, and of several that begin there the shortest.
         """
         automaton = self._automaton
         if not self._state and automaton.firsts.isdisjoint(delta):
@@ -266,7 +266,7 @@ class StopStrings:
         return text[:shown], False
 
     def end(self, rest: str, stop: str) -> str:
-        """Return the text to show with *rest*, behind which stands *stop*, as a token that has no text."""
+        """Return the text to show for *rest*, which *stop* follows as a token without text."""
         shown, met = self.push(rest)
         if not met:
             shown += self.flush() + stop * self._include

@@ -40,29 +40,29 @@ T = TypeVar("T")
 
 MOST_READ = 16
 MOST_ROWS_TOGETHER = 256
-"""Steps with so many rows are not committed together with a further one: Redis does nothing else meanwhile."""
+"""Number of rows after which no further step joins a commit: Redis does nothing else meanwhile."""
 LEARNT_TOGETHER = 8
-"""Histories that are read at once."""
+"""Number of histories that are read at once."""
 TURN = 1000
-"""So many events of a history are read, and so many are folded, between two signs of progress."""
+"""Number of events of a history that are read, or folded, between two signs of progress."""
 MOST_TOGETHER = 2
-"""A step that is still there after so many tries is folded one request at a time. That harms no request."""
+"""Number of tries after which a step is folded one request at a time. That harms no request."""
 FIRST_ALONE = MOST_TOGETHER + 1
 ALONE = 3
-"""A request that was in work alone at so many deaths is at fault."""
+"""Number of deaths after which a request that was in work alone is at fault."""
 OF_ONE = 1000
-"""So many tries of a step are those of one of its requests."""
+"""Number by which the tries of a step count up for each of its requests."""
 LOOK_EVERY_S = 0.3
 """Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 NOT_TOLD = NOT_COMPUTED - {"prompt", "prompt_ids"}
-"""Fields of Submitted that no answer repeats."""
+"""Fields of Submitted that no answer contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """A step that was folded."""
+    """A folded step."""
 
     entry: Entry
     step: StepCompleted
@@ -89,7 +89,7 @@ class DetokenizeWorker:
         self._journal = JournalWriter() if log.limits.journal_bytes else None
 
     def handle(self, entries: Sequence[Entry]) -> None:
-        """Fold each step, and commit together those that follow each other and need no history."""
+        """Fold each step, and commit together the steps that follow each other and need no history."""
         failpoint("detokenize.after_read")
         folded: list[_Folded] = []
         for entry in entries:
@@ -105,12 +105,12 @@ class DetokenizeWorker:
         self._commit(folded)
 
     def forget(self) -> None:
-        """Forget all requests. The next steps are folded on their histories."""
+        """Forget all requests. Their histories are read again for the next steps."""
         self._fold.forget_all()
         self._meter.forget_all()
 
     def bury(self, entry: Entry, deaths: int) -> None:
-        """Go on with a step that killed its detokenizer so often, one request at a time."""
+        """Handle a step that killed its detokenizer *deaths* times, one request at a time."""
         try:
             step = self._step(entry)
         except UndecodableEvent as error:
@@ -122,7 +122,7 @@ class DetokenizeWorker:
     def _tell_one_by_one(self, entry: Entry, step: StepCompleted, tries: int) -> None:
         """Fold and commit the rows of each request alone, so that only one that is at fault ends; consume the step.
 
-        The number of tries in the log says who is in work, so that the next worker knows it after a death:
+        The number of tries in the log shows which request is in work, so that the next worker knows it after a death:
 
             tries of the step          in work
             1 to MOST_TOGETHER         all its requests
@@ -130,13 +130,13 @@ class DetokenizeWorker:
             FIRST_ALONE + OF_ONE       its second request; one more for each death
             FIRST_ALONE + 2 * OF_ONE   its third request; ..
 
-        Each commit leads on to the next request, and each worker that comes counts one more.
+        Each commit sets the number for the next request, and each new worker adds one.
         """
         uids = list(dict.fromkeys(row.uid for row in step.rows))
         place, deaths = divmod(tries - FIRST_ALONE, OF_ONE)
         for index, uid in enumerate(uids[place:], start=place):
             self._slot_lease.report_progress()
-            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "let_go": ()})
+            part = step.model_copy(update={"rows": tuple(row for row in step.rows if row.uid == uid), "released": ()})
             if index == place and deaths >= ALONE:
                 self._end_poisonous(uid, entry)
             folded = _Folded(entry, part, self._folded_alone(entry, part, uid))
@@ -162,7 +162,7 @@ class DetokenizeWorker:
             return []
 
     def _end_poisonous(self, uid: str, entry: Entry) -> None:
-        """End the request whose rows of a step killed their detokenizer, the last times while no other was in work."""
+        """End the request whose rows killed their detokenizer, the last times with no other request in work."""
         deaths = MOST_TOGETHER + ALONE
         message = f"The request ended its detokenizer {deaths} times, the last {ALONE} times alone."
         event = Failed(status=500, code="poisonous", message=message)
@@ -170,7 +170,7 @@ class DetokenizeWorker:
             self._measures.add(BURIED)
 
     def _end_untold(self, uid: str, entry: Entry, reason: str) -> None:
-        """End a request whose rows of a step cannot be folded."""
+        """End a request if its rows of a step cannot be folded."""
         reason = clipped(reason)
         message = f"The log's entry {entry.id} about this request cannot be read: {reason}"
         event = Failed(status=500, code=DAMAGED, message=message)
@@ -180,7 +180,7 @@ class DetokenizeWorker:
         self._measures.add(UNREADABLE_ENTRIES, STREAMS[DETOKENIZE])
 
     def _end(self, uid: str, event: Failed, dead: DeadLetter | None = None) -> bool:
-        """End a request, of which nothing more is folded; say whether it had not ended before."""
+        """End a request, and fold nothing more of it; return whether it had not ended before."""
         ended = self._log.end(uid, event, frontend=self._log.frontends_of([uid])[uid], dead=dead)
         if ended:
             self._meter.failed()
@@ -188,19 +188,19 @@ class DetokenizeWorker:
         return ended
 
     def _next_step(self, entry: Entry, folded: Sequence[_Folded]) -> StepCompleted | None:
-        """Return the step of *entry*, if it can be folded on top of those that are not committed; else None."""
+        """Return the step of *entry* if it can be folded on top of the uncommitted ones; else None."""
         if not folded or parse_id(entry.id) != (self._last[0], self._last[1] + 1):
             return None
         if sum(len(one.step.rows) for one in folded) >= MOST_ROWS_TOGETHER:
             return None
         try:
             step = self._step(entry)
-        except UndecodableEvent:  # whoever reads it next says so
+        except UndecodableEvent:  # the next reader reports it
             return None
         return None if self._fold.unknown(step) else step
 
     def _catch_up(self, entry: Entry) -> None:
-        """Forget what was of an earlier epoch, and handle what lies before *entry*."""
+        """Forget the requests of an earlier epoch, and handle the unconsumed entries before *entry*."""
         last, this = self._last, parse_id(entry.id)
         if this[0] > last[0]:
             self.forget()
@@ -222,7 +222,7 @@ class DetokenizeWorker:
             self._commit(self._fold_step(entry, step, []))
 
     def _learnt_step(self, entry: Entry) -> StepCompleted | None:
-        """Return the step of *entry* once the histories are known that it goes on with; None if it was refused."""
+        """Return the step of *entry* once the histories that it needs are known; None: it was refused."""
         try:
             step = self._step(entry)
         except UndecodableEvent as error:
@@ -233,7 +233,7 @@ class DetokenizeWorker:
         return step
 
     def _fold_step(self, entry: Entry, step: StepCompleted, before: list[_Folded]) -> list[_Folded]:
-        """Fold a step. If that fails, commit those *before* it, take them out, and tell its requests one by one."""
+        """Fold a step. If that fails, commit and remove the steps *before* it, and fold its requests one by one."""
         try:
             return [_Folded(entry, step, self._fold.apply(step, entry.id))]
         except Exception as error:  # numbers that no engine writes, such as a token below 0
@@ -252,7 +252,7 @@ class DetokenizeWorker:
                 self._learn(uid, history)
 
     def _commit(self, folded: Sequence[_Folded]) -> None:
-        """Commit steps together. If one of them was consumed before, each is folded and committed alone."""
+        """Commit steps together. If one of them was consumed before, fold and commit each alone."""
         if not folded:
             return
         self._slot_lease.report_progress()
@@ -284,8 +284,7 @@ class DetokenizeWorker:
     def _refuse(self, entry: Entry, error: UndecodableEvent) -> None:
         """Bury a step, or leave it to a newer worker.
 
-        A burial ends the requests that the step names. Those that it does not name fail at the hole that their tokens
-        leave.
+        A burial ends the requests that the step names. The others fail later, because tokens are missing.
         """
         if isinstance(error, NewerVersion) and self._is_no_step(entry):
             error = UndecodableEvent(f"{error}, but {self._engine} did not write it")
@@ -293,7 +292,7 @@ class DetokenizeWorker:
             self.forget()
 
     def _is_no_step(self, entry: Entry) -> bool:
-        """Say whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
+        """Return whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
         epoch, holder = parse_id(entry.id)[0], self._log.lease(self._engine).holder
         return epoch == self._read_epoch or (holder != "" and epoch > int(holder.partition(":")[0]))
 
@@ -304,9 +303,9 @@ class DetokenizeWorker:
         return step
 
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
-        """Give a history to the fold. One that does not decode, or that has other tokens, ends its request alone.
+        """Pass a history to the fold. If it does not decode, or has other tokens, only its request ends.
 
-        Nothing is read in that of a request that has ended.
+        The history of a request that has ended is not read.
         """
         if history and history[-1].id == SEAL:
             history = []
@@ -327,7 +326,7 @@ class DetokenizeWorker:
         self._end(uid, event)
 
     def _in_turns(self, parts: Iterable[T]) -> Iterator[T]:
-        """Yield *parts* of long work, and tell the watchdog of the progress."""
+        """Yield *parts* of long work, and report progress to the watchdog."""
         for index, part in enumerate(parts, start=1):
             yield part
             if index % TURN == 0:
@@ -339,7 +338,7 @@ class DetokenizeWorker:
         return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
     def _produce(self, folded: Sequence[_Folded], *, tries: int = 0) -> bool:
-        """Consume steps; False when one of them was consumed before. With *tries*: as StreamLog.produced."""
+        """Consume steps; return False if one of them was consumed before. *tries*: see StreamLog.produced."""
         writer = None if tries else self._journal
         journal = [writer.fields(one.entry, one.step) for one in folded] if writer is not None else []
         produced = [item for one in folded for item in one.produced]
@@ -371,7 +370,7 @@ def load_decoder(folder: Path) -> Decoder:
     """Return the decoder of a model folder. It needs only the tokenizers library.
 
     Raises:
-        ConfigError: One of its files is broken.
+        ConfigError: A file of the folder is broken.
     """
     vocabulary = read_vocabulary(folder)
     try:
@@ -386,7 +385,7 @@ def load_decoder(folder: Path) -> Decoder:
 def serve(
     log: StreamLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None
 ) -> None:
-    """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
+    """Serve the engine of the slot of *slot_lease*, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
     worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
     follow_steps(log, Inbox.steps(log.names, engine), slot_lease, worker, stop)
@@ -408,7 +407,7 @@ def follow_steps(log: StreamLog, inbox: Inbox, slot_lease: SlotLease, worker: De
 
 
 def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
-    """Be one detokenizer until SIGTERM; return the exit code."""
+    """Run one detokenizer until SIGTERM; return the exit code."""
     process = WorkerProcess(DETOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     with process.loading("tokenizer", LOAD_TIMEOUT_S):
         decoder = load_decoder(folder)
@@ -460,12 +459,12 @@ def look_after_others(
             logger.warning("log_unavailable", error=str(error))
             return
         if owner is None:
-            return  # another is faster
+            return  # another one was faster
         logger.info("guest", slot=slot, epoch=owner.epoch)
         slot_lease = SlotLease(lease_log, owner, lease_ms, serving=serving)
         try:
             serve(log, slot_lease, decoder, stop, measures)
-        except Exception:  # the next guest counts one more try of that step, and this process has an engine of its own
+        except Exception:  # the next guest counts one more try of that step; this process also has its own engine
             logger.exception("guest_broke", slot=slot)
         finally:
             slot_lease.leave()

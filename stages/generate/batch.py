@@ -18,29 +18,29 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors, of int32, on the
-    device.
+    """The rows of one step, with their tokens packed one after the other. Tuples are on the host, tensors (int32) on
+    the device.
 
-    Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, and its last
-    `query_starts[b + 1] - query_starts[b]` tokens are computed in it.
+    Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, which computes its last
+    `query_starts[b + 1] - query_starts[b]` tokens.
     """
 
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    """The place of each token's key and value: page * page_size + offset."""
+    """Slot of each token's key and value: page * page_size + offset."""
     query_starts: tuple[int, ...]
     """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
     seq_lens: tuple[int, ...]
     page_table_BN: Tensor
-    """Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
+    """Pages of each row. Only the first ceil(seq_lens[b] / page_size) are row b's own; ignore the rest."""
     host_table_BN: npt.NDArray[np.int32]
     """The same on the host."""
     num_decode_rows: int
 
 
 class PageTables:
-    """Which pages each running request has, [max_running_requests, pages per row] on the host. Every rank keeps one."""
+    """Pages of each running request, [max_running_requests, pages per row] on the host. Every rank keeps one."""
 
     def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int) -> None:
         self.page_size = page_size
@@ -48,7 +48,7 @@ class PageTables:
         self._address, self._row_bytes = self.pages_AN.ctypes.data, self.pages_AN.strides[0]
 
     def address(self, table: int) -> int:
-        """Return where a row of the table is: NumPy takes long to say it."""
+        """Return the address of a row of the table. NumPy itself takes long for that."""
         return self._address + table * self._row_bytes
 
     def update(self, rows: Iterable[PlanRow]) -> None:
@@ -80,7 +80,7 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
         numbers_XT[0] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends[-1])
         numbers_XT[1] = np.arange(ends[-1]) + (seq_lens_B - ends_B).repeat(lengths_B)
         numbers_XT[2] = np.repeat(tables_B, lengths_B)
-    token_ids_T, positions_T, slots_T = numbers_XT  # the last ones are tables, until the next lines
+    token_ids_T, positions_T, slots_T = numbers_XT  # slots_T holds tables until the next lines
     places_T = positions_T // page_size
     pages_T = pages_AN.reshape(-1)[slots_T * pages_AN.shape[1] + places_T]
     slots_T[:] = (pages_T - places_T) * page_size + positions_T
@@ -99,7 +99,7 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
 
 
 def _on_device(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> Sequence[Tensor]:
-    """Return *arrays* as tensors. On another device than the host, they are parts of one."""
+    """Return *arrays* as tensors. On a device they are parts of one tensor."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])

@@ -1,4 +1,4 @@
-"""What the ranks of one model do together in a step. Each has a part of every matrix (`forward/weights.py`).
+"""Operations that all ranks of a model do together in a step. Each has a part of every matrix (`forward/weights.py`).
 
 All ranks call the same methods in the same order, with tensors of the same shape. Does not know how ranks find each
 other.
@@ -18,16 +18,16 @@ from pipeline.errors import RankLost
 
 
 class Collectives(Protocol):
-    """One rank's way to the others."""
+    """One rank's connection to the others."""
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this is."""
+        """Number of this rank, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Collectives(Protocol):
     def gather_to_0(self, x: Tensor) -> Tensor:
         """Return on rank 0 the tensors of all ranks, in order, side by side along the last dimension.
 
-        Another rank gets *x* back and cannot do much with it.
+        Another rank gets *x* back, which is only its own part.
         """
         ...
 
@@ -61,19 +61,19 @@ ALONE: Final = Alone()
 
 
 class GlooCollectives:
-    """Between processes, for tensors on a CPU.
+    """Collectives of processes, for tensors on a CPU.
 
-    A ring's sums depend on the size of the tensor, so of the batch. Here each rank gathers all parts and adds them in
-    the order of the ranks. So for one number of ranks a token has the same bits in any company.
+    A ring's sums depend on the size of the tensor, so on the batch. Here each rank gathers all parts and adds them in
+    the order of the ranks. So for one number of ranks a token has the same bits in any batch.
     """
 
     def __init__(self, group: Any) -> None:
-        """Use *group*, whose backend is gloo. It stays the caller's. Its methods raise RankLost when a rank is gone."""
+        """Use *group*, a gloo group of the caller. The methods raise RankLost when a rank is gone."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.num_gathered = 0
-        """How often `gather_to_0` has returned."""
+        """Number of times that `gather_to_0` has returned."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collectives`."""
@@ -92,7 +92,7 @@ class GlooCollectives:
 
 
 class NcclCollectives(GlooCollectives):
-    """Between processes, for tensors on GPUs, by a group whose backend is NCCL. The devices wait, not the hosts.
+    """Collectives of processes, for tensors on GPUs, over an NCCL group. The devices wait, not the hosts.
 
     NCCL chooses the order of a sum by its size. With torch on a GPU, tokens depend on the batch anyway.
     """
@@ -104,7 +104,7 @@ class NcclCollectives(GlooCollectives):
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of *parts* in their dtype. It is summed in float32, in order, and may overwrite the first part."""
+    """Return the sum of *parts* in their dtype. Sum in float32, in order; the first part may be overwritten."""
     total = parts[0].float()
     for part in parts[1:]:
         total += part
@@ -125,5 +125,5 @@ def finish(works: Sequence[dist.Work]) -> None:
 
 
 def told(error: RuntimeError) -> str:
-    """Return what gloo says without the place in its source and its advice."""
+    """Return gloo's message without the place in its source and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0].strip()

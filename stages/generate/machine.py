@@ -1,7 +1,7 @@
-"""What this machine gives an engine: which cores, how much memory, and whether the cores multiply bfloat16 fast.
+"""What this machine gives an engine: cores, memory, and whether the cores multiply bfloat16 fast.
 
-Knows neither flags nor torch. Reads /proc and /sys below a root folder. What is not there, as on another system,
-limits nothing.
+Knows neither flags nor torch. Reads /proc and /sys below a root folder. Files that are missing, as on another system,
+limit nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def usable_cpus() -> Set[int]:
 def usable_cores(cpus: Set[int], root: Path = ROOT) -> int:
     """Return how many threads can compute at full speed on *cpus*, at least 1.
 
-    These are the physical cores of one NUMA node, the one with the most of them: two threads of a core share its units,
-    and memory of another node is far. Of a cgroup's quota only whole CPUs count: when a quota is used up, all threads
-    stop until the next period.
+    These are the physical cores of the NUMA node that has the most of them: two threads of a core share its units, and
+    memory of another node is far. Of a cgroup's quota only whole CPUs count: when a quota is used up, all threads stop
+    until the next period.
     """
     cores = {_siblings(cpu, root) & cpus or frozenset({cpu}) for cpu in cpus}
     nodes = [_cpu_list(path) for path in root.glob("sys/devices/system/node/node[0-9]*/cpulist")]
@@ -39,7 +39,7 @@ def usable_cores(cpus: Set[int], root: Path = ROOT) -> int:
 def cpus_of(engine: int, num_engines: int, cpus: Set[int], root: Path = ROOT) -> tuple[Set[int], int]:
     """Return which of *cpus* an engine of several uses, and how many of the engines share these.
 
-    Where there are several NUMA nodes, engines take them in turn, the largest first.
+    If there are several NUMA nodes, engines take them in turn, the largest first.
     """
     folder = root / "sys/devices/system/node"
     nodes = [_cpu_list(path) & cpus for path in sorted(folder.glob("node[0-9]*/cpulist"))]
@@ -80,7 +80,7 @@ def bfloat16_is_slow(root: Path = ROOT) -> bool:
 
 
 def _siblings(cpu: int, root: Path) -> frozenset[int]:
-    """Return the logical CPUs of the core that *cpu* belongs to; empty where nothing says it."""
+    """Return the logical CPUs of the core that *cpu* belongs to; empty: unknown."""
     return _cpu_list(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
 
 
@@ -96,7 +96,7 @@ def _cpu_list(path: Path) -> frozenset[int]:
 def _quotas(root: Path) -> Iterator[int]:
     """Yield the CPU time that each cgroup of this process grants, in whole CPUs: its own and those above it.
 
-    In a container the path may be one of the host. Then the top of what is mounted is the container's own cgroup.
+    In a container the path may be one of the host. Then the top of the mounted tree is the container's own cgroup.
     """
     cgroups = root / "sys/fs/cgroup"
     try:

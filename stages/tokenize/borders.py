@@ -150,7 +150,7 @@ class _Added:
         return left + right in self._inside or left in self._ends or right in self._begins
 
     def are_beside(self, left: str, right: str) -> bool:
-        """Say whether one of them may end before a space, or begin after it, or take more spaces there."""
+        """Return whether one of them may end before a space, or begin after it, or take more spaces there."""
         return left in self._lasts or right in self._firsts or not right.isalnum()
 
 
@@ -165,7 +165,7 @@ class _Joins:
         self._alone = {token for token in tokens if len(token) == 1}
 
     def never(self, left: str, right: str) -> bool:
-        """Say whether the two stay in different tokens, and both are known."""
+        """Return whether the two stay in different tokens, and both are known."""
         right = right.replace(" ", self._space)
         return left + right not in self._pairs and {left, right} <= self._alone
 
@@ -194,7 +194,7 @@ def _flattened(state: State, name: str) -> Iterator[State]:
 
 
 def _prepends(steps: Sequence[State]) -> bool:
-    """Say whether a normalizer begins each text with what it writes for a space, as Llama 2's does."""
+    """Return whether a normalizer begins each text with what it writes for a space, as Llama 2's does."""
     if not steps or steps[0]["type"] != "Prepend":
         return False
     space = {"type": "Replace", "pattern": {"String": " "}, "content": steps[0]["prepend"]}

@@ -54,15 +54,15 @@ class Pattern:
         self._atoms_with = lru_cache(CHARACTERS_KNOWN)(self._find_atoms_with)
 
     def can_take(self, character: str) -> bool:
-        """Say whether any match can have this character."""
+        """Return whether any match can have this character."""
         return bool(self._atoms_with(character))
 
     def takes_alone(self, character: str) -> bool:
-        """Say whether the character alone is a match."""
+        """Return whether the character alone is a match."""
         return not self._whole.pre_tokenize_str(character)
 
     def can_take_both(self, left: str, right: str) -> bool:
-        """Say whether a match can have *left* and then *right*, or depends after *left* on what follows."""
+        """Return whether a match can have *left* and then *right*, or depends after *left* on what follows."""
         followers = (*self._atoms_with(right), AHEAD)
         return any(pair in self._next for pair in product(self._atoms_with(left), followers))
 

@@ -219,7 +219,7 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _shows(tokenizer: PreTrainedTokenizerFast, shape: Shape, messages: Messages, **options: Any) -> bool:
-    """Say whether the text of a small conversation has that of all its messages."""
+    """Return whether the text of a small conversation has that of all its messages."""
     text = shape.rendered(tokenizer, messages, **options)
     texts = [message["content"] for message in messages if message["content"]]
     return all(each in text for each in texts) and not (shape.parts and _PRINTED_PART.search(text))

@@ -239,7 +239,7 @@ class TokenizeWorker:
             self.context = min(contexts)
 
     def _is_readable(self, entry: Entry) -> bool:
-        """Say whether an entry names its request; if not, bury or leave it."""
+        """Return whether an entry names its request; if not, bury or leave it."""
         try:
             request_of(entry)
         except UndecodableEvent as error:

@@ -325,7 +325,7 @@ async def check(scene: Scene, settings: Settings, tally: Tally, judges: Mapping[
 
 
 def _is_chat(history: Sequence[Entry]) -> bool:
-    """Say whether a client asked for it: frontends ask, too, to see whether they are ready."""
+    """Return whether a client asked for it: frontends ask, too, to see whether they are ready."""
     submitted = decode(history[0].fields)
     return isinstance(submitted, Submitted) and submitted.endpoint == CHAT_ENDPOINT
 

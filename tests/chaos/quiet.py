@@ -115,7 +115,7 @@ def quiet_run(url: str, redis_url: str, folder: Path, bodies: Sequence[Mapping[s
 
 
 def _is_sturdy(model: Any, story: Story) -> bool:
-    """Say whether the model, with some noise, gives the same tokens."""
+    """Return whether the model, with some noise, gives the same tokens."""
     ids = [*story.prompt_ids, *story.tokens[:-1]]
     with torch.inference_mode():
         logits_NV = model(torch.tensor([ids])).logits[0, len(story.prompt_ids) - 1 :]

@@ -137,7 +137,7 @@ class Row:
 
     @property
     def within(self) -> bool:
-        """Say whether it grew by at most 5 %."""
+        """Return whether it grew by at most 5 %."""
         return self.ratio <= 1 + LARGEST_GROWTH
 
     def per_request(self, requests: int) -> float:

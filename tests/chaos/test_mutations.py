@@ -60,7 +60,7 @@ def test_what_a_mutation_changes_is_there_exactly_once(mutation: Mutation) -> No
 @pytest.mark.parametrize("text", ["", "once, once"])
 def test_a_patch_that_does_not_fit_fails(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").write_text(text)
-    with pytest.raises(AssertionError, match="file has not exactly once: once"):
+    with pytest.raises(AssertionError, match="once"):
         apply(Mutation("", "file", "once", "twice", ()), tmp_path)
 
 

@@ -10,15 +10,10 @@ from pathlib import Path
 
 import orjson
 import pytest
-from chaos import recovery
 from chaos import recovery_figures as figures
-from chaos.measure import exit_code
 from chaos.recovery_figures import (
     Pause,
-    Problem,
-    Recovery,
     Resumed,
-    StreamFigures,
     longest_pause,
     resumed,
     what_is_wrong,
@@ -28,7 +23,6 @@ from support.servers import ROOT, run_command
 
 from ops.bench.load import Arrival
 from ops.sse_reader import Frame
-from pipeline.errors import MiniSGLError
 from pipeline.events import (
     Admitted,
     AnyEvent,
@@ -162,100 +156,6 @@ def test_what_is_not_whole_is_told(pieces: Sequence[Arrival], history: Sequence[
     assert says in what_is_wrong(pieces, history, 4)
 
 
-def test_requests_that_were_not_whole_are_told_by_what_was_wrong_with_them() -> None:
-    problems = [Problem("a", "HTTP 503: full"), Problem("b", "lost"), Problem("c", "lost"), Problem("d", "x")]
-    said = figures.failures([*problems, Problem("e", "y")], 300)
-    assert said == (
-        "5 of 300 requests did not get exactly their tokens, once: 2x lost (as b); 1x HTTP 503: full (as a); "
-        "1x x (as d); and 1 other errors"
-    )
-    assert figures.failures([], 300) == ""
-
-
-def stream(pause_s: float, prefill_s: float | None, *, later_s: float = 0.0) -> StreamFigures:
-    """Return a stream that is taken over 1 s after the kill, or *later_s* more, and has its next token then."""
-    if prefill_s is None:
-        return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, None, None)
-    taken_over_ms = 1000 + round(later_s * 1000)
-    again = Resumed(taken_over_ms, taken_over_ms + round(prefill_s * 1000), 10, 110)
-    return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, 1.0 + later_s, again)
-
-
-def a_recovery(*streams: StreamFigures, lease_s: float = 0.0, ready_s: float | None = 2.0) -> Recovery:
-    return Recovery(
-        streams,
-        lease_s,
-        ready_s,
-        freed_s=0.03,
-        owner_s=1.9,
-        noticed_s=0.02,
-        load_s=0.7,
-        alone_tokens_per_s=440.0,
-        problems=(),
-    )
-
-
-def test_a_pause_may_be_lease_start_prefill_and_half_a_second() -> None:
-    run = a_recovery(stream(3.0, 1.0), stream(2.9, 0.2), lease_s=0.25)
-    assert (run.longest_pause_s, run.median_pause_s, run.prefill_s) == (3.0, 2.95, 1.0)
-    assert run.allowed_s == pytest.approx(0.25 + 2.0 + 0.2 + 0.5)  # of the stream that is worst off
-    assert run.beyond_s == pytest.approx(2.9 - 2.95)
-    assert "met, 0.05 s to spare" in figures.verdict([run])
-
-
-def test_the_worst_stream_of_the_median_run_decides() -> None:
-    runs = [a_recovery(stream(2.6 + worse, 0.1)) for worse in (-1.0, 0.3, 9.0)]
-    assert runs[1].beyond_s == pytest.approx(0.3)
-    said = figures.verdict(runs)
-    assert "missed by 0.30 s" in said and "lease 0.00 + start 2.00 + prefill 0.10 + 0.50 s" in said
-
-
-def test_streams_of_the_engine_that_lives_are_told_apart() -> None:
-    run = a_recovery(stream(0.4, None), stream(2.0, 0.5), stream(0.6, None), lease_s=1.0, ready_s=None)
-    assert (run.longest_pause_s, run.median_pause_s, run.longest_other_pause_s) == (2.0, 2.0, 0.6)
-    assert run.later_pause_s == 0.2
-    assert run.beyond_s == pytest.approx(0.0)
-    assert (run.tokens_again, run.alone_s) == (110, 0.25)
-
-
-def test_what_waits_for_others_to_be_computed_again_waits_for_the_prefill_of_what_was_in_flight() -> None:
-    run = a_recovery(stream(3.0, 0.5), stream(6.0, 0.5, later_s=3.0))
-    assert (run.taken_over_s, run.prefill_s) == (1.0, 3.5)
-    assert run.beyond_s == pytest.approx(6.0 - (2.0 + 3.5 + 0.5))
-    assert run.alone_s == 0.5
-
-
-def test_a_kill_that_hit_nobody_is_no_measurement() -> None:
-    with pytest.raises(MiniSGLError, match="nothing was taken over"):
-        figures.must_have_hit(a_recovery(stream(0.4, None)))
-
-
-def test_the_table_has_a_column_for_each_run_and_the_medians() -> None:
-    runs = [a_recovery(stream(2.0 + number, 0.5)) for number in range(3)]
-    lines = figures.table(runs).splitlines()
-    assert lines[0].split() == ["s", "run", "1", "run", "2", "run", "3", "median"]
-    (pause,) = [line for line in lines if line.startswith("longest pause  ")]
-    assert pause.split()[-4:] == ["2.00", "3.00", "4.00", "3.00"]
-    assert not any(line.startswith("longest pause of the others") for line in lines)  # there are none
-
-
-def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
-    said = tmp_path / "minisgl.log"
-    lines = [
-        "MiniSGL is ready",
-        '{"event":"engine_loaded","seconds":9.0,"timestamp":"2026-01-01T00:00:00+00:00"}',
-        '{"event":"worker_died","worker":"generate-0","timestamp":"2026-01-01T00:00:10.250+00:00"}',
-        '{"event":"worker_died","worker":"web-0","timestamp":"2026-01-01T00:00:11+00:00"}',
-        '{"event":"engine_loaded","seconds":0.5,"timestamp":"2026-01-01T00:00:12+00:00"}',
-        '{"event":"half a line',
-    ]
-    said.write_text("\n".join(lines))
-    began_ms = 1767225600_000.0
-    noticed_s, load_s = figures.said_since(said, began_ms + 10_000, "generate-0")
-    assert (noticed_s, load_s) == (0.25, 0.5)
-    assert figures.said_since(said, began_ms + 13_000, "generate-0") == (None, None)
-
-
 @pytest.mark.slow
 @pytest.mark.night
 @pytest.mark.parametrize("peers", [1, 2])
@@ -289,14 +189,3 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     else:
         assert run["lease_s"] == 1 and run["start_s"] == 0 and run["noticed_s"] is None
         assert 0.3 < run["freed_s"] <= run["owner_s"]  # nobody gives the lease back, it runs out
-
-
-@pytest.mark.slow
-@pytest.mark.night
-def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
-    flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]
-    assert exit_code(recovery.main, flags) == 2
-    error = capsys.readouterr().err
-    assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in error
-    assert "context has 512; pass less" in error

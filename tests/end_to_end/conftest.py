@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from support.checkpoints import make_checkpoint
 from support.selection import group_of
-from support.servers import MEASURED_CONTEXT, NARROW, Server, is_alive, serve
+from support.servers import MEASURED_CONTEXT, Server, is_alive, serve
 from support.streams import PROMPTS, ask_all, family_of
 
 T = TypeVar("T")
@@ -95,14 +95,6 @@ def llama3_server(
 
 
 @pytest.fixture(scope="module")
-def narrow_server(llama3: Path, shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server of `llama3` under two names, with a context of `NARROW` tokens."""
-    flags = ("--model", str(llama3), "--dtype", "float32", "--max-seq-len", str(NARROW))
-    names = ("--served-model-name", "org/name", "other-name")
-    return shared.get("narrow", lambda: serve(tmp_path_factory.mktemp("narrow"), *flags, *names))
-
-
-@pytest.fixture(scope="module")
 def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server of the demo model that computes as transformers does."""
     return shared.get("demo", lambda: serve(tmp_path_factory.mktemp("demo"), "--dtype", "float32", demo=True))
@@ -118,13 +110,6 @@ def _with_long_answers(folder: Path) -> AbstractContextManager[Server]:
 def measured_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server whose figures are compared with what was asked of it. Its tests kill engines."""
     return shared.get("measured", lambda: _with_long_answers(tmp_path_factory.mktemp("measured")))
-
-
-@pytest.fixture(scope="module")
-def forgetting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own: a request that is forgotten while it runs counts where it began, and nowhere as ended."""
-    with _with_long_answers(tmp_path_factory.mktemp("forgetting")) as server:
-        yield server
 
 
 @contextlib.contextmanager

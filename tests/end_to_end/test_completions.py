@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from support.servers import Server, eventually
+from support.servers import Server
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
@@ -157,14 +157,6 @@ def test_each_choice_is_what_its_own_seed_gives_and_the_first_what_a_single_one_
     assert client.completions.create(prompt=TEXT, **asked).choices[0].text == several[3]
 
 
-def test_no_token_is_asked_for(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="default", prompt=TEXT, max_tokens=0, echo=True, logprobs=0)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "length")
-    assert answer.usage is not None and answer.usage.completion_tokens == 0
-    assert answer.choices[0].logprobs is not None
-    assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.prompt_tokens
-
-
 def test_an_echo_of_token_ids_has_all_of_them_and_every_token_begins_where_its_text_does(
     client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -178,19 +170,3 @@ def test_an_echo_of_token_ids_has_all_of_them_and_every_token_begins_where_its_t
         for token, offset in zip(told.tokens, told.text_offset, strict=True):
             shown = not token.startswith("bytes:") and (prompt is ids or token != tokenizer.bos_token)
             assert choice.text.startswith(token, offset) or not shown
-
-
-def test_one_bad_prompt_among_good_ones_refuses_them_all_and_leaves_nothing_running(server: Server) -> None:
-    body = {"prompt": ["Once", "x " * 5000], "max_tokens": 400, "ignore_eos": True}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-    uid = response.headers.get("x-minisgl-uid")
-    with server.log() as log:
-        eventually(lambda: not log.living(), f"nothing of {uid} goes on")
-
-
-def test_every_prompt_counts_once(client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast) -> None:
-    answer = client.completions.create(model="default", prompt=["Once", TEXT], n=2, max_tokens=2)
-    lengths = [len(tokenizer(text)["input_ids"]) for text in ("Once", TEXT)]
-    assert answer.usage is not None and answer.usage.prompt_tokens == sum(lengths)
-    assert answer.usage.completion_tokens <= 8

@@ -1,5 +1,5 @@
 """The demo model through a server: held-out questions and their right answers, the text of transformers for the same
-weights, and what was told remembered across a prefix hit, a preemption and a killed engine.
+weights.
 """
 
 from __future__ import annotations
@@ -7,21 +7,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.selection import AT_NIGHT, by_night
 from support.servers import Server, eventually, serve
-from support.streams import Stream, events_of
 
-from ops.demo_model.evaluate import FAMILIES, Answered, Examiner
+from ops.demo_model.evaluate import FAMILIES, Examiner
 from ops.demo_model.messages import Message
-from pipeline.events import Preempted, TakenOver, TokensProduced
-from pipeline.log.protocol import Inbox
-from pipeline.log.redis import RedisLog
-from pipeline.names import GENERATE
 from stages.generate.model.checkpoint import DEMO_FOLDER, DEMO_ID
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo_server")]
@@ -45,25 +39,11 @@ FREE = (
 """What it has never learnt to answer."""
 ROOM = 64
 """Tokens of an answer that is compared with transformers'."""
-NUM_RECALLED = 24
-NUM_COUNTS = 4
-SMALL_PAGES = ("--dtype", "float32", "--threads", "1", "--page-size", "16")
 
 
 @pytest.fixture(scope="module")
 def examiner() -> Examiner:
     return Examiner(DEMO_FOLDER)
-
-
-@pytest.fixture(scope="module")
-def recalls(examiner: Examiner) -> list[Answered]:
-    """Long conversations that end with a question for what was told at their beginning, all of which transformers
-    answers right."""
-    questions = examiner.questions("recall, to 300", 3 * NUM_RECALLED)
-    longest = sorted(questions, key=lambda each: -len(each.messages))[:NUM_RECALLED]
-    right = [each for each in examiner.answer(longest) if each.answer == each.expected]
-    assert len(right) > 0.8 * NUM_RECALLED
-    return right
 
 
 @pytest.fixture(scope="module")
@@ -114,26 +94,6 @@ def texts_of(server: Server, bodies: Sequence[dict[str, Any]]) -> list[str]:
     return [str(answer["choices"][0]["message"]["content"]) for answer in answers_of(server, bodies)]
 
 
-def ask(server: Server, questions: Sequence[Answered]) -> list[Stream]:
-    return [Stream(server, "", **body(each.messages), ignore_eos=False) for each in questions]
-
-
-def begin_together(server: Server, log: RedisLog, *groups: Sequence[Answered]) -> list[Stream]:
-    """Ask one group after the other while the engine stands still, so that it begins with all of them at once."""
-    (engine,) = server.command.workers(GENERATE)
-    engine.suspend()
-    streams: list[Stream] = []
-
-    def all_wait() -> bool:
-        return log.backlog(Inbox.tokenized(log.names)) == len(streams)
-
-    for questions in groups:
-        streams += ask(server, questions)
-        eventually(all_wait, "all of them wait for the engine")
-    engine.resume()
-    return streams
-
-
 def test_it_is_what_is_served_without_a_model(server: Server) -> None:
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["id"] == DEMO_ID
@@ -164,43 +124,3 @@ def test_nothing_but_the_weights_answers(examiner: Examiner, demo_server: Server
     expected = {each.prompt: each.answer for each in examiner.answer(asked, room=ROOM)}
     texts = texts_of(demo_server, [body(each.messages, each.tools) | {"max_tokens": ROOM} for each in asked])
     assert {each.prompt: text for each, text in zip(asked, texts, strict=True)} == expected
-
-
-@pytest.mark.night
-def test_it_remembers_across_a_prefix_hit(recalls: list[Answered], tmp_path: Path) -> None:
-    with serve(tmp_path, *SMALL_PAGES, demo=True) as server:
-        before = answers_of(server, [body(each.messages[:-2]) for each in recalls])
-        found = answers_of(server, [body(each.messages) for each in recalls])
-    assert [each["choices"][0]["message"]["content"] for each in found] == [each.expected for each in recalls]
-    for first, second in zip(before, found, strict=True):  # all but the page in which the answer began
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 2 * 16
-
-
-@pytest.mark.night
-def test_it_remembers_across_a_preemption(examiner: Examiner, recalls: list[Answered], tmp_path: Path) -> None:
-    """Long counts that came first grow, and take the pages of those who are about to answer."""
-    counts = examiner.questions("count, 200 tokens", NUM_COUNTS)
-    flags = (*SMALL_PAGES, "--max-seq-len", "1008", "--num-pages", "64", "--lease", "30")
-    with serve(tmp_path, *flags, demo=True) as server, server.log() as log:
-        streams = begin_together(server, log, counts, recalls)
-        answers = [stream.answer[0] for stream in streams]
-        histories = [events_of(log, stream.uid) for stream in streams[NUM_COUNTS:]]
-    assert answers == [each.expected for each in (*counts, *recalls)]
-    assert any(isinstance(event, Preempted) for history in histories for event in history)
-
-
-@pytest.mark.night
-def test_it_remembers_across_a_killed_engine(examiner: Examiner, recalls: list[Answered], tmp_path: Path) -> None:
-    counts = examiner.questions("count, 200 tokens", NUM_COUNTS)
-    flags = (*SMALL_PAGES, "--lease", "30", "--max-running-requests", str(NUM_COUNTS + 4))
-    with serve(tmp_path, *flags, demo=True) as server, server.log() as log:
-        streams = begin_together(server, log, counts, recalls)
-        eventually(lambda: all(stream.num_frames > 2 for stream in streams[:NUM_COUNTS]), "long answers are under way")
-        (engine,) = server.command.workers(GENERATE)
-        engine.kill()
-        assert [stream.answer[0] for stream in streams] == [each.expected for each in (*counts, *recalls)]
-        histories = [events_of(log, stream.uid) for stream in streams]
-    for history in histories[:NUM_COUNTS]:
-        kinds = [type(event) for event in history]
-        assert TokensProduced in kinds[: kinds.index(TakenOver)] and TokensProduced in kinds[kinds.index(TakenOver) :]
-    assert any(isinstance(event, TakenOver) for history in histories[NUM_COUNTS:] for event in history)

@@ -94,63 +94,6 @@ def test_the_last_frame_of_a_stream_is_the_whole_answer_and_the_others_grow_towa
     assert data_of(again) == data_of(response)
 
 
-def test_logprobs_are_those_of_a_completion_from_where_they_are_asked_for(server: Server) -> None:
-    choice, _ = completion(server, prompt=TEXT, echo=True, logprobs=2, return_token_ids=True)
-    told = choice["logprobs"]["token_logprobs"]
-    ids = choice["prompt_token_ids"]
-    asked = {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
-    for start in (-1, 0, 5, len(ids) - 1):
-        meta = generate(server, text=TEXT, **asked, logprob_start_len=start)["meta_info"]
-        expected = [] if start < 0 else list(zip(told[: len(ids)], ids, strict=True))[start:]
-        assert [token for _, token, _ in meta["input_token_logprobs"]] == [token for _, token in expected]
-        assert [logprob for logprob, _, _ in meta["input_token_logprobs"]][:1] == [None] * bool(expected)
-        assert [logprob for logprob, _, _ in meta["input_token_logprobs"]][1:] == pytest.approx(
-            [logprob for logprob, _ in expected][1:], abs=1e-4
-        )
-        assert [logprob for logprob, _, _ in meta["output_token_logprobs"]] == pytest.approx(told[len(ids) :], abs=1e-4)
-        for (logprob, token, _), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
-            assert len(top) == 2 and top[0][:2] == [logprob, token], "the greedy token is the most probable one"
-        assert [top is None for top in meta["input_top_logprobs"]][:2] == [True, False][: len(expected)]
-
-
-def test_no_token_but_the_scores_of_the_prompt_are_what_sglangs_choices_are_picked_by(server: Server) -> None:
-    answer = generate(
-        server, text=TEXT, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
-    )
-    meta = answer["meta_info"]
-    assert (answer["text"], answer["output_ids"], meta["completion_tokens"]) == ("", [], 0)
-    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
-
-
-def test_token_ids_are_as_good_as_text_and_lists_are_answered_by_lists(
-    server: Server, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    ids = tokenizer(TEXT)["input_ids"]
-    single = generate(server, text=TEXT, sampling_params=GREEDY)
-    assert without_its_own(generate(server, input_ids=ids, sampling_params=GREEDY)) == without_its_own(single)
-    several = generate(server, input_ids=[ids, ids[:5]], sampling_params=GREEDY)
-    assert without_its_own(several[0]) == without_its_own(single)
-    assert several[1]["meta_info"]["prompt_tokens"] == 5
-    wild = {"temperature": 2, "sampling_seed": 7, "max_new_tokens": 12, "n": 2, "ignore_eos": True}
-    first, second, *others = generate(server, text=[TEXT, TEXT], sampling_params=wild)
-    assert first["output_ids"] != second["output_ids"], "each choice has a seed of its own"
-    assert [answer["output_ids"] for answer in others] == [first["output_ids"], second["output_ids"]]
-
-
-def test_what_ended_an_answer_is_said_and_can_be_kept(server: Server) -> None:
-    whole = generate(server, text=TEXT, sampling_params=GREEDY)
-    stop = whole["text"][3:5]
-    place = whole["text"].index(stop)
-    for keep in (False, True):
-        answer = generate(server, text=TEXT, sampling_params={**GREEDY, "stop": stop, "no_stop_trim": keep})
-        assert answer["text"] == whole["text"][: place + len(stop) * keep]
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    token = whole["output_ids"][4]
-    answer = generate(server, text=TEXT, sampling_params={**GREEDY, "stop_token_ids": [token], "stop": "\x00never"})
-    assert answer["output_ids"] == whole["output_ids"][: whole["output_ids"].index(token) + 1]
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
-
-
 def test_mini_sglangs_form_streams_the_same_text_with_its_line_breaks(
     server: Server, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -185,9 +128,3 @@ def test_requests_are_ended_by_the_ids_of_their_answers_and_all_at_once(server: 
                 *_, error, done = [line for line in lines if line]
                 assert '"code":"cancelled"' in error and done == "data: [DONE]"
             eventually(lambda: living() == 0, "the siblings are over")
-
-
-def test_a_token_goes_through_every_stage_whenever_it_is_asked_for(server: Server) -> None:
-    for path in ("/health_generate", "/ping"):
-        response = httpx.get(f"{server.url}{path}", timeout=10)
-        assert (response.status_code, response.json()["status"]) == (200, "ok")

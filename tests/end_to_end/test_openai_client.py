@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,16 +183,6 @@ def test_the_deltas_of_a_stream_are_the_answer_and_never_half_a_character(client
     assert streamed.finish_reasons[-1] == "stop" and not any(streamed.finish_reasons[:-1])
 
 
-def test_usage_comes_in_a_chunk_without_choices_when_it_is_asked_for(client: openai.OpenAI) -> None:
-    streamed = stream(client, stream_options={"include_usage": True})
-    *before, last = streamed.chunks
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage == usage_of(ask(client))
-    assert all(chunk.usage is None and chunk.choices for chunk in before)
-    assert all("usage" in json.loads(chunk.model_dump_json(exclude_unset=True)) for chunk in before)
-
-
 @pytest.mark.parametrize(
     ("stop", "text", "num_tokens"),
     [
@@ -243,42 +232,6 @@ def test_min_tokens_puts_off_stop_tokens_and_stop_strings(client: openai.OpenAI,
     first = {"ignore_eos": True, "min_tokens": len(CYCLE)}
     whole = assert_both_ways(client, ROUND + "She sells ", "stop", stop="你好", extra_body=first)
     assert usage_of(whole).completion_tokens == len(CYCLE) + 7
-
-
-def test_models_are_listed_and_retrieved_also_with_a_slash(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL, "other-name"]
-    for name in (MODEL, "other-name"):
-        model = client.models.retrieve(name)
-        assert (model.id, model.object) == (name, "model")
-        assert ask(client, model=name).model == name
-    with pytest.raises(openai.NotFoundError) as refused:
-        client.models.retrieve("org/another")
-    assert refused.value.code == "model_not_found"
-
-
-def test_a_refusal_is_the_clients_own_exception(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, temperature=3)
-    assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError) as refused:
-        stream(client, messages=[*HELLO, *HELLO])
-    assert (refused.value.param, refused.value.code) == ("messages", "template_error")
-
-
-def test_text_parts_of_content_are_lines_of_one_text(client: openai.OpenAI, server: Server, folder: Path) -> None:
-    parts: list[ChatCompletionMessageParam] = [
-        {"role": "user", "content": [{"type": "text", "text": "你好! "}, {"type": "text", "text": "你好吗?"}]}
-    ]
-    answer = ask(client, parts)
-    lines: list[ChatCompletionMessageParam] = [{"role": "user", "content": "你好! \n你好吗?"}]
-    assert tokenized_in(history(server, answer.id)) == template_ids(folder, lines)
-
-
-def test_the_role_developer_is_the_role_system(client: openai.OpenAI, server: Server, folder: Path) -> None:
-    answer = ask(client, [{"role": "developer", "content": "Sell shells."}, *HELLO])
-    assert text_of(answer) == TEXT
-    as_system: list[ChatCompletionMessageParam] = [{"role": "system", "content": "Sell shells."}, *HELLO]
-    assert tokenized_in(history(server, answer.id)) == template_ids(folder, as_system)
 
 
 def test_the_asynchronous_client_streams_many_answers_side_by_side(server: Server) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import Server
+from support.servers import Server, serve
 
 from pipeline.names import STAGES
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
+pytestmark = pytest.mark.slow
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "100")
@@ -23,6 +24,13 @@ PHASES = "coverage,fuzzing"
 ENDLESS = "/v1/pipeline/events"
 """A stream that does not end by itself; `tests/web/routes/test_pipeline.py` has its answers."""
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture
+def narrow_server(llama3: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server whose answers are short."""
+    with serve(tmp_path, "--model", str(llama3), "--max-seq-len", "128") as server:
+        yield server
 
 
 def answer(server: Server) -> str:

@@ -9,15 +9,15 @@ import pytest
 from support.browser import Browser, browsing
 from support.servers import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 SAID = "A **bold** word, <b>no tag</b>."
 """What the model is made to say, whatever its weights are."""
 
 
-def test_a_conversation_in_the_playground_is_requests_of_the_server(narrow_server: Server, tmp_path: Path) -> None:
+def test_a_conversation_in_the_playground_is_requests_of_the_server(llama3_server: Server, tmp_path: Path) -> None:
     with browsing(tmp_path) as browser:
-        browser.open(f"{narrow_server.url}/")
+        browser.open(f"{llama3_server.url}/")
         set_field(browser, "structured_outputs", f'{{"choice": ["{SAID}"]}}')
         for turn in (1, 2):
             set_field(browser, "logprobs", "true")
@@ -30,7 +30,7 @@ def test_a_conversation_in_the_playground_is_requests_of_the_server(narrow_serve
         assert tokens.startswith(SAID)
 
         link = browser.run("return [...document.querySelectorAll('.answer a.button')].at(-1).pathname")
-        story = httpx.get(f"{narrow_server.url}/v1{link}").json()
+        story = httpx.get(f"{llama3_server.url}/v1{link}").json()
         assert story["text"] == SAID
         browser.has(".answer:last-child .meta", f"tokens {story['completion_tokens']}")
         browser.leave()

@@ -200,15 +200,11 @@ def test_a_request_is_computed_again_compared_and_copied_as_curl(model: Path, tm
         made = answer.json()["usage"]["completion_tokens"]
         browser.open(f"{server.url}/requests/{uid}")
         browser.has("h1 .badge", "finished")
+        browser.run("navigator.clipboard.writeText = text => { window.copied = text; return Promise.resolve(); };")
+        browser.button("Copy as curl")
+        curl = browser.until(lambda: browser.run("return window.copied"), "the command")
         browser.button("Replay")
         browser.has(".comparison .notice", f"Identical: all {made} tokens are the same.")
-        curl = browser.wait(
-            "const { curlOf, parseExactly } = await import('/pages/js/timeline/resend.js');"
-            "const answer = await fetch(`/v1/requests/${rest[0]}/events?format=events`);"
-            "const line = (await answer.text()).split('\\n').find(each => each.startsWith('data: '));"
-            "return curlOf(parseExactly(line.slice(6)), location.origin, false);",
-            uid,
-        )
         words = shlex.split(curl)
         assert words[0] == "curl" and words[1] == f"{server.url}/v1/chat/completions"
         body = json.loads(words[words.index("-d") + 1])

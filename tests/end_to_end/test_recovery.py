@@ -22,8 +22,8 @@ from stages.generate.loop.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = by_night(8, 20)
-NUM_TOKENS = by_night(200, 600)
+NUM_REQUESTS = by_night(6, 20)
+NUM_TOKENS = by_night(120, 600)
 NUM_KILLS = 3
 SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
 FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "1024")

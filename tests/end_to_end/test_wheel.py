@@ -15,7 +15,7 @@ import pytest
 from support.selection import by_night, rest_at_night
 from support.servers import ROOT, Command, free_port, wait_until_ready
 
-from ops.bench.gpu.wheels import isolation
+from ops.bench.wheels import isolation
 from stages.generate.kernels import build, library
 from stages.generate.model.checkpoint import DEMO_FOLDER
 

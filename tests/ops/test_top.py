@@ -30,10 +30,10 @@ from pipeline.events import (
     Chunk,
     EventRow,
     Failed,
-    Figures,
     Preempted,
     SamplingParams,
     StepCompleted,
+    StepStats,
     Submitted,
     encode,
 )
@@ -125,7 +125,7 @@ def test_the_last_steps_of_an_engine_and_what_waits_there_come_from_its_journal(
     for number, forward_ms in enumerate((10, 1500, 20), 1):
         chunks = (Chunk(uid="a", start=0, count=500), Chunk(uid=f"b{number}", start=0, count=250))
         preempted = EventRow(uid="c", n=3, event=Preempted(engine="generate-0", epoch=1, step=number))
-        figures = Figures(forward_ms=forward_ms, waiting=7 - number, free_pages=number, decode_rows=number)
+        figures = StepStats(forward_ms=forward_ms, waiting=7 - number, free_pages=number, decode_rows=number)
         step = StepCompleted(rows=(preempted,), chunks=chunks if number > 1 else (), figures=figures)
         entry = Entry(f"1-{number}", {"ms": str(number)} | encode(step))
         fields = itertools.chain(*JournalWriter().fields(entry, step).items())

@@ -97,7 +97,7 @@ def test_data_that_cannot_be_read_are_named_with_the_remedy(snapshot: Path, tmp_
     whole = snapshot.read_bytes()
     for spoilt in (OF_REDIS_8 + UNKNOWN + whole.removeprefix(OF_VALKEY), b"REDIS9999" + whole, whole[:-40]):
         snapshot.write_bytes(spoilt)
-        with pytest.raises(ConfigError, match=r"(RDB|AOF).*a newer Redis wrote it: .* pass --redis-url") as raised:
+        with pytest.raises(ConfigError, match="--redis-url") as raised:
             EmbeddedRedis(tmp_path)
         assert f"{tmp_path} is damaged" in str(raised.value) and "WARNING" not in str(raised.value)
     snapshot.write_bytes(whole)

@@ -19,14 +19,17 @@ from pipeline.events import (
     Cancelled,
     EventRow,
     Failed,
-    Figures,
     Finished,
+    Logprob,
+    Logprobs,
     Preempted,
     Presentation,
+    PromptInfo,
     SamplingParams,
     Score,
     Scores,
     StepCompleted,
+    StepStats,
     Submitted,
     TakenOver,
     Templating,
@@ -34,11 +37,8 @@ from pipeline.events import (
     Tokenized,
     TokenRow,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldScores,
-    ToldToken,
+    TokenText,
+    TopLogprob,
     Usage,
     as_plain,
     decode,
@@ -48,8 +48,8 @@ from pipeline.events import (
 
 ADMITTED = Admitted(engine="generate-0", epoch=3, step=9, fingerprint="w", cached_tokens=16)
 FAILED = Failed(n=4, status=400, code="invalid_value", message='No "such" thing:\n{}', param="prompt")
-TOLD = ToldScore(token=5, text="1", logprob=-0.5, top=(ToldCandidate(token=6, text="2", logprob=-0.25),))
-FIRST = ToldToken(token=8, text="a")
+TOLD = Logprob(token=5, text="1", logprob=-0.5, top=(TopLogprob(token=6, text="2", logprob=-0.25),))
+FIRST = TokenText(token=8, text="a")
 FULL: list[AnyEvent] = [
     Submitted(
         endpoint="/v1/chat/completions",
@@ -97,13 +97,13 @@ FULL: list[AnyEvent] = [
         text="1",
         step="3-9",
         scores=(TOLD,),
-        prompt=ToldPrompt(
+        prompt=PromptInfo(
             num_tokens=2,
             cached_tokens=1,
             token_ids=(8, 5),
             text="a1",
-            scores=ToldScores((TOLD,)),
-            first=ToldToken(token=8, text="a"),
+            scores=Logprobs((TOLD,)),
+            first=TokenText(token=8, text="a"),
         ),
     ),
     Finished(
@@ -130,8 +130,8 @@ FULL: list[AnyEvent] = [
             EventRow(uid="c", n=0, event=ADMITTED),
             EventRow(uid="d", n=4, event=FAILED),
         ),
-        let_go=("e",),
-        figures=Figures(
+        released=("e",),
+        figures=StepStats(
             decode_rows=1, prefill_rows=2, prefill_tokens=3, mixed_prefill_length=7, running=4, waiting=5, free_pages=6
         ),
     ),
@@ -244,7 +244,7 @@ def test_an_event_is_as_plain_as_pydantic_makes_it(event: AnyEvent) -> None:
     plain = as_plain(event)
     assert plain == event.model_dump(mode="json", include=set(plain), exclude_none=True)
     if isinstance(event, StepCompleted):
-        usual = event.model_copy(update={"let_go": (), "given": (), "chunks": ()})
+        usual = event.model_copy(update={"released": (), "inputs": (), "chunks": ()})
         plain, made = as_plain(usual), usual.model_dump(mode="json", include=set(as_plain(usual)), exclude_none=True)
         assert orjson.dumps(plain) == orjson.dumps(made), "in the same order, too"
 

@@ -9,39 +9,39 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.events import (
+    Logprob,
+    Logprobs,
+    PromptInfo,
     Score,
     Scores,
     TokenRow,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldScores,
+    TopLogprob,
     decode,
     encode,
 )
 from pipeline.scores import DECODED_AT_ONCE
 
 TOLD = tuple(
-    ToldScore(
+    Logprob(
         token=token,
         text=f"<{token}>",
         logprob=-token / 7,
-        top=tuple(ToldCandidate(token=other, text=f"<{other}>", logprob=-other / 3) for other in others),
+        top=tuple(TopLogprob(token=other, text=f"<{other}>", logprob=-other / 3) for other in others),
     )
     for token, others in ((5, (1, 2)), (6, ()), (5, (2, 99_999)))
 )
 
 
 def prompt_of(scores: Any) -> dict[str, str]:
-    event = TokensProduced(tokens=(1,), text="", step="1-1", prompt=ToldPrompt(num_tokens=4, scores=scores))
+    event = TokensProduced(tokens=(1,), text="", step="1-1", prompt=PromptInfo(num_tokens=4, scores=scores))
     return encode(event)
 
 
 def test_they_say_what_they_were_made_of_and_are_told_slice_by_slice() -> None:
-    scores = ToldScores(TOLD)
-    assert tuple(scores) == TOLD and scores == TOLD and scores == ToldScores(TOLD) != ToldScores(TOLD[1:])
-    assert (len(scores), scores.num_pairs) == (3, 7) and not ToldScores()
+    scores = Logprobs(TOLD)
+    assert tuple(scores) == TOLD and scores == TOLD and scores == Logprobs(TOLD) != Logprobs(TOLD[1:])
+    assert (len(scores), scores.num_pairs) == (3, 7) and not Logprobs()
     assert (scores[-1], scores[1:]) == (TOLD[-1], list(TOLD[1:]))
     assert [(token.text, len(top)) for token, top in scores.rows(1)] == [("<6>", 0), ("<5>", 2)]
     with pytest.raises(IndexError):
@@ -58,12 +58,12 @@ def test_an_event_keeps_them_bit_by_bit_whether_it_is_new_or_old() -> None:
 
 
 def test_those_of_an_event_are_decoded_piece_by_piece_wherever_one_looks() -> None:
-    many = ToldScores(
-        ToldScore(
+    many = Logprobs(
+        Logprob(
             token=place,
             text=f"<{place}>",
             logprob=-place / 7,
-            top=tuple(ToldCandidate(token=other, text=f"<{other}>", logprob=-other / 3) for other in range(place % 5)),
+            top=tuple(TopLogprob(token=other, text=f"<{other}>", logprob=-other / 3) for other in range(place % 5)),
         )
         for place in range(DECODED_AT_ONCE)  # three pairs each, so three pieces
     )
@@ -87,15 +87,15 @@ def test_a_row_of_a_step_keeps_them_whether_it_is_new_or_old() -> None:
     assert TokenRow.model_validate(plain) == row and row.prompt_scores == said
     old = plain | {"prompt_scores": [score.model_dump(mode="json") for score in said]}
     assert TokenRow.model_validate(old) == row
-    assert row.prompt_scores.told((3, 4), str) == (
-        ToldScore(token=3, text="3", logprob=-0.1, top=(ToldCandidate(token=7, text="7", logprob=-0.2),)),
-        ToldScore(token=4, text="4", logprob=-9999.0),
+    assert row.prompt_scores.with_texts((3, 4), str) == (
+        Logprob(token=3, text="3", logprob=-0.1, top=(TopLogprob(token=7, text="7", logprob=-0.2),)),
+        Logprob(token=4, text="4", logprob=-9999.0),
     )
 
 
 def test_a_pair_takes_16_bytes_of_the_log() -> None:
     one = Score(logprob=-13.421519, top=tuple((token, -13.421519) for token in range(20)))
-    scores = Scores([one] * 1000).told(range(1000), lambda token: "x")
+    scores = Scores([one] * 1000).with_texts(range(1000), lambda token: "x")
     texts = 1000 * len('"1000":"x",')
     assert len(prompt_of(scores)["prompt"]) < 16.3 * scores.num_pairs + texts
 
@@ -114,8 +114,8 @@ def test_a_pair_takes_16_bytes_of_the_log() -> None:
     ],
 )
 def test_damaged_ones_do_not_decode(damage: dict[str, Any]) -> None:
-    adapter = TypeAdapter(ToldScores)
-    plain = adapter.dump_python(ToldScores(TOLD), mode="json")
+    adapter = TypeAdapter(Logprobs)
+    plain = adapter.dump_python(Logprobs(TOLD), mode="json")
     assert adapter.validate_python(plain) == TOLD
     with pytest.raises(ValidationError):
         adapter.validate_python(plain | damage)

@@ -62,7 +62,7 @@ def test_a_history_that_is_not_there_has_no_events() -> None:
 def test_tokens_that_are_missing_are_named_or_refused(entry_id: str, event: AnyEvent, missing: range) -> None:
     history = [*HISTORY[:3], (entry_id, event)]
     assert moments_of(history)[-1].missing == missing
-    with pytest.raises(UndecodableEvent, match=f"after token 1 comes the event {entry_id}"):
+    with pytest.raises(UndecodableEvent, match=entry_id):
         list(walk(entries_of(history)))
 
 
@@ -72,7 +72,7 @@ def test_a_walk_may_begin_in_the_middle() -> None:
 
 
 def test_tokens_that_are_there_twice_are_refused() -> None:
-    with pytest.raises(UndecodableEvent, match="after token 1 comes the event 2-0"):
+    with pytest.raises(UndecodableEvent, match="2-0"):
         list(walk(entries_of([*HISTORY[:3], ("2-0", tokens(7, 8))])))
 
 
@@ -82,7 +82,7 @@ def test_an_end_that_counts_fewer_tokens_takes_none_away() -> None:
 
 
 def test_a_step_belongs_into_no_history() -> None:
-    with pytest.raises(UndecodableEvent, match="entry 4-0 is a step"):
+    with pytest.raises(UndecodableEvent, match="4-0"):
         list(walk(entries_of([("4-0", StepCompleted(rows=()))])))
 
 

@@ -187,16 +187,17 @@ def _scatter(model: torch.nn.Module) -> None:
                 parameter.uniform_(-0.5, 0.5)
 
 
-KERNELS = "torch"
-"""What computes in `make_engine` unless it is told; a test module sets it to each kind in turn."""
+KERNELS, DEVICE = "torch", torch.device("cpu")
+"""What computes in `make_engine`, and where, unless it is told; a test module sets them to each kind in turn."""
 
 
 def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **more: Any) -> Engine:
-    """Return an engine on the CPU whose unused memory is NaN, so that whoever reads it is found out."""
+    """Return an engine whose unused memory is NaN, so that whoever reads it is found out."""
     spec = check_folder(folder, dummy=dummy)
     sizes = {"num_pages": 128, "page_size": 4, "max_running_requests": 4, "max_seq_len": 160}
     options: dict[str, Any] = {
-        "device": torch.device("cpu"),
+        "device": DEVICE,
+        "attention": "torch" if DEVICE.type == "cuda" else "reference",
         "dtype": resolve_dtype(spec, dtype),
         "kernels": KERNELS,
         **sizes,
@@ -209,7 +210,10 @@ def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **mor
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return the model as transformers computes it, in eager mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the default one multiplies in some dtypes alone
+    return model
 
 
 def reference_logits(model: Any, token_ids: Sequence[int], cache: Any) -> Tensor:

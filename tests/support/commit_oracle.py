@@ -100,7 +100,7 @@ class CommitOracle:
         return self.log._once.get(key, ("",))[0]
 
     def owns(self, owner: Owner) -> bool:
-        """Say whether *owner* may write for its slot."""
+        """Return whether *owner* may write for its slot."""
         return self.log._leases.owners.get(owner.slot) == owner
 
     def expire(self, key: str) -> None:

@@ -1,5 +1,5 @@
-"""A rank over gloo, and what it computes. As a script it is the other process of a test:
-`gloo_rank.py <rank> <folder> <kernels> <store>`. It imports no transformers, which would take seconds.
+"""A rank over gloo or NCCL, and what it computes. As a script it is the other process of a test:
+`gloo_rank.py <rank> <folder> <kernels> <store> <device>`. It imports no transformers, which would take seconds.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ import torch.distributed as dist
 from support.plans import Request, plan, shuffled_pages
 from torch import Tensor
 
-from stages.generate.collectives import Collectives, GlooCollectives
+from stages.generate.collectives import Collectives, GlooCollectives, NcclCollectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
 
 TIMEOUT = timedelta(seconds=60)
 
 
-def compute(rank: int, folder: Path, kernels: str, store: Path) -> list[Tensor]:
-    """Compute with another process."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)
+def compute(
+    rank: int, folder: Path, kernels: str, store: Path, device: str = "cpu", size: int = 2, backend: str = "gloo"
+) -> list[Tensor]:
+    """Compute with other processes."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         assert dist.group.WORLD is not None
-        return logits_of(GlooCollectives(dist.group.WORLD), folder, kernels)
+        collectives = (NcclCollectives if backend == "nccl" else GlooCollectives)(dist.group.WORLD)
+        return logits_of(collectives, folder, kernels, device)
     finally:
         dist.destroy_process_group()
 
 
-def logits_of(collectives: Collectives, folder: Path, kernels: str) -> list[Tensor]:
+def logits_of(collectives: Collectives, folder: Path, kernels: str, device: str = "cpu") -> list[Tensor]:
     """Return on rank 0 the logits after a prompt, in two chunks, and after a token."""
     engine = Engine(
         read_spec(folder),
         folder,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         dtype=torch.float32,
         num_pages=128,
         page_size=4,
@@ -50,7 +53,7 @@ def logits_of(collectives: Collectives, folder: Path, kernels: str) -> list[Tens
         if collectives.rank:
             engine.follow(step)
         elif step.rows[0].sample is not None:
-            found.append(engine.logits(step))
+            found.append(engine.logits(step).cpu())
         else:
             engine.forward(step)
         request.tokens += [7] * (request.computed == len(request.tokens))
@@ -58,4 +61,4 @@ def logits_of(collectives: Collectives, folder: Path, kernels: str) -> list[Tens
 
 
 if __name__ == "__main__":
-    compute(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    compute(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])

@@ -48,7 +48,7 @@ class Life:
 
     # as a log thread
 
-    def hear(self, timeout_s: float = 0.0) -> Update | None:
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
         chance = self.chance
         if self.here and chance.random() < 0.06:
             uid = self.here.pop(chance.randrange(len(self.here)))

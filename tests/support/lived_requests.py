@@ -78,7 +78,7 @@ class LivedRequests:
         assert self._scene.bury(uid, error=error, frontend=self.frontend)
         return uid
 
-    def let_go(self) -> None:
+    def released(self) -> None:
         """Have the engine let all requests go that it was given."""
         taken = self._scene.take(self._detokenizer.engine, 1000)
         assert self._detokenizer.commit(self._detokenizer.read_step(*(entry.id for entry in taken)))

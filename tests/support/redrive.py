@@ -57,7 +57,7 @@ def request(number: int, num_tokens: int = 24) -> tuple[str, dict[str, Any], int
 
 
 def leaves(number: int) -> bool:
-    """Say whether the client of request *number* leaves before its end."""
+    """Return whether the client of request *number* leaves before its end."""
     return number % 8 >= 5
 
 

@@ -11,6 +11,8 @@ from typing import Final, TypeVar
 
 import pytest
 
+from ops.bench.gpu import has_gpu
+
 AT_NIGHT: Final = os.environ.get("MINISGL_NIGHT", "") == "1"
 """Whether every test runs, with as many examples as a night has time for."""
 
@@ -47,13 +49,14 @@ def group_of(item: pytest.Item) -> str:
 
 
 def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of this run and those that wait for the night.
+    """Return the tests of this run and the others, which wait for the night or for a GPU.
 
     The slow ones come first, with files of each folder in turn: those of one folder are alike, and processes that all
     wait at a time would leave the cores idle. Files of one group come one after the other: they share a server.
     """
-    left = [item for item in items if item.get_closest_marker("night") and not AT_NIGHT]
-    run = [item for item in items if AT_NIGHT or not item.get_closest_marker("night")]
+    missing = [mark for mark, is_here in (("night", AT_NIGHT), ("gpu", has_gpu())) if not is_here]
+    left = [item for item in items if any(map(item.get_closest_marker, missing))]
+    run = [item for item in items if not any(map(item.get_closest_marker, missing))]
     places: dict[str, dict[str, int]] = {}
 
     def place(item: pytest.Item) -> float:

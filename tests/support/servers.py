@@ -26,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MINISGL = (sys.executable, str(ROOT / "minisgl.py"))
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
-NARROW = 128
-"""The context of the server that tests of its bound share."""
 MEASURED_CONTEXT = 8192
 """That of the server whose figures are looked at: an answer this long outlasts any look."""
 
@@ -49,7 +47,7 @@ def eventually(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Say whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
+    """Return whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

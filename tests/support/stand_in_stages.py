@@ -5,7 +5,7 @@ StandIn    a thread that answers what comes; what it says depends on the prompt:
            "refuse"   a Failed with status 400        "endless"   tokens until somebody ends the request
            "silent"   nothing at all                  "flood"     the same, 4 KB each
            "break"    one token, then a Failed with status 500
-           "held"     "Hel", and the rest as soon as `let_go` is set
+           "held"     "Hel", and the rest as soon as `released` is set
            "marked"   what `marked` says
            "say: .."  what follows, in pieces
            else       "Hel", "", "lo\u2028!", Finished
@@ -27,10 +27,10 @@ from pipeline.events import (
     Failed,
     Finished,
     Markup,
+    PromptInfo,
     Submitted,
     Tokenized,
     TokensProduced,
-    ToldPrompt,
     Usage,
     decode,
 )
@@ -149,7 +149,7 @@ class StandIn:
 
     def __init__(self, url: str, stages: Stages | None = None, *, renews: bool = False) -> None:
         self.stages = stages or Stages(url)
-        self.let_go = threading.Event()
+        self.released = threading.Event()
         self.seen: list[tuple[str, Submitted]] = []
         """Every request that was taken in, the frontend's probe included."""
         self.answers_probes = True
@@ -217,7 +217,7 @@ class StandIn:
                 yield len(texts), finished(len(texts))
             case "held":
                 yield 1, tokens(1, "Hel")
-                while not self.let_go.is_set():
+                while not self.released.is_set():
                     yield None
                 yield 2, tokens(2, "lo!")
                 yield 2, finished(2)
@@ -228,7 +228,7 @@ class StandIn:
                     yield n, tokens(n, piece)
                 yield len(pieces), finished(len(pieces))
             case _:
-                told = ToldPrompt(num_tokens=5, cached_tokens=2) if event.presentation.tells_prompt else None
+                told = PromptInfo(num_tokens=5, cached_tokens=2) if event.presentation.tells_prompt else None
                 for n, text in enumerate(("Hel", "", "lo\u2028!"), 1):
                     yield n, tokens(n, text).model_copy(update={"prompt": told if n == 1 else None})
                 yield 3, finished(3)

@@ -66,7 +66,7 @@ class Site:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether a client is being answered, or a task is still writing to the log."""
+        """Return whether a client is being answered, or a task is still writing to the log."""
         return bool(self.frontend._clients or self.frontend._background)
 
     async def post(self, body: Any, **options: Any) -> Response:

@@ -22,7 +22,7 @@ from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, sibling_uids
 from web.http.keys import Caller, Keys, hash_of, read_keys
-from web.routes.unsupported import METHODS, PATHS
+from web.routes.openapi import METHODS, PATHS
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
 ANN_LATER = "sk-ann-2"

@@ -48,7 +48,7 @@ class Member(Protocol):
     def cut(self) -> None:
         """Close it at once."""
 
-    def let_go(self, error: RequestError) -> None:
+    def released(self, error: RequestError) -> None:
         """Free what it holds: refuse its request with *error*, or cut it if an answer has begun."""
 
 
@@ -245,7 +245,7 @@ class ConnectionLimit:
             self.hold(loser, 0)
             if times := self._log_limiter.times("too_many_bytes"):
                 logger.warning("too_many_bytes", most=self.most_bytes, times=times)
-            loser.let_go(
+            loser.released(
                 RequestError(
                     f"{_named(loser.holder)} has {of_holder} bytes in requests that wait to be read, this one has "
                     f"{its_bytes}; all clients together may have {self.most_bytes}. Send fewer of them at once.",
@@ -271,7 +271,7 @@ class Proxies:
         self._networks = tuple(networks)
 
     def trust(self, address: str) -> bool:
-        """Say whether *address* is one of them."""
+        """Return whether *address* is one of them."""
         if not self._networks:
             return False
         parsed = _address_of(address)

@@ -222,7 +222,7 @@ class Connection:
         if hasattr(self, "protocol"):
             self.protocol.stop()
 
-    def let_go(self, error: RequestError) -> None:
+    def released(self, error: RequestError) -> None:
         """As Member.let_go."""
         if self._lingering is None and hasattr(self, "protocol") and self.protocol.can_refuse:
             self._tasks.spawn(self.protocol.refuse, error)
@@ -238,7 +238,7 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Say whether bytes have come that the protocol has not got."""
+        """Return whether bytes have come that the protocol has not got."""
         return self._receiver.num_received > self._num_read
 
     async def turn(self) -> None:

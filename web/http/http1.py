@@ -49,12 +49,12 @@ class Requests(h11.Connection):
 
     @property
     def expects_more(self) -> bool:
-        """Say whether the client may be in the middle of a body, or of what is not a request."""
+        """Return whether the client may be in the middle of a body, or of what is not a request."""
         return self.is_broken or self.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
     def has_begun_head(self) -> bool:
-        """Say whether the client is in the middle of the head of a request."""
+        """Return whether the client is in the middle of the head of a request."""
         return self.their_state is h11.IDLE and self.num_waiting > 0
 
     @property

@@ -63,7 +63,7 @@ class Caller:
         return self.owner or self.hashed
 
     def may_see(self, owner: str) -> bool:
-        """Say whether it may read and cancel the requests of *owner*. A key that has got a name still owns what it sent
+        """Return whether it may read and cancel the requests of *owner*. A key that got a name still owns what it sent
         without one."""
         return self.is_admin or (bool(owner) and owner in (self.owner, self.hashed))
 
@@ -79,12 +79,12 @@ class Keys:
 
     @property
     def exist(self) -> bool:
-        """Say whether there is any key."""
+        """Return whether there is any key."""
         return bool(self._callers)
 
     @property
     def are_several(self) -> bool:
-        """Say whether they belong to several clients."""
+        """Return whether they belong to several clients."""
         return len({caller.scope for caller in self._callers}) > 1
 
     def find(self, given: Sequence[str]) -> Caller | None:

@@ -49,7 +49,7 @@ class Origins:
     """Names and addresses besides loopback and the address that a client connected to; ANY means all."""
 
     def allow(self, origin: str) -> bool:
-        """Say whether a flag allows the pages of *origin*."""
+        """Return whether a flag allows the pages of *origin*."""
         return origin in self.origins or ANY in self.origins
 
     def refusal(self, headers: Headers, own_address: str, *, is_open: bool) -> RequestError | None:
@@ -98,7 +98,7 @@ class Origins:
         return None if self.allow(origin) or _is_own(origin, host) else _foreign_origin(origin)
 
     def _is_named(self, host: str, own_address: str) -> bool:
-        """Say whether a Host header names this server. Clients of HTTP/1.0 may send none; browsers always do."""
+        """Return whether a Host header names this server. Clients of HTTP/1.0 may send none; browsers always do."""
         if not host or ANY in self.hosts:
             return True
         found = _HOST.fullmatch(host.lower())
@@ -109,7 +109,7 @@ class Origins:
 
 
 def is_preflight(method: str, headers: Headers) -> bool:
-    """Say whether a browser asks for a page whether that may send a request."""
+    """Return whether a browser asks for a page whether that may send a request."""
     return method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
@@ -159,7 +159,7 @@ def _read_host(text: str) -> str:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Say whether *origin* is that of a page of this server. A proxy may speak HTTPS for it, so any scheme will do."""
+    """Return whether *origin* is that of a page of this server. A proxy may speak HTTPS for it, so any scheme does."""
     scheme, _, rest = origin.partition("://")
     return scheme in ("http", "https") and rest != "" and rest.lower() == host.lower()
 

@@ -68,17 +68,17 @@ class Protocol:
 
     @property
     def expects_more(self) -> bool:
-        """Say whether the client may be in the middle of a body."""
+        """Return whether the client may be in the middle of a body."""
         return self._requests.expects_more
 
     @property
     def has_begun_head(self) -> bool:
-        """Say whether the client is in the middle of the head of a request."""
+        """Return whether the client is in the middle of the head of a request."""
         return self._requests.has_begun_head
 
     @property
     def can_refuse(self) -> bool:
-        """Say whether the answer to the current request has not begun."""
+        """Return whether the answer to the current request has not begun."""
         return not self._is_over and self._requests.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     @property
@@ -318,7 +318,7 @@ class Protocol:
 
     @property
     def _is_far_ahead(self) -> bool:
-        """Say whether the client has sent as much of its next requests as is taken."""
+        """Return whether the client has sent as much of its next requests as is taken."""
         requests = self._requests
         return not self._is_over and requests.is_ahead and requests.num_waiting >= MOST_AHEAD_BYTES
 

@@ -19,7 +19,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import base_uid
 from pipeline.views.requests import ENDED, RequestFacts, ends_of, heard
-from web.live.archived import Archived
+from web.live.lookup import Archived
 from web.wire.uids import uid_of
 
 SCANNED_AT_ONCE: Final = 1000

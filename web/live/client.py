@@ -58,22 +58,22 @@ class Client:
 
     @property
     def is_stream(self) -> bool:
-        """Say whether the answer is a stream."""
+        """Return whether the answer is a stream."""
         return True
 
     @property
     def ended(self) -> bool:
-        """Say whether nothing of it goes on in the log."""
+        """Return whether nothing of it goes on in the log."""
         return self._refused is not None or len(self._ends) == len(self.listeners)
 
     @property
     def done(self) -> bool:
-        """Say whether the answer is complete: all siblings have ended, or one has failed."""
+        """Return whether the answer is complete: all siblings have ended, or one has failed."""
         return self.ended or self._failure is not None
 
     @property
     def broken(self) -> bool:
-        """Say whether a bug of ours ended the answer."""
+        """Return whether a bug of ours ended the answer."""
         return self._broken is not None
 
     @property
@@ -82,7 +82,7 @@ class Client:
         return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
 
     def has_failed_with(self, event: ClientEvent) -> bool:
-        """Say whether *event* is the first failure of all siblings."""
+        """Return whether *event* is the first failure of all siblings."""
         return event.event is self._failure
 
     async def next(self, pass_on: PassOn | None = None) -> list[ClientEvent]:

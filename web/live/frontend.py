@@ -17,15 +17,13 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
 from web.http.turns import Turns
-from web.live.archived import Archived
-from web.live.budget import Budget
 from web.live.catalogue import Catalogue
 from web.live.client import Client
+from web.live.counts import Budget, Readers, RetryAfter
 from web.live.folding import Folding
+from web.live.lookup import Archived
 from web.live.pictures import Pictures
-from web.live.readers import Readers
 from web.live.ready import Readiness, Say
-from web.live.retry_after import RetryAfter
 from web.live.tail import Tail
 
 logger = structlog.get_logger()

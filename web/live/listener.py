@@ -160,7 +160,7 @@ class Listener:
             self.state = State.LIVE if self.state is State.NEW else State.BEHIND
 
     def wait(self, waits: bool) -> None:
-        """Say whether the client waits for events now."""
+        """Return whether the client waits for events now."""
         self._client_waits = waits and not self.ended
         if waits and self.state is State.BEHIND:
             self._feed.look()
@@ -201,12 +201,12 @@ class Listener:
 
     @property
     def ended(self) -> bool:
-        """Say whether the end was taken in."""
+        """Return whether the end was taken in."""
         return self.state is State.ENDED
 
     @property
     def lost(self) -> bool:
-        """Say whether the log has no history of the request."""
+        """Return whether the log has no history of the request."""
         return self.state is State.LOST
 
     @property
@@ -217,11 +217,11 @@ class Listener:
 
     @property
     def follows_live(self) -> bool:
-        """Say whether it takes what comes next in its history from the read that all share."""
+        """Return whether it takes what comes next in its history from the read that all share."""
         return self._follows and self.state is State.LIVE
 
     def is_due(self, now_s: float) -> bool:
-        """Say whether its history is to be read now."""
+        """Return whether its history is to be read now."""
         is_silent = self.state is State.LIVE and self._client_waits and now_s - self.last_read_s >= SILENCE_S
         return not self.queued and (is_silent or self.state is State.BEHIND)
 
@@ -407,7 +407,7 @@ async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) 
 
 
 def _passed_on(listeners: Sequence[Listener], pass_on: PassOn) -> bool:
-    """Say whether *pass_on* took the events of *listeners*. It is asked only if nothing else is to be done."""
+    """Return whether *pass_on* took the events of *listeners*. It is asked only if nothing else is to be done."""
     for listener in listeners:
         if listener.state is not LIVE:
             return False

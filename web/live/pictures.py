@@ -90,7 +90,7 @@ class Pictures:
 
     @property
     def is_reading(self) -> bool:
-        """Say whether the log is read now."""
+        """Return whether the log is read now."""
         return self._reading is not None
 
     async def watch(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:

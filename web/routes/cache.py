@@ -20,7 +20,7 @@ from pipeline.stage.slots import Status, known_statuses
 from web.live.frontend import Frontend, reaching
 from web.routes.access import check_admin
 from web.routes.answers import json_response
-from web.routes.operations import operation
+from web.routes.openapi import operation
 
 logger = structlog.get_logger()
 

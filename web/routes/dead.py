@@ -14,15 +14,15 @@ from pipeline.errors import RequestError
 from pipeline.events import Submitted
 from pipeline.log.protocol import Entry, Submission
 from pipeline.log.redis import AsyncRedisLog
-from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
+from pipeline.views.history import REQUEUED_FROM, plain_letter, sent_again
 from web.live.frontend import Frontend, reaching
+from web.live.open_request import submit_without_client
 from web.live.refusals import refusal
-from web.live.without_client import submit_without_client
 from web.routes.access import check_admin
 from web.routes.answers import json_response
 from web.routes.listing import limit_asked
 from web.routes.named import is_id
-from web.routes.operations import operation
+from web.routes.openapi import operation
 from web.wire.uids import uid_of
 
 logger = structlog.get_logger()

@@ -20,7 +20,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
-from web.routes.operations import EVENTS, JSON, operation
+from web.routes.openapi import EVENTS, JSON, operation
 from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
 from web.wire.frames import EVENT_IDS, EVENT_IDS_SCHEMA, wants_ids
@@ -29,9 +29,7 @@ from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
-from web.wire.submit import Defaults, chat_events, completion_events, generate_events
-from web.wire.warned import HEADER as WARNINGS
-from web.wire.warned import warnings_of
+from web.wire.submit import WARNINGS, Defaults, chat_events, completion_events, generate_events, warnings_of
 
 logger = structlog.get_logger()
 

@@ -1,7 +1,10 @@
-"""The model and the server as SGLang and llama.cpp describe them, for clients that were made for those.
+"""What the server is, serves and does: GET /v1/models and /v1/models/<id>; /health, /ping, /v1 (the process is alive),
+/ready (requests are answered, or what is missing), /version, /health_generate as in SGLang (a token goes through every
+stage now), and /metrics for Prometheus.
 
-`/server_info` is SGLang's newer name. Its newer `/model_info` is missing on purpose: its benchmark would load a
-tokenizer by that answer, and the name of a served model may be neither a folder nor a name of the hub.
+And the model and the server as SGLang and llama.cpp describe them, for clients that were made for those. `/server_info`
+is SGLang's newer name. Its newer `/model_info` is missing on purpose: its benchmark would load a tokenizer by that
+answer, and the name of a served model may be neither a folder nor a name of the hub.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from quart import Blueprint, Response
 from pipeline import VERSION
 from pipeline.metrics.counters import read_snapshot
 from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING, NUM_WAITING, Family
+from pipeline.names import PROBE
 from pipeline.stage.slots import Status
 from web.live.frontend import Frontend
+from web.live.metrics import CONTENT_TYPE, Exposition
 from web.routes.answers import json_response
-from web.routes.operations import operation
+from web.routes.openapi import operation
 
 LOADS: Final[Mapping[str, Family]] = {
     "num_running_reqs": NUM_RUNNING,
@@ -93,5 +98,79 @@ def info_routes(frontend: Frontend) -> Blueprint:
                 "build_info": f"minisgl {VERSION}",
             }
         )
+
+    return routes
+
+
+def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
+    routes = Blueprint("models", __name__)
+
+    def described(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "minisgl",
+            "root": frontend.readiness.models[0],
+            "parent": None,
+            "max_model_len": frontend.readiness.context,
+            "has_chat_template": frontend.readiness.has_chat_template,
+        }
+
+    @routes.get("/models")
+    @routes.get("/v1/models")
+    @operation("The served models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [described(name) for name in frontend.readiness.models]})
+
+    @routes.get("/models/<path:name>")
+    @routes.get("/v1/models/<path:name>")
+    @operation("One served model")
+    async def model(name: str) -> Response:
+        return json_response(described(frontend.readiness.resolve(name)))
+
+    return routes
+
+
+def health_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("health", __name__)
+    exposition = Exposition(frontend)
+
+    @routes.get("/health")
+    @routes.get("/ping")
+    @routes.get("/v1")
+    @operation("200 while this process is alive")
+    async def health() -> Response:
+        return json_response({"status": "ok"})
+
+    @routes.get("/version")
+    @operation("The version of the server, and how its engines compute")
+    async def version() -> Response:
+        return json_response({"version": VERSION, "engines": frontend.readiness.engines()})
+
+    @routes.get("/ready")
+    @operation("200 once a token has gone through every stage", not_ready=True)
+    async def ready() -> Response:
+        waiting_for = frontend.readiness.waiting_for
+        status = "draining" if frontend.draining else "loading" if waiting_for else "ready"
+        body = {"status": status, "waiting_for": waiting_for, "stages": frontend.readiness.stages()}
+        return json_response(body, 200 if status == "ready" else 503)
+
+    @routes.get("/health_generate")
+    @operation("200 if a token goes through every stage now; takes at most 6 s", not_ready=True)
+    async def health_generate() -> Response:
+        readiness = frontend.readiness
+        if frontend.draining or readiness.missing:
+            status, waiting_for, detail = "draining" if frontend.draining else "loading", readiness.missing, ""
+        else:
+            detail = await readiness.try_now(frontend.spawn)
+            status, waiting_for = ("failing", (PROBE,)) if detail else ("ok", ())
+        body = {"status": status, "waiting_for": waiting_for, "detail": detail}
+        return json_response(body, 200 if status == "ok" else 503)
+
+    @routes.get("/metrics")
+    @operation("Measures of every process, for Prometheus", answers=("text/plain",))
+    async def metrics() -> Response:
+        return Response(await exposition.text(), content_type=CONTENT_TYPE)
 
     return routes

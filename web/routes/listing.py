@@ -18,13 +18,12 @@ from pipeline.views.company import Company
 from pipeline.views.requests import ENDED, RequestFacts, RequestState
 from web.http.keys import Caller
 from web.live.catalogue import NEWEST
-from web.live.company import company_of
-from web.live.folding import folded
+from web.live.folding import company_of, folded
 from web.live.frontend import Frontend, reaching
 from web.routes.access import known_caller
 from web.routes.answers import json_response
 from web.routes.named import history_of, uid_in
-from web.routes.operations import operation
+from web.routes.openapi import operation
 
 LIMIT: Final = 50
 MOST: Final = 200

@@ -25,7 +25,7 @@ _ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
 
 
 def is_id(text: str) -> bool:
-    """Say whether *text* is the id of an entry, as Redis writes it."""
+    """Return whether *text* is the id of an entry, as Redis writes it."""
     return bool(_ID.fullmatch(text)) and max(parse_id(text)) <= LARGEST_HALF
 
 

@@ -1,17 +1,66 @@
-"""GET /openapi.json: the routes, with the models that validate their requests."""
+"""The description of a route, beside its code, and GET /openapi.json, which is made from all of them, with the models
+that validate requests.
+
+Also the paths of OpenAI's API and its relatives that this server lacks: 404 with a sentence that says so, not 501,
+after which most client libraries try again.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from quart import Blueprint, Quart, Response, current_app
+from quart import Blueprint, Quart, Response, current_app, request
 
 from pipeline import VERSION
-from web.routes.answers import json_response
-from web.routes.operations import EVENTS, JSON, Operation, operation, operation_of
+from pipeline.errors import RequestError
+from web.routes.answers import error_response, json_response
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+_ATTRIBUTE: Final = "__operation__"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route."""
+
+    summary: str
+    bodies: tuple[type[BaseModel], ...] = ()
+    """The models of the request body: one of them reads it. None: there is no body."""
+    body_is_optional: bool = False
+    answers: tuple[str, ...] = (JSON,)
+    """The content types of an answer that is not an error."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Query parameter -> its JSON Schema, with a description."""
+    headers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Request header -> its JSON Schema, with a description."""
+    not_ready: bool = False
+    """503 is an answer, not an error: its body has the status."""
+
+
+def operation(summary: str, *bodies: type[BaseModel], **more: Any) -> Callable[[F], F]:
+    """Attach a description to a view function, which stays as it is. *more* as in Operation."""
+    said = Operation(summary, bodies, **more)
+
+    def say(view: F) -> F:
+        setattr(view, _ATTRIBUTE, said)
+        return view
+
+    return say
+
+
+def operation_of(view: Callable[..., Any]) -> Operation | None:
+    """Return the description of *view*; None if it has none."""
+    found: Operation | None = getattr(view, _ATTRIBUTE, None)
+    return found
+
 
 REFERENCE: Final = "#/components/schemas/{model}"
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -112,3 +161,42 @@ def _answer(description: str, content_types: tuple[str, ...]) -> dict[str, Any]:
 def _error(description: str) -> dict[str, Any]:
     reference = {"$ref": REFERENCE.format(model="Error")}
     return {"description": description, "content": {JSON: {"schema": reference}}}
+
+
+PATHS: Final = (
+    "/v1/audio/<path:rest>",
+    "/v1/assistants",
+    "/v1/batches",
+    "/v1/embeddings",
+    "/v1/files",
+    "/v1/fine_tuning/jobs",
+    "/v1/images/<path:rest>",
+    "/v1/messages",
+    "/v1/moderations",
+    "/v1/realtime",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/threads",
+    "/v1/vector_stores",
+    "/api/chat",
+    "/api/generate",
+)
+
+
+def unsupported_routes() -> Blueprint:
+    routes = Blueprint("unsupported", __name__)
+
+    async def unsupported(rest: str = "") -> Response:
+        return error_response(
+            RequestError(
+                f"This server does not have {request.url_rule.rule.partition('<')[0] if request.url_rule else ''}; "
+                "see /v1/chat/completions and /v1/models.",
+                code="not_implemented",
+                status=404,
+            )
+        )
+
+    for path in PATHS:
+        routes.add_url_rule(path, view_func=unsupported, methods=METHODS, provide_automatic_options=False)
+    return routes

@@ -10,7 +10,7 @@ from quart import Blueprint, Response, request
 from werkzeug.exceptions import NotFound
 
 from web.http.page_files import PAGES, PageFile, read_page, read_pages
-from web.routes.operations import operation
+from web.routes.openapi import operation
 
 NAME: Final = "pages"
 """Of the blueprint whose paths need no key."""

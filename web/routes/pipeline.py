@@ -16,7 +16,7 @@ from web.live.frontend import Frontend
 from web.live.pictures import Viewer
 from web.routes.access import caller, known_caller
 from web.routes.answers import event_stream, json_response
-from web.routes.operations import EVENTS, operation
+from web.routes.openapi import EVENTS, operation
 from web.wire import sse
 
 logger = structlog.get_logger()

@@ -2,15 +2,15 @@
 process. With keys, one of another owner does not exist.
 
 GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start, after an event,
-or after the characters that the client has. The uid that siblings share stands for all of them. POST /abort_request
-cancels, as in SGLang.
+or after the characters that the client has. POST .../replay computes it again on this server, as `minisgl replay run`
+has it done. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import orjson
@@ -18,22 +18,28 @@ import structlog
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled
+from pipeline.events import Cancelled, Failed, Submitted
 from pipeline.log.protocol import Entry
+from pipeline.names import GENERATE
+from pipeline.replaying import NotComputed, again
 from pipeline.views.history import story
+from pipeline.views.recorded import History
 from web.http.keys import Caller
 from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
-from web.live.open_request import read_archived, read_request
-from web.routes.access import check_admin, known_caller, place
+from web.live.open_request import read_archived, read_request, submit_without_client
+from web.routes.access import caller, check_admin, known_caller, place
 from web.routes.answers import checked_response, json_response, name_unknown, stream_response
-from web.routes.named import absent, find_of, is_id, several, uid_in
-from web.routes.operations import EVENTS, operation
+from web.routes.named import absent, find_of, history_of, is_id, several, uid_in
+from web.routes.openapi import EVENTS, operation
+from web.wire import fields
 from web.wire.endpoints import frames_for
-from web.wire.frames import EventFrames
+from web.wire.frames import EventFrames, Frames
 from web.wire.known import AFTER_CHARACTERS, CHARACTERS, Known, check_countable, num_known
+from web.wire.openai.strict import Strict, parsed
 from web.wire.sglang.schemas import AbortRequest, parse_abort
+from web.wire.story import StoryFrames
 from web.wire.uids import uid_of
 
 logger = structlog.get_logger()
@@ -41,6 +47,11 @@ logger = structlog.get_logger()
 PATH: Final = "/v1/requests/<name>"
 LAST_EVENT_ID: Final = "Last-Event-ID"
 CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
+FORMATS: Final[Mapping[str, Callable[[], Frames]]] = {
+    "events": functools.partial(EventFrames, ids=True),
+    "story": StoryFrames,
+}
+"""Streams of all of a history."""
 MOST_STORIES_BYTES: Final = 16 << 20
 """Longest answer with the stories of several siblings."""
 
@@ -104,7 +115,10 @@ def request_routes(frontend: Frontend) -> Blueprint:
         "The stream of a request, from the start, after an event or after some characters",
         answers=(EVENTS,),
         query={
-            "format": {"description": "`events`: every event of the history", "enum": ["events"]},
+            "format": {
+                "description": "`events`: every event of the history; `story`: what each changes in its story",
+                "enum": [*FORMATS],
+            },
             "starting_after": CURSOR,
             AFTER_CHARACTERS: CHARACTERS,
         },
@@ -114,9 +128,9 @@ def request_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         uid = uid_in(name)
         frontend.admit()
-        whole = _asks_for_events(request.args.get("format"))
+        form = _form(request.args.get("format"))
         after, where = _cursor()
-        has = _known(whole=whole, after=after)
+        has = _known(form, after=after)
         with reaching("request_not_read", uid=uid):
             found = await frontend.ask(find_of(frontend, uid, who))
             if has is not None:
@@ -125,21 +139,19 @@ def request_routes(frontend: Frontend) -> Blueprint:
                 raise several(found.uids)
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        return await _stream(frontend, uid, found, whole=whole, after=after, has=has)
+        return await _stream(frontend, uid, found, form, after=after, has=has)
 
     return routes
 
 
-async def _stream(
-    frontend: Frontend, uid: str, found: Lookup, *, whole: bool, after: str, has: Known | None
-) -> Response:
-    """Return the stream of a request that was *found*: its frames or, if the client wants the *whole*, its events.
+async def _stream(frontend: Frontend, uid: str, found: Lookup, form: str, *, after: str, has: Known | None) -> Response:
+    """Return the stream of a request that was *found*: its frames or, in a *form* of FORMATS, all of its history.
 
     Raises:
         RequestError: It has no frames, or too many clients view such streams, or the client cannot resume so.
     """
-    submitted = found.submitted
-    frames = EventFrames(ids=True) if whole else frames_for(uid, [submitted], ids=True, known=has)
+    submitted, whole = found.submitted, form in FORMATS
+    frames = FORMATS[form]() if whole else frames_for(uid, [submitted], ids=True, known=has)
     if frames is None:
         message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
         raise RequestError(message, param="format", code="invalid_value")
@@ -215,11 +227,12 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 
 
-def _asks_for_events(given: str | None) -> bool:
-    """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
-    if given not in (None, "events"):
-        raise RequestError("format: should be `events`, or left out", param="format", code="invalid_value")
-    return given is not None
+def _form(given: str | None) -> str:
+    """Return the form of the stream that a client has *given*; "" for the frames of the endpoint. Raises RequestError
+    for anything else."""
+    if given not in (None, *FORMATS):
+        raise RequestError("format: should be `events` or `story`, or left out", param="format", code="invalid_value")
+    return given or ""
 
 
 def _cursor() -> tuple[str, str]:
@@ -236,17 +249,17 @@ def _cursor() -> tuple[str, str]:
     return "", ""
 
 
-def _known(*, whole: bool, after: str) -> Known | None:
+def _known(form: str, *, after: str) -> Known | None:
     """Return the characters after which the client wants to resume; None if it does not say that.
 
-    Raises RequestError if it says several places, or wants raw events, which are not divided into characters.
+    Raises RequestError if it says several places, or wants the history, which are not divided into characters.
     """
     given = request.args.get(AFTER_CHARACTERS)
     if given is None:
         return None
     num = num_known(given)
-    if whole or request.args.get("starting_after"):
-        other = "format=events" if whole else "starting_after"
+    if form or request.args.get("starting_after"):
+        other = f"format={form}" if form else "starting_after"
         message = f"{AFTER_CHARACTERS}: cannot be combined with {other}; leave one of them out"
         raise RequestError(message, param=AFTER_CHARACTERS, code="invalid_value")
     return None if after else Known(num)  # a browser that reconnects says the id after which it wants the rest
@@ -254,3 +267,73 @@ def _known(*, whole: bool, after: str) -> Known | None:
 
 def _asked(name: str) -> tuple[str, str | None]:
     return name, request.args.get(name)
+
+
+class ReplayRequest(Strict):
+    """The body of POST /v1/requests/{name}/replay; it may be empty."""
+
+    cached: bool = False
+    """It may read pages of the prefix cache. Without, all of its prompt is computed."""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The first unknown fields, sorted."""
+        return fields.first_of(self.extra)
+
+
+def parse_replay(body: bytes) -> ReplayRequest:
+    """Return what *body* asks for. Raises RequestError: the first thing that is wrong."""
+    return parsed(ReplayRequest, body) if body else ReplayRequest()
+
+
+DEADLY: Final = "poisonous"
+"""The code of a request that killed its workers."""
+
+
+def replay_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("replays", __name__)
+
+    @routes.post("/v1/requests/<name>/replay")
+    @operation("Compute a request again", ReplayRequest, body_is_optional=True)
+    async def replay(name: str) -> Response:
+        who = known_caller()
+        try:
+            asked = parse_replay(await request.get_data(False, False, False))
+            place().has_read()
+            uid = uid_in(name)
+            frontend.admit()
+            with reaching("request_not_read", uid=uid):
+                async with frontend.folding.turn():
+                    history = await history_of(frontend, uid, who, "replay")
+                await _check_engine(frontend)
+            new_uid = await submit_without_client(frontend, _again(history, asked), caller().quota)
+        except RequestError as error:
+            logger.info("request", status=error.status, error=error.code, param=error.param)
+            raise
+        logger.info("request_replayed", uid=new_uid, of=uid)
+        response = json_response({"uid": new_uid, "of": uid})
+        response.headers["x-minisgl-uid"] = new_uid
+        name_unknown(response, asked.unknown)
+        return response
+
+    return routes
+
+
+def _again(history: History, asked: ReplayRequest) -> Submitted:
+    """Return the request that computes *history* again. Raises RequestError if it cannot be."""
+    if isinstance(history.end, Failed) and history.end.code == DEADLY:
+        message = (
+            "This request killed its engine, so the server does not compute it again; `minisgl replay run` does, in a "
+            "process of its own, if you pass --model."
+        )
+        raise RequestError(message, code="not_replayable")
+    try:
+        return again(history, cached=asked.cached)
+    except NotComputed as error:
+        raise RequestError(f"It cannot be computed again: {error}", code="not_replayable") from None
+
+
+async def _check_engine(frontend: Frontend) -> None:
+    """Raise RequestError where no engine lives that could compute. Raises as the log does."""
+    if not await frontend.log.statuses(GENERATE):
+        raise RequestError("No engine lives now; send it again later.", code="loading", status=503)

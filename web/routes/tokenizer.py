@@ -15,7 +15,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest
 from web.routes.answers import error_response, json_response
 from web.routes.generations import answer
-from web.routes.operations import operation
+from web.routes.openapi import operation
 from web.wire.idempotency import HEADER, SCHEMA
 from web.wire.openai.errors import error_of
 from web.wire.openai.tokenizer import (

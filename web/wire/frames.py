@@ -23,7 +23,7 @@ EVENT_IDS_SCHEMA: Final[Mapping[str, Any]] = {
 
 
 def wants_ids(given: str | None) -> bool:
-    """Say whether a client wants ids in its stream, by the header that it has *given*.
+    """Return whether a client wants ids in its stream, by the header that it has *given*.
 
     Raises:
         RequestError: The header is neither 0 nor 1.
@@ -61,7 +61,7 @@ class Frames:
 
     @property
     def are_long(self) -> bool:
-        """Say whether the next frames may be long, and so are better asked for in `pieces`."""
+        """Return whether the next frames may be long, and so are better asked for in `pieces`."""
         return False
 
     def pieces(self, event: ClientEvent) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from pipeline.log.archivers import ended_inbox
+from pipeline.log.forgetting import ended_inbox
 from pipeline.log.memory.leases import Leases
 from pipeline.log.memory.streams import Streams
 from pipeline.log.protocol import Entry, Owner, RequestLimits

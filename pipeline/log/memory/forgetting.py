@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pipeline.events import encode
-from pipeline.log.forgetting import Chooser, Purged, Told, of_journals, of_letters, of_replies, tombstone
+from pipeline.log.forgetting import Chooser, Purged, Unconsumed, of_journals, of_letters, of_replies, tombstone
 from pipeline.log.memory.archivers import MemoryArchivers
 from pipeline.log.memory.streams import id_text
 from pipeline.names import GENERATE, SEAL, parse_id, slot_stage
@@ -31,15 +31,15 @@ class MemoryForgetting(MemoryArchivers):
             ids = {slot: [*map(id_text, stream.entries)] for slot, stream in streams.items() if stream is not None}
             return {slot: (found[0], found[-1]) for slot, found in ids.items() if found}
 
-    def told(self, uids: Collection[str]) -> Told:
+    def told(self, uids: Collection[str]) -> Unconsumed:
         return self._told(self.names.ended, uids)
 
-    def _told(self, key: str, uids: Collection[str]) -> Told:
+    def _told(self, key: str, uids: Collection[str]) -> Unconsumed:
         with self._changed:
             stream = self._streams.get(key)
             entries = stream.entries if stream is not None else {}
             num_named = sum(fields.get("uid") in uids for fields in entries.values())
-            return Told(id_text(next(iter(entries))) if entries else "", num_named)
+            return Unconsumed(id_text(next(iter(entries))) if entries else "", num_named)
 
     def erase(self, uid: str, *, finished: bool = False) -> bool:
         key = self.names.request(uid)

@@ -146,7 +146,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
         return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
     def _more_wait_than(self, most: int) -> bool:
-        """Say whether more than *most* requests wait: they live, and no engine has taken them.
+        """Return whether more than *most* requests wait: they live, and no engine has taken them.
 
         Entries of both streams stay for a while when their request has ended, so the smaller of two numbers counts.
         """

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pipeline.log.entries import is_tombstone
 from pipeline.log.memory.streams import Stream, Streams
-from pipeline.log.past import Forgotten, check_whole, is_between
-from pipeline.log.protocol import Entry, RequestLimits
+from pipeline.log.protocol import Entry, Forgotten, RequestLimits, check_whole, is_between
 from pipeline.names import Names
 
 

@@ -182,7 +182,7 @@ class Streams:
         return stream.read(group.pending) if stream is not None and group is not None else []
 
     def are_pending(self, inbox: Inbox, entries: Iterable[Entry]) -> bool:
-        """Say whether all *entries* were delivered and not consumed."""
+        """Return whether all *entries* were delivered and not consumed."""
         stream = self.get(inbox.stream)
         group = stream.groups.get(inbox.group) if stream is not None else None
         return group is not None and all(parse_id(entry.id) in group.pending for entry in entries)

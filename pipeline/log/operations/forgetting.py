@@ -9,7 +9,7 @@ from typing import Final
 
 from pipeline.errors import LogUnavailable
 from pipeline.log.entries import COPY_TTL_MS
-from pipeline.log.forgetting import Chooser, Purged, Told, of_journals, of_letters, of_replies, tombstone
+from pipeline.log.forgetting import Chooser, Purged, Unconsumed, of_journals, of_letters, of_replies, tombstone
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words
 from pipeline.log.operations.frontends import scan
 from pipeline.log.operations.requests import end_words, shared_by
@@ -49,18 +49,18 @@ def unread_steps(log: LogContext) -> Steps[dict[str, tuple[str, str]]]:
     return found
 
 
-def told(log: LogContext, uids: Collection[str]) -> Steps[Told]:
+def told(log: LogContext, uids: Collection[str]) -> Steps[Unconsumed]:
     return (yield from _told(log.names.ended, uids))
 
 
-def _told(stream: str, uids: Collection[str]) -> Steps[Told]:
+def _told(stream: str, uids: Collection[str]) -> Steps[Unconsumed]:
     first, num_named, start = "", 0, "-"
     while True:
         entries = yield from Command(["XRANGE", stream, start, "+", "COUNT", KEYS_PER_LOOK], entries_of)
         first = first or (entries[0].id if entries else "")
         num_named += sum(entry.fields.get("uid") in uids for entry in entries)
         if len(entries) < KEYS_PER_LOOK:
-            return Told(first, num_named)
+            return Unconsumed(first, num_named)
         start = f"({entries[-1].id}"
 
 

@@ -8,8 +8,7 @@ import orjson
 
 from pipeline.log.operation import LogContext, Script, Steps
 from pipeline.log.operations.frontends import requests
-from pipeline.log.past import Forgotten, check_whole, is_between
-from pipeline.log.protocol import Entry
+from pipeline.log.protocol import Entry, Forgotten, check_whole, is_between
 from pipeline.log.replies import is_ok
 
 KEYS_PER_LOOK = 1000

@@ -21,4 +21,4 @@ ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
     "torch": lambda shape: (OneShapeAttention if shape.deterministic else TorchAttention)(shape),
 }
 DETERMINISTIC: Final = ("fi", "torch")
-"""The backends that can be, where `AttentionShape` says so."""
+"""Backends that can be deterministic (`AttentionShape.deterministic`)."""

@@ -1,6 +1,6 @@
-"""Attention in FlashInfer's paged kernels, on the pages as they lie. It compiles them at start, once for a machine.
+"""Attention in FlashInfer's paged kernels, directly on the pages. It compiles them at start, once for a machine.
 
-Keys and values are given as a tuple: FlashInfer would split a single tensor on another dimension. One compiled module
+Keys and values are passed as a tuple: FlashInfer would split a single tensor on another dimension. One compiled module
 serves prefill and decode, which here runs on tensor cores.
 """
 
@@ -38,17 +38,17 @@ LEAST_VERSION: Final = (0, 6, 13)
 LEAST_CAPABILITY: Final = (8, 0)
 FA3_CAPABILITY: Final = 9
 WORKSPACE_BYTES: Final = 256 * 2**20
-"""Parts of rows that were split, before they are combined. The workspace grows where that is too little."""
+"""Bytes for parts of rows that were split, before they are combined. The workspace grows if that is too little."""
 DECODE_BYTES: Final = 2**20
 PREFILL_BYTES: Final = 8 * 2**20
-"""Of plans. They grow, too."""
+"""Bytes for plans. They grow, too."""
 TOO_SMALL: Final = "Increase the workspace buffer size"
-"""FlashInfer's words, in `allocator.h`."""
+"""FlashInfer's message, in `allocator.h`."""
 ALIGNMENT: Final = 64
-"""Numbers: 256 bytes, as torch aligns what it allocates."""
+"""Alignment in numbers: 256 bytes, as torch aligns what it allocates."""
 PROGRESS_S: Final = 5.0
 ERROR_CHARS: Final = 800
-"""Of the end of what a compiler printed."""
+"""Largest length of the end of a compiler's output in an error."""
 
 logger = structlog.get_logger()
 
@@ -57,7 +57,7 @@ Run: TypeAlias = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 
 
 class Indices(NamedTuple):
-    """The rows of a batch and their pages as FlashInfer wants them: int32. Its kernels read the first three."""
+    """The rows of a batch and their pages in FlashInfer's format: int32. Its kernels read the first three."""
 
     indptr: Tensor
     last_page_len: Tensor
@@ -66,46 +66,46 @@ class Indices(NamedTuple):
 
 
 class FlashInferAttention:
-    """See `Attention`. Its rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors, and
+    """See `Attention`. The rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors, and
     chooses its tiles by the length of chunks. If the shape is deterministic it splits none, and each token is a chunk
-    of its own: without a split, plans for graphs would leave blocks of the grid with indices that nobody wrote.
+    of its own: without a split, plans for graphs would leave blocks of the grid with uninitialised indices.
 
-    A step of decode rows alone is padded to one of `padded_rows`, and its indices lie where those of the last step of
-    that size lay. So FlashInfer makes its long plan once for a size, and after that a short one for each step.
+    A step of decode rows alone is padded to one of `padded_rows`, and its indices have the same place as in the last
+    step of that size. So FlashInfer makes its long plan once for a size, and after that a short one for each step.
     """
 
     def __init__(self, shape: AttentionShape, prefill: str = "fa2") -> None:
-        """Compile the kernels, where that has not been done before. *prefill*: the kind of kernels for chunks.
+        """Compile the kernels, unless they are in the cache. *prefill*: the kind of kernels for chunks.
 
         Raises:
-            ConfigError: They cannot be compiled.
+            ConfigError: The kernels cannot be compiled.
         """
         self._shape = shape
         self._library = library = load_library()
         described = fused.descriptions(library) if shape.fused else {}
         compile_kernels(library, shape, prefill, list(described.values()))
         self.beside = fused.load(described, shape) if described else fused.IN_TORCH
-        """What computes the rest of a layer."""
+        """Functions that compute the rest of a layer."""
         self._workspaces = {
             name: torch.zeros(size, dtype=torch.uint8, device=shape.device)
             for name, size in (("float", WORKSPACE_BYTES), ("decode", DECODE_BYTES), ("prefill", PREFILL_BYTES))
         }
         self._indices_X = torch.empty(0, dtype=torch.int32, device=shape.device)
-        """What the kernels of decode rows read; `starts` says where."""
+        """Indices that the kernels of decode rows read; `starts` has their places."""
         self._num_pages = 0
-        """How many fit into it beside the rows."""
+        """Number of pages that fit into `_indices_X` beside the rows."""
         chunks = [self._wrapper("prefill", prefill_wrapper, backend=prefill) for _ in range(2)]
         self._turns = [Turn(wrapper, shape.device) for wrapper in chunks]
 
     def plan(self, batch: ForwardBatch) -> Attend:
         """Let FlashInfer divide the work. A step with a chunk is one prefill, in which decode rows are short chunks.
 
-        Waits for nothing, unless the device has not begun the step before the last one.
+        Wait for nothing, unless the device has not begun the step before the last one.
         """
         return self.attending(self.prepare(batch), batch.slots_T)
 
     def prepare(self, batch: ForwardBatch) -> Run:
-        """Do what `plan` does on the host; the result reads pages that are written."""
+        """Do the part of `plan` on the host; the result reads pages that are already written."""
         self._turns.reverse()
         turn = self._turns[0]
         turn.wait()
@@ -115,7 +115,7 @@ class FlashInferAttention:
         return run
 
     def attending(self, run: Run, slots_T: Tensor) -> Attend:
-        """Return the function that the layers call, which writes to *slots_T*."""
+        """Return the function that the layers call; it writes to *slots_T*."""
         write = self.beside.writing(slots_T, self._shape.page_size)
 
         def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class FlashInferAttention:
         return run
 
     def reserve(self, num_rows: int, num_pages: int) -> None:
-        """Make room for the indices of so many decode rows and pages. Wrappers that know the old place are left."""
+        """Make room for the indices of so many decode rows and pages. Forget wrappers that use the old place."""
         if num_pages <= self._num_pages and starts(num_rows, self._num_pages)[3] <= len(self._indices_X):
             return
         if num_pages > self._num_pages:
@@ -175,13 +175,13 @@ class FlashInferAttention:
         )
 
     def _wrapper(self, kind: str, make: Callable[..., Any], **options: Any) -> Any:
-        """Return a wrapper whose plans go through pinned memory of its own into the workspace that all have."""
+        """Return a wrapper with pinned memory of its own for its plans. All wrappers share the workspace."""
         wrapper = make(self._library, self._workspaces["float"], **options)
         wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
         return wrapper
 
     def _grow_until(self, kind: str, wrapper: Any, plan: Callable[[], None]) -> None:
-        """Plan; where FlashInfer finds the workspaces too small, with the present ones, then with twice as much."""
+        """Plan; if FlashInfer finds the workspaces too small, try again, first with the same ones, then with larger."""
         for attempt in count():
             try:
                 plan()
@@ -198,12 +198,12 @@ class FlashInferAttention:
 
 
 class Turn:
-    """One of two sets of wrappers, and memory of the host from which the device copies what their plans say."""
+    """One of two sets of wrappers, and the host memory from which the device copies their plans."""
 
     def __init__(self, prefill: Any, device: torch.device) -> None:
         self.prefill = prefill
         self.decode: dict[int, Any] = {}
-        """By the number of rows."""
+        """Wrappers by number of rows."""
         self.host_X = torch.empty(0, dtype=torch.int32)
         self._device = device
         self._copied: torch.cuda.Event | None = None
@@ -219,13 +219,13 @@ class Turn:
         return held
 
     def planned(self) -> None:
-        """Note that this set was used for a plan."""
+        """Record that this set was used for a plan."""
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Wait until the device has copied what the last plan of this set says."""
+        """Wait until the device has copied the last plan of this set."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -242,14 +242,14 @@ def starts(num_rows: int, num_pages: int) -> list[int]:
 
 
 def arrays_in(flat_X: Tensor, num_rows: int, num_pages: int) -> Indices:
-    """Return the arrays of so many rows and pages as parts of *flat_X*, which may lack qo_indptr."""
+    """Return the arrays of *num_rows* rows and *num_pages* pages as parts of *flat_X*, which may lack qo_indptr."""
     sizes = (num_rows + 1, num_rows, num_pages, num_rows + 1)
     begins = starts(num_rows, num_pages)
     return Indices(*(flat_X[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)))
 
 
 def send(host_X: Tensor, device_X: Tensor, size: int) -> None:
-    """Copy the first numbers of *host_X* once the device has done what was launched before."""
+    """Copy the first *size* numbers of *host_X* once the device has done what was launched before."""
     device_X[:size].copy_(host_X[:size], non_blocking=True)
 
 
@@ -257,7 +257,7 @@ def send(host_X: Tensor, device_X: Tensor, size: int) -> None:
 
 
 def decode_wrapper(library: Any, workspace: Tensor, **graph: Any) -> Any:
-    """Return FlashInfer's object for decode rows. *graph* is what it needs in a CUDA graph."""
+    """Return FlashInfer's object for decode rows. *graph*: arguments for a CUDA graph."""
     return library.BatchDecodeWithPagedKVCacheWrapper(
         workspace, kv_layout="HND", use_tensor_cores=True, backend="fa2", **graph
     )
@@ -269,15 +269,15 @@ def prefill_wrapper(library: Any, workspace: Tensor, backend: str = "fa2") -> An
 
 
 def indices_of(batch: ForwardBatch, page_size: int, num_rows: int = 0) -> Indices:
-    """Return the rows of *batch* and their pages as FlashInfer wants them, on the host. Nothing waits for the device.
+    """Return the rows of *batch* and their pages in FlashInfer's format, on the host. Nothing waits for the device.
 
-    *num_rows*: with more rows than the batch has. They have one token each, and see the first token of the first row.
+    *num_rows*: pad the batch to this many rows. Added rows have one token and see the first token of the first row.
     """
     return _indices(np.array(batch.seq_lens), batch.host_table_BN, batch.query_starts, page_size, num_rows)
 
 
 def indices_of_tokens(batch: ForwardBatch, page_size: int) -> Indices:
-    """Return the same of the tokens of *batch*, each of which is a row of its own."""
+    """Return the same for the tokens of *batch*, each of which is a row of its own."""
     rows_T, lengths_T = seen_by_tokens(batch)
     return _indices(lengths_T, batch.host_table_BN[rows_T], range(len(rows_T) + 1), page_size)
 
@@ -303,7 +303,7 @@ def plan_decode(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
 
 
 def plan_decode_again(library: Any, wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
-    """Plan another step of as many decode rows, whose indices are on the device already: on the host alone."""
+    """Plan another step of as many decode rows, on the host alone. Their indices are on the device already."""
     library.fast_decode_plan(
         wrapper,
         indices.indptr,
@@ -324,19 +324,19 @@ def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
         indices.last_page_len,
         *numbers(shape),
         causal=True,
-        max_token_per_sequence=int(indices.qo_indptr.diff().max()),  # it would look for it in Python
+        max_token_per_sequence=int(indices.qo_indptr.diff().max()),  # FlashInfer would search for it in Python
         disable_split_kv=shape.deterministic,
         **options(shape),
     )
 
 
 def numbers(shape: AttentionShape) -> tuple[int, int, int, int]:
-    """Return the arguments of every plan that are numbers, in their order."""
+    """Return the numbers that every plan takes as arguments, in their order."""
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
 
 
 def options(shape: AttentionShape) -> dict[str, Any]:
-    """Return the arguments that every plan takes by name. Without a dtype a plan would take float16."""
+    """Return the arguments that every plan takes by name. Without a dtype a plan would use float16."""
     return {
         "window_left": shape.window - 1,
         "sm_scale": shape.head_dim**-0.5,
@@ -345,13 +345,13 @@ def options(shape: AttentionShape) -> dict[str, Any]:
     }
 
 
-# what must be here
+# requirements
 
 
 def why_not(shape: AttentionShape, prefill: str = "fa2") -> str:
-    """Return why FlashInfer cannot compute *shape* on this machine, and what it needs; nothing if it can.
+    """Return why FlashInfer cannot compute *shape* on this machine, and what it needs; empty if it can.
 
-    *prefill*: as `FlashInferAttention`.
+    *prefill*: see `FlashInferAttention`.
     """
     if shape.device.type != "cuda":
         return "it computes on CUDA devices only"
@@ -381,7 +381,7 @@ def load_library() -> Any:
     """
     try:
         library = importlib.import_module("flashinfer")
-    except Exception as error:  # an old driver or another version of a dependency raises what it likes
+    except Exception as error:  # an old driver or another version of a dependency may raise anything
         text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
         raise ConfigError(f"flashinfer cannot be imported ({text}): pip install 'minisgl[cuda]'") from error
     seen = tuple(map(int, re.findall(r"\d+", library.__version__)[:3]))
@@ -392,7 +392,7 @@ def load_library() -> Any:
 
 
 def kernels_of(library: Any, shape: AttentionShape, backend: str = "fa2") -> Any:
-    """Return FlashInfer's description of the kernels for *shape*, with which it compiles and finds them."""
+    """Return FlashInfer's description of the kernels for *shape*, which it needs to compile and find them."""
     return library.jit.gen_batch_prefill_module(
         backend,
         shape.dtype,
@@ -412,7 +412,7 @@ def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2", o
     """Compile the kernels for *shape* and *others*, all at once, unless FlashInfer's cache has them; load the former.
 
     Raises:
-        ConfigError: Those for *shape* do not compile. Others that do not compile say so when they are loaded.
+        ConfigError: The kernels for *shape* do not compile. Others that do not compile raise when they are loaded.
     """
     tools()
     try:
@@ -434,7 +434,7 @@ def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2", o
 
 
 def _build(library: Any, kernels: Sequence[Any]) -> None:
-    """Compile, and log how far it is."""
+    """Compile, and log the progress."""
     names = ", ".join(each.name for each in kernels)
     detail = "takes one or two minutes, once; the kernels of fa take many"
     logger.info("attention_kernels_compile", kernels=names, detail=detail)
@@ -447,9 +447,9 @@ def _build(library: Any, kernels: Sequence[Any]) -> None:
 
 
 def tools() -> dict[str, str | None]:
-    """Return where nvcc and ninja are, None for what is missing. FlashInfer finds them in the same places afterwards.
+    """Return the paths of nvcc and ninja, None for a missing one. FlashInfer finds them in the same places afterwards.
 
-    It calls ninja by name, so the folder joins PATH: ninja may lie beside this Python, or beside its modules.
+    It calls ninja by name, so this adds ninja's folder to PATH: it may be beside this Python, or beside its modules.
     """
     folders = [Path(sys.executable).parent, *(Path(entry) / "bin" for entry in sys.path)]
     if shutil.which("ninja") is None and (found := [str(at) for at in folders if (at / "ninja").is_file()]):

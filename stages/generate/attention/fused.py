@@ -1,7 +1,7 @@
-"""FlashInfer's operations for what a layer computes beside its matrices and its attention, each in one kernel.
+"""FlashInfer's operations for the parts of a layer beside its matrices and its attention, each in one kernel.
 
-The functions of its compiled modules are called, not its Python: where nvidia-cutlass-dsl is installed, that chooses
-other norms, which compile at their first call. Without a module, torch computes what it would have computed.
+Calls the functions of its compiled modules, not its Python: where nvidia-cutlass-dsl is installed, that chooses other
+norms, which compile at their first call. If a module is missing, torch computes its part.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from stages.generate.model.spec import RopeSpec
 # O = 2 I, F = D / 2 frequencies, P = pages, S = slots of a page, X = T + 1
 
 VERSION: Final = 1
-"""Count this up with every change that may change a bit. It is part of an engine's numerics."""
+"""Increase this with every change that may change a bit. It is part of an engine's numerics."""
 VECTOR: Final = 8
-"""Numbers of 16 bits that a thread loads at once. The kernel of `silu_and_mul` needs rows of whole ones."""
+"""Numbers of 16 bits that a thread loads at once. The kernel of `silu_and_mul` needs rows of whole vectors."""
 MOST_THREADS: Final = 1024
-"""Of a block. The kernel that writes pages has one for a token."""
+"""Largest number of threads of a block. The kernel that writes pages has one for a token."""
 HND: Final = 1
 """FlashInfer's number for pages that have one kv head after the other."""
 TOLERANCE: Final = 2e-2
-"""The distance of a result from torch's, as a part of it."""
+"""Largest relative distance of a result from torch's."""
 ERROR_CHARS: Final = 300
 
 logger = structlog.get_logger()
@@ -41,26 +41,26 @@ Write: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def writing(slots_T: Tensor, page_size: int) -> Write:
-    """Return what stores keys and values at *slots_T*, in torch."""
+    """Return a function that stores keys and values at *slots_T*, in torch."""
     places = places_of(slots_T, page_size)
     return lambda kv_2PKSD, k_TKD, v_TKD: write_pages(kv_2PKSD, k_TKD, v_TKD, places)
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is computed beside the matrices and the attention."""
+    """Functions for the parts of a layer beside the matrices and the attention."""
 
     operations: Operations = TORCH
     writing: Callable[[Tensor, int], Write] = writing
     modules: tuple[str, ...] = ()
-    """Those of FlashInfer that take part."""
+    """FlashInfer's modules among them."""
 
 
 IN_TORCH: Final = Beside()
 
 
 class Part(Protocol):
-    """What one module computes."""
+    """The functions of one module."""
 
     def into(self, beside: Beside) -> Beside:
         """Return *beside* with its functions in place of torch's."""
@@ -68,7 +68,7 @@ class Part(Protocol):
 
 
 class Norms:
-    """See `Part`; of the module `norm`. The last argument of its functions is whether a kernel may begin early."""
+    """See `Part`; module `norm`. The last argument of its functions is whether a kernel may begin early."""
 
     def __init__(self, module: Any) -> None:
         self._module = module  # its functions live as long as it
@@ -77,7 +77,7 @@ class Norms:
     def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Operations`."""
         y_TE = torch.empty_like(x_TE)
-        if len(x_TE):  # a step in which no row samples has none, and no kernel has an empty grid
+        if len(x_TE):  # a step in which no row samples has none, and a kernel cannot have an empty grid
             self._rmsnorm(y_TE, x_TE, weight_E, eps, False)
         return y_TE
 
@@ -100,8 +100,8 @@ class Norms:
 
 
 class Rotation:
-    """See `Part`; of the module `rope`. It reads cosines and sines from a table with one row for each token of a step,
-    so every kind of rope is right, also one whose frequencies depend on the position.
+    """See `Part`; module `rope`. It reads cosines and sines from a table with one row for each token of a step. So it
+    is right for every kind of rope, also if frequencies depend on the position.
     """
 
     def __init__(self, module: Any) -> None:
@@ -116,7 +116,7 @@ class Rotation:
         return cos_sin_TD, torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
 
     def rotate(self, qk_TND: Tensor, num_heads: int, cos_sin_TD: Tensor, rows_T: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Operations`. The query heads lie together, as attention reads them."""
+        """See `Operations`. The query heads are stored together, as attention reads them."""
         q_THD, k_TKD = qk_TND[:, :num_heads], qk_TND[:, num_heads:]
         q_out, k_out = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (q_THD, k_TKD))
         self._apply(q_THD, k_TKD, q_out, k_out, cos_sin_TD, rows_T, False)
@@ -129,7 +129,7 @@ class Rotation:
 
 
 class Gate:
-    """See `Part`; of the module `silu_and_mul`."""
+    """See `Part`; module `silu_and_mul`."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._silu_and_mul = module, module.silu_and_mul
@@ -149,13 +149,13 @@ class Gate:
 
 
 class Pages:
-    """See `Part`; of the module `page`. Each token is given as a request of one page, in which its slot is."""
+    """See `Part`; module `page`. Each token is passed as a request of one page, the page of its slot."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._append = module, module.append_paged_kv_cache
 
     def writing(self, slots_T: Tensor, page_size: int) -> Write:
-        """Return what stores keys and values at *slots_T*."""
+        """Return a function that stores keys and values at *slots_T*."""
         pages_T, offsets_T = places_of(slots_T, page_size)
         numbers_X = torch.arange(len(slots_T) + 1, dtype=torch.int32, device=slots_T.device)
         tokens_T = numbers_X[:-1]
@@ -183,7 +183,7 @@ MODULES: Final[Mapping[str, Callable[[Any], Part]]] = {
 
 
 def descriptions(library: Any) -> dict[str, Any]:
-    """Return FlashInfer's descriptions of the modules, with which it compiles and finds them; none if it has others."""
+    """Return FlashInfer's descriptions of the modules, with which it compiles and finds them; {}: it has others."""
     try:
         return {
             "norm": library.jit.norm.gen_norm_module(),
@@ -199,7 +199,7 @@ def descriptions(library: Any) -> dict[str, Any]:
 def load(described: Mapping[str, Any], shape: AttentionShape) -> Beside:
     """Load the modules, compile those that are not compiled yet, and try each on a few tokens of a model of *shape*.
 
-    One that does not compile, raises or computes something else is left out, and one line says so.
+    A module that does not compile, raises or computes something else is left out, and one log line says so.
     """
     beside, reasons = IN_TORCH, []
     sample = make_sample(shape, num_tokens=3, hidden_size=shape.num_heads * shape.head_dim, num_gates=8 * VECTOR)
@@ -220,7 +220,7 @@ def load(described: Mapping[str, Any], shape: AttentionShape) -> Beside:
 
 
 def _warn(reason: str) -> None:
-    """Say that torch computes what FlashInfer cannot."""
+    """Log that torch computes what FlashInfer cannot."""
     effect = "torch computes these parts of a layer, which is slower"
     logger.warning("operations_are_slow", reason=reason, effect=effect)
 
@@ -230,7 +230,7 @@ def _warn(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Numbers on which an operation is tried."""
+    """Tensors on which an operation is tried."""
 
     shape: AttentionShape
     rope: Rope
@@ -252,7 +252,7 @@ class Sample:
 
 
 def make_sample(shape: AttentionShape, *, num_tokens: int, hidden_size: int, num_gates: int) -> Sample:
-    """Return numbers that look random and are the same on every device."""
+    """Return tensors that look random and are the same on every device."""
     device, num_qk = shape.device, shape.num_heads + shape.num_kv_heads
 
     def numbers(*sizes: int) -> Tensor:
@@ -289,7 +289,7 @@ Call: TypeAlias = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """An operation: the module that it is in, and what prepares a call of it on a sample."""
+    """An operation: its module, and a function that prepares a call of it on a sample."""
 
     module: str
     prepared: Callable[[Beside, Sample], Call]
@@ -343,12 +343,12 @@ TRIES: Final[Mapping[str, Try]] = {
 
 
 def extended(beside: Beside, name: str, description: Any) -> Beside:
-    """Return *beside* with the functions of the module *name*, which is compiled if it is not yet, and loaded."""
+    """Return *beside* with the functions of the module *name*; compile the module if necessary, and load it."""
     beside = MODULES[name](description.build_and_load()).into(beside)
     return replace(beside, modules=(*beside.modules, name))
 
 
 def distance(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
-    """Return the largest distance of a tensor of *ours* from that of *theirs*, as a part of it; it waits for them."""
+    """Return the largest relative distance of a tensor of *ours* from that of *theirs*. Wait for them."""
     pairs = [(mine.float(), other.float()) for mine, other in zip(ours, theirs, strict=True)]
     return float(torch.stack([(mine - other).norm() / other.norm() for mine, other in pairs]).max())  # NaN stays

@@ -1,9 +1,9 @@
 """Attention in torch's own operations whose bits do not depend on the batch: for `--deterministic` without FlashInfer.
 
-Each token is a row of its own, decode row or not. So many rows are computed together over so many of their tokens, and
-the sums of these blocks are combined as in flash decoding (`torch.py`). Every operation that sums has one shape, and a
-block of tokens that a row does not see changes nothing: it adds zeros. It is slow: few rows are padded to a whole
-block, and the tokens of a prompt do not share what they read.
+Each token is a row of its own, decode row or not. BLOCK_ROWS rows are computed together over BLOCK_TOKENS of their
+tokens, and the sums of these blocks are combined as in flash decoding (`torch.py`). Every operation that sums has one
+shape, and a block of tokens that a row does not see changes nothing: it adds zeros. It is slow: few rows are padded to
+a whole block, and the tokens of a prompt do not share what they read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stages.generate.model.layers.blocks import padded
 
 BLOCK_ROWS: Final = 16
 BLOCK_TOKENS: Final = 256
-"""A page that is larger is a block of its own."""
+"""Tokens of a block. A larger page is a block of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class _Rows:
     """The rows of one block."""
 
     tokens: slice
-    """Their place in T."""
+    """Place of the rows in T."""
     numbers_3R: Tensor
-    """Their row in the page table, the first and the last token that they see."""
+    """Row in the page table, first and last token that it sees, of each row."""
     num_blocks: int
-    """Blocks of tokens, from the one in which the first page lies that the row sees."""
+    """Number of blocks of tokens, from the block of the first page that the row sees."""
 
 
 class OneShapeAttention:
@@ -92,7 +92,7 @@ class OneShapeAttention:
         return (o_RKGD / sum_RKG1).view(q_RHD.shape).to(q_RHD.dtype)
 
     def _block(self, rows: _Rows, block: int, table_BN: Tensor, kv_2PKSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values of a block of tokens of each row, and which of them the row does not see."""
+        """Return keys and values of a block of tokens of each row, and which of these tokens the row does not see."""
         page_size, device = self._shape.page_size, self._shape.device
         table_R, first_R, last_R = rows.numbers_3R
         places_RP = (first_R // page_size + block * self._pages)[:, None] + torch.arange(self._pages, device=device)
@@ -102,4 +102,4 @@ class OneShapeAttention:
         hidden_R11C = ((positions_RC < first_R[:, None]) | (positions_RC > last_R[:, None]))[:, None, None]
         k_RKCD, v_RKCD = (pages_PKSD[pages_RP].transpose(1, 2).flatten(2, 3).float() for pages_PKSD in kv_2PKSD)
         unseen_R1C1 = hidden_R11C.transpose(2, 3)
-        return k_RKCD, v_RKCD.masked_fill(unseen_R1C1, 0), hidden_R11C  # it may be NaN, and 0 * NaN is NaN
+        return k_RKCD, v_RKCD.masked_fill(unseen_R1C1, 0), hidden_R11C  # they may be NaN, and 0 * NaN is NaN

@@ -1,4 +1,4 @@
-"""The attention that the others are compared with: row after row, in float32, in plain torch, on any device."""
+"""Reference for the other backends: row after row, in float32, in plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReferenceAttention:
         self._shape = shape
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        """Nothing is worth computing ahead."""
+        """Return the function for the layers. Nothing is worth computing ahead."""
         return partial(self._attend, batch)
 
     def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class ReferenceAttention:
         return o_THD
 
     def _attend_row(self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor) -> None:
-        """Compute the queries of one row, whose keys and values are in the pages, into their places in *o_THD*."""
+        """Compute the queries of one row into their places in *o_THD*. Their keys and values are in the pages."""
         seq_len = batch.seq_lens[row]
         first, end = batch.query_starts[row], batch.query_starts[row + 1]
         pages_N = batch.page_table_BN[row, : -(-seq_len // self._shape.page_size)]
@@ -46,7 +46,7 @@ class ReferenceAttention:
             o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length])
 
     def _attend_block(self, q_QHD: Tensor, kv_2KCD: Tensor) -> Tensor:
-        """The queries are the last ones of the C tokens."""
+        """Return o_QHD. The queries are the last ones of the C tokens."""
         shape, device = self._shape, q_QHD.device
         num_queries, length = q_QHD.shape[0], kv_2KCD.shape[2]
         q_KGQD = q_QHD.float().reshape(num_queries, shape.num_kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)

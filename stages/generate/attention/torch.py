@@ -1,5 +1,5 @@
 """Attention in torch's own operations, on any device, in any dtype and for any head dim: all decode rows of a step in a
-few large operations on whole pages; chunks in torch's own kernel. What a plan says is computed on the host.
+few large operations on whole pages; chunks in torch's own kernel. Plans are computed on the host.
 
 A decode row has one query, so its work is reading pages. Each page is used as it is stored, [kv head, slot, head dim]:
 the query heads of a kv head form one small matrix that is multiplied with it. The results of a row's pages are then
@@ -28,9 +28,9 @@ from stages.generate.model.attention import Attend, AttentionShape
 GATHER_BYTES: Final = 4 * 2**20
 """Bytes of pages that are gathered at a time. They are read again at once and should still be in a core's cache."""
 GATHER_BYTES_OF_DEVICE: Final = 256 * 2**20
-"""The same elsewhere, where a few large operations are faster than many."""
+"""The same on other devices, where a few large operations are faster than many."""
 FEW_ROWS: Final = 2
-"""Up to this many decode rows are computed as chunks of one token: batching them gains nothing."""
+"""Largest number of decode rows that are computed as chunks of one token: batching them gains nothing."""
 BLOCK: Final = 512
 """Queries computed at a time when a mask is needed: it has one number for each query and token."""
 
@@ -41,10 +41,10 @@ class _DecodePlan:
 
     pages_U: Tensor
     rows_U: Tensor
-    """The decode row that each page belongs to."""
+    """Decode row that each page belongs to."""
     num_rows: int
     num_whole: int
-    """U - E."""
+    """Number of pages without hidden slots: U - E."""
     hidden_E1S: Tensor
     """True for slots that the row must not see: beyond its length, or before its window."""
 
@@ -54,16 +54,16 @@ class _ChunkPlan:
     """One row whose last tokens are computed in this step."""
 
     queries: slice
-    """Its place in T."""
+    """Place of the queries in T."""
     pages_N: Tensor
-    """From the first page that the chunk's first query sees."""
+    """Pages of the row, from the first one that the chunk's first query sees."""
     length: int
-    """C: tokens on these pages, the last Q of which are the queries."""
+    """C: number of tokens on these pages. The last Q of them are the queries."""
 
 
 class TorchAttention:
     """See `Attention`. With three or more decode rows, scores are rounded to the dtype of the pages before a softmax in
-    float32. transformers' eager attention does the same, and it is a third faster than without rounding.
+    float32. transformers' eager attention does the same. It is a third faster than without rounding.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -179,7 +179,7 @@ class TorchAttention:
         q_KGQD = q_QHD.reshape(len(q_QHD), self._shape.num_kv_heads, -1, self._shape.head_dim).permute(1, 2, 0, 3)
         k_K1CD, v_K1CD = (self._tokens(plan, pages_PKSD) for pages_PKSD in kv_2PKSD)
         num_queries = len(q_QHD)
-        if num_queries == 1:  # the query heads of a kv head are queries that see the same
+        if num_queries == 1:  # the query heads of a kv head are queries that see the same tokens
             k_K1CD, v_K1CD = k_K1CD[:, :, -self._shape.window :], v_K1CD[:, :, -self._shape.window :]  # -0: all
             o_K1GD = F.scaled_dot_product_attention(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, scale=self._scale)
             return o_K1GD.reshape(q_QHD.shape)

@@ -1,7 +1,7 @@
 """From a `BatchPlan` to token ids. Holds the weights, KV pages and page tables of one rank; no Redis, no schedule.
 
-A step begins with `launch` and ends with `wait`. Its tokens are drawn at the launch of the next step, or when somebody
-waits for them: only then are all tokens before them known, which penalties and bad words read.
+A step begins with `launch` and ends with `wait`. Its tokens are drawn at the launch of the next step, or at `wait`:
+only then are all tokens before them known, which penalties and bad words need.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from stages.generate.schedule.plan import BatchPlan, Computed, Sample, Words
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
 
 ERROR_CHARS: Final = 300
-"""Of what CUDA says, which may be a page."""
+"""Largest length of CUDA's message in an error: it may be a page."""
 
 logger = structlog.get_logger()
 
 
 class Computer(Protocol):
-    """What computes the layers: torch, or the kernels for CPUs."""
+    """Computes the layers: torch, or the kernels for CPUs."""
 
     def forward(
         self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None
     ) -> tuple[Tensor, Sequence[int]]:
-        """Compute one step; return x_TE, the last layer's output for each token, and B + 1 numbers: where in T each
-        row begins.
+        """Compute one step; return x_TE, the last layer's output for each token, and B + 1 numbers: where in T each row
+        begins.
 
         *last_R*: the tokens that the step before sampled, for the placeholders of *plan*.
         """
@@ -63,16 +63,16 @@ class Computer(Protocol):
 
     @property
     def takes_masks(self) -> bool:
-        """Whether `head` may be given masks."""
+        """Whether `head` accepts masks."""
         ...
 
     def head(
         self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return, for some tokens of x_TE, tokens_R, int64: the `best` ones, or NOT_A_NUMBER.
+        """Return tokens_R, int64: `best` tokens after *rows_R* of x_TE, or NOT_A_NUMBER; logits_RV, float32, unmasked.
 
-        With a mask, a row's token is the best one of the mask. NOT_A_NUMBER: so it is without the mask, or the mask
-        leaves no token. Return also logits_RV, float32, unmasked. Only the rows that are wanted may be read.
+        With a mask, a row's token is the best one that the mask allows; NOT_A_NUMBER: it is so without the mask, or the
+        mask allows no token. Of the logits, only the wanted rows may be read.
         """
         ...
 
@@ -87,7 +87,7 @@ class TorchComputer:
     def __init__(
         self, decoder: Decoder, attention: Attention, device: torch.device, graphs: DecodeGraphs | None = None
     ) -> None:
-        """*graphs*: of decode rows, which then are computed before the chunks of their step: a chunk may read a page
+        """*graphs*: of decode rows. A step's decode rows are then computed before its chunks: a chunk may read a page
         that a decode row fills in the same step.
         """
         self._decoder, self._attention, self._device, self._graphs = decoder, attention, device, graphs
@@ -117,7 +117,7 @@ class TorchComputer:
     def head(
         self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        """See `Computer`. All rows are filled in."""
+        """See `Computer`. All rows may be read."""
         assert not masks_R, "`takes_masks` says so"
         logits_RV = self.logits(x_TE[on_device(np.array(rows_R, np.int64), self._device)])
         return best(logits_RV), logits_RV
@@ -128,7 +128,7 @@ class TorchComputer:
 
 
 class ToHost:
-    """Numbers on their way from the device. To read them waits for nothing that was launched after them."""
+    """Numbers on their way from the device. Reading them waits for nothing that was launched after them."""
 
     def __init__(self, numbers_R: Tensor) -> None:
         self._numbers_R, self._event = numbers_R, None
@@ -139,7 +139,7 @@ class ToHost:
             self._event.record(torch.cuda.current_stream(numbers_R.device))
 
     def tolist(self) -> list[int]:
-        """Return the numbers once they are here."""
+        """Wait for the numbers and return them."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._numbers_R.tolist()
@@ -153,29 +153,29 @@ class Launched:
     plan: BatchPlan
     x_TE: Tensor
     starts: Sequence[int]
-    """As `Computer.forward` returns them."""
+    """Where in T each row begins, see `Computer.forward`."""
     tokens_R: Tensor | None = None
-    """Once they are drawn, on the device: those that the rows sampled, NOT_A_NUMBER, or AGAIN."""
+    """Drawn tokens on the device, each a token, NOT_A_NUMBER or AGAIN; None: not drawn."""
     logits_RV: Tensor | None = None
-    """Once they are drawn: the logits from which they were."""
+    """Logits from which the tokens were drawn; None: not drawn."""
     told_R: ToHost | None = None
-    """Once they are drawn: the tokens."""
+    """Drawn tokens, on their way to the host; None: not drawn."""
     token_ids: list[int] | None = None
-    """Once somebody waited for them: the tokens, none of which is AGAIN."""
+    """Tokens on the host, none of them AGAIN; None: not read."""
     own_RV: Tensor | None = None
-    """The model's own logits, where scores are asked for and others were drawn from."""
+    """The model's own logits, if scores are asked for and tokens were drawn from changed logits."""
     following: Launched | None = None
-    """The step that was launched with its tokens."""
+    """Step that was launched with the tokens of this one."""
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the head was computed, and the tokens are drawn from it."""
+        """Whether the tokens are drawn."""
         return self.told_R is not None
 
 
 @contextmanager
 def names_a_full_device() -> Iterator[None]:
-    """Raise DeviceFull where torch finds no memory on the device."""
+    """Raise DeviceFull if torch finds no memory on the device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -211,20 +211,20 @@ class Engine:
     ) -> None:
         """Load the weights of the checked *folder* and allocate the pages.
 
-        *threads* 0 leaves torch's number. With *kernels*, a variant that this machine can use, *attention* does not
-        count, *quantization* may be int8, and torch itself gets one thread: what it sums must not depend on their
-        number. With *dummy* the weights are random, and only config.json of the folder is read.
+        *threads* 0 leaves torch's number. *kernels* is torch, or a variant that this machine can use. With a variant,
+        *attention* is ignored, *quantization* may be int8, and torch itself gets one thread, because its sums depend on
+        the number. With *dummy* the weights are random, and only config.json of the folder is read.
 
-        *measure*: on a GPU, the largest steps are computed first, and there are only as many pages as fit beside them,
-        at most *num_pages*. `num_pages` says how many.
+        *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
+        most *num_pages*. `num_pages` has the result.
 
-        *graph*: decode steps of up to so many rows are recorded as CUDA graphs; *attention* must be FlashInfer's then.
-        If that fails they are computed without, unless the engine *needs_graph*; `graph` says how it became.
+        *graph*: record decode steps of up to this many rows as CUDA graphs; *attention* must be FlashInfer's. If that
+        fails, the steps are computed without graphs, unless the engine *needs_graph*. `graph` has the result.
 
-        *deterministic*: torch computes a token with the same bits whatever is computed beside it.
+        *deterministic*: torch computes the same bits for a token in any batch.
 
-        *fused*: where FlashInfer computes the attention, its operations compute the rest of a layer, too, unless it
-        must be deterministic. Torch's do if they cannot. `fused` says which modules of FlashInfer compute.
+        *fused*: where FlashInfer computes the attention, its operations also compute the rest of a layer if they can,
+        unless the engine is deterministic. `fused` has the modules of FlashInfer that compute.
 
         With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
         `forward`, or `logits` for a plan that scores no prompt, the others call `follow` with the same plan.
@@ -244,7 +244,7 @@ class Engine:
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()
-        """The modules of FlashInfer that compute parts of the layers."""
+        """Modules of FlashInfer that compute parts of the layers."""
         self._computer: Computer
         if kernels != "torch":
             self._computer = KernelDecoder(
@@ -266,7 +266,7 @@ class Engine:
                 self._measure(shard, measure, graphs=graph > 0)
         self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device)
         self.graph = 0
-        """Decode steps of up to so many rows are recorded."""
+        """Largest number of rows of a recorded decode step; 0: none is recorded."""
         if graph:
             assert isinstance(backend, FlashInferAttention), f"attention {attention} cannot be recorded"
             assert not deterministic, "its plans are not for graphs"
@@ -279,7 +279,7 @@ class Engine:
     def _recorded(
         self, decoder: Decoder, attention: FlashInferAttention, graph: int, *, needed: bool
     ) -> DecodeGraphs | None:
-        """Record the decode steps; return None if that fails, with a warning. Raises ConfigError if it is *needed*."""
+        """Record the decode steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
         try:
             return DecodeGraphs(decoder, attention, self.kv_L2PKSD, self._tables, graph)
         except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
@@ -295,7 +295,7 @@ class Engine:
 
     @torch.inference_mode()
     def _measure(self, spec: ModelSpec, measure: Measure, *, graphs: bool) -> None:
-        """Compute the largest steps, and take only as many pages as fit beside them."""
+        """Compute the largest steps, and lower the number of pages to what fits beside them."""
         num_rows, most_pages = self._tables.pages_AN.shape
         page_size = self._tables.page_size
         steps = [
@@ -334,19 +334,19 @@ class Engine:
         """Compute one step, all tokens of which are known.
 
         Raises:
-            ArithmeticError: A logit is not a number. Nobody knows which token should follow.
+            ArithmeticError: A logit is not a number, so it is unknown which token should follow.
         """
         return self.wait(self.launch(plan, None)).checked()
 
     @torch.inference_mode()
     @names_a_full_device()
     def launch(self, plan: BatchPlan, before: Launched | None) -> Launched:
-        """Begin one step, after having drawn the tokens of the step *before*, which replace the placeholders.
+        """Draw the tokens of the step *before*, then begin a step, in which they replace the placeholders.
 
         Rank 0 of several calls `settle` first, because the others need the tokens, too.
 
         Raises:
-            DeviceFull: The device has no memory left for it; so does `wait`.
+            DeviceFull: The device has no memory left; `wait` may raise it, too.
         """
         if before is None:
             return self._begun(plan, None)
@@ -368,18 +368,18 @@ class Engine:
 
     @torch.inference_mode()
     def settle(self, launched: Launched) -> list[int]:
-        """Draw the tokens of a step, unless they are drawn, and return them; NOT_A_NUMBER is in place of one."""
+        """Draw the tokens of a step, unless they are drawn; return them, or NOT_A_NUMBER."""
         return self._settle(launched)[0]
 
     def follow(self, plan: BatchPlan) -> None:
-        """Compute this rank's part of a step of rank 0. Of a row's sample and scoring only the size counts."""
+        """Compute this rank's part of a step of rank 0. Of samples and scorings, only their number and size matter."""
         launched = self.follow_launch(plan)
         self.follow_draw(launched)
         self.follow_scores(launched)
 
     @torch.inference_mode()
     def follow_launch(self, plan: BatchPlan, token_ids: Sequence[int] = ()) -> Launched:
-        """Compute this rank's part of a forward pass. *token_ids*, of the step before, replace the placeholders."""
+        """Compute this rank's part of a forward pass. *token_ids* of the step before replace the placeholders."""
         return self._begun(plan, torch.tensor(token_ids, device=self.device) if token_ids else None)
 
     @torch.inference_mode()
@@ -392,7 +392,7 @@ class Engine:
     def follow_scores(self, launched: Launched, num_done: int = 0) -> None:
         """Compute this rank's part of the scores of a step, after the first *num_done* blocks of them.
 
-        Rank 0 does it, too, when its own `wait` has failed among them.
+        Rank 0 does so, too, if its own `wait` failed among the scores.
         """
         rows = zip(launched.plan.rows, launched.starts, strict=False)
         blocks = (x_NE for row, start in rows for x_NE, _ in blocks_of(row, start, launched.x_TE))
@@ -406,8 +406,8 @@ class Engine:
         return Launched(plan, *self._computer.forward(plan, self._tables, self.kv_L2PKSD, last_R))
 
     def _settles_first(self, launched: Launched) -> bool:
-        """Whether to wait for the tokens of a step before the next one begins, which might compute with others: on a
-        CPU they are here, and where some are sure to be AGAIN a wait costs less than a step that is computed twice.
+        """Return whether to wait for a step's tokens before the next step begins: on a CPU they are here, and if some
+        must be AGAIN, waiting costs less than computing the next step twice.
         """
         if self.device.type == "cpu":
             return True
@@ -422,7 +422,7 @@ class Engine:
             if AGAIN in launched.token_ids:
                 launched.token_ids = draw_again(launched.token_ids, logits_RV, _sampling(launched)[1])
                 launched.tokens_R = torch.tensor(launched.token_ids, device=self.device)
-                if launched.following is not None:  # it has computed with other tokens
+                if launched.following is not None:  # it was computed with other tokens
                     launched.following.x_TE = self._begun(launched.following.plan, launched.tokens_R).x_TE
         return launched.token_ids, logits_RV
 
@@ -436,7 +436,7 @@ class Engine:
         drawn_R = [how.changes_logits or how.params.temperature > 0 for how in samples]
         wanted_R = [scored or drawn for scored, drawn in zip(scored_R, drawn_R, strict=True)]
         tokens_R, logits_RV = self._computer.head(launched.x_TE, rows_R, wanted_R, masks_R)
-        # Scores are of the model's own logits, and drawing changes those of some rows.
+        # Scores come from the model's own logits, and drawing changes those of some rows.
         if any(scored_R) and any(how.changes_logits for how in samples):
             launched.own_RV = logits_RV.clone()
         if any(drawn_R):
@@ -445,7 +445,7 @@ class Engine:
         return launched.told_R, logits_RV
 
     def _masks(self, samples: list[Sample]) -> tuple[list[Words | None], list[Sample]]:
-        """Return the masks of the rows that the head can decide, if any, and all samples without what it decides."""
+        """Return masks for the rows that the head can decide, [] if none, and all samples without what it decides."""
         if not self._computer.takes_masks or not any(how.is_best_of_allowed for how in samples):
             return [], samples
         masks_R = [mask_of(how, self._vocab_size) if how.is_best_of_allowed else None for how in samples]
@@ -457,14 +457,14 @@ class Engine:
 
 
 def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:
-    """Return of the rows that sample the last token's index in T, and how they do, now that it is known."""
+    """Return, for the rows that sample, their last tokens' places in T and their settled samples."""
     rows = zip(launched.plan.rows, launched.starts[1:], strict=True)
     last = [(end - 1, row.sample.settled()) for row, end in rows if row.sample is not None]
     return [index for index, _ in last], [how for _, how in last]
 
 
 def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
-    """Replace the placeholders in *token_ids_T* by tokens of *last_R*; by 0 for a token that is not one."""
+    """Replace the placeholders in *token_ids_T* by tokens of *last_R*; NOT_A_NUMBER becomes 0."""
     if len(last_R):
         places_T = (-1 - token_ids_T).clamp_(min=0)
         token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))

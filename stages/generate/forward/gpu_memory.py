@@ -1,4 +1,4 @@
-"""How many pages fit on a GPU: measured with the largest steps, once the weights are loaded."""
+"""Number of pages that fit on a GPU, measured with the largest steps once the weights are loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ REMEDY: Final = (
     "lower --max-prefill-length or --max-running-requests, pass --graph 0, free memory or take a smaller model"
 )
 DRAWN: Final = SamplingParams(temperature=1.0, top_p=0.5)
-"""What takes the most memory to draw."""
+"""Parameters with which drawing takes the most memory."""
 
 logger = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What is tried to see how much memory is left for pages."""
+    """Parameters of the measurement."""
 
     max_prefill_length: int
     memory_ratio: float
-    """Which share of what is left the pages get."""
+    """Share of the memory that is left, for the pages."""
 
 
 def largest_prefill(num_tokens: int, page_size: int) -> BatchPlan:
@@ -45,7 +45,7 @@ def largest_decode(num_rows: int) -> BatchPlan:
 
 
 def bytes_of_a_step(step: Callable[[], object], device: torch.device) -> int:
-    """Compute a step; return what it takes beside what stays allocated after it.
+    """Compute a step; return the bytes that it takes beside what stays allocated after it.
 
     Raises:
         ConfigError: There is not enough memory for it.

@@ -1,6 +1,6 @@
 """CUDA graphs: a decode step of each size is recorded once, and replayed for every step of that size.
 
-Without them a step of a small model waits for the host, which launches hundreds of kernels one by one.
+Without graphs, a step of a small model waits for the host, which launches hundreds of kernels one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.generate.model.decoder import Decoder
 # S = slots of a page, D = head dim, A = rows of the page table, N = pages of a row
 
 WARM_CALLS: Final = 3
-"""A library may allocate or compile in its first calls, which a recording does not allow."""
+"""Calls before a recording: a library may allocate or compile in its first calls, which a recording does not allow."""
 
 logger = structlog.get_logger()
 
@@ -76,7 +76,7 @@ class DecodeGraphs:
 
 
 def _idle_batch(inputs_3R: Tensor, page: int) -> ForwardBatch:
-    """Return rows of one token each, on one page, whose numbers are in *inputs_3R*."""
+    """Return rows of one token each, on one page. Their numbers are in *inputs_3R*."""
     token_ids_R, positions_R, slots_R = inputs_3R
     num_rows = len(slots_R)
     table_R1 = np.full((num_rows, 1), page, np.int32)
@@ -93,9 +93,9 @@ def _idle_batch(inputs_3R: Tensor, page: int) -> ForwardBatch:
 
 
 def record(call: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[Callable[[], object], T, Any]:
-    """Record what *call* launches; return what launches it again, what it returned, and the memory that it uses.
+    """Record what *call* launches; return a function that launches it again, the result of *call*, and its memory.
 
-    *pool*: the memory of earlier recordings, of which only one is replayed at a time.
+    *pool*: the memory of earlier recordings; only one of them may be replayed at a time.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -113,7 +113,7 @@ def record(call: Callable[[], T], device: torch.device, pool: Any = None) -> tup
             except Exception as error:
                 first_error = error
                 raise
-    except Exception as error:  # the end of a broken recording raises too, and says less
+    except Exception as error:  # the end of a broken recording raises, too, and says less
         raise first_error or error from None
     torch.cuda.synchronize(device)
     return graph.replay, result, graph.pool()

@@ -32,7 +32,7 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
 
 
 def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
-    """Return the bytes that the weights take in memory; with int8, tied embeddings are there twice."""
+    """Return the bytes of the weights in memory; with int8, tied embeddings are there twice."""
     shapes = tensor_shapes(spec)
     if quantization == "none":
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
@@ -57,8 +57,8 @@ def num_pages_for(
 ) -> int:
     """Return enough pages for all requests at full length, or as many as fit into memory beside the weights.
 
-    *available_bytes* is the memory that is free before the weights are loaded (`available_memory_bytes`), *step_bytes*
-    what the largest step needs of it, and *limit_bytes* the most that the pages may take on a CPU.
+    *available_bytes*: the memory that is free before the weights are loaded (`available_memory_bytes`). *step_bytes*:
+    what the largest step needs of it. *limit_bytes*: the most that the pages may take on a CPU.
 
     Raises:
         ConfigError: Not one page fits.

@@ -22,20 +22,20 @@ from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 BY_ROWS: Final = frozenset({"embed_tokens", "lm_head", "q_proj", "gate_proj", "up_proj"})
-"""Modules whose outputs the ranks divide. So are those of k_proj and v_proj, by heads."""
+"""Modules whose outputs the ranks divide. They also divide those of k_proj and v_proj, by heads."""
 BY_COLUMNS: Final = frozenset({"o_proj", "down_proj"})
-"""Modules whose inputs the ranks divide. The sum of what all ranks compute is the output. Rank 0 has the bias."""
+"""Modules whose inputs the ranks divide. The output is the sum of what all ranks compute. Rank 0 has the bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of one tensor. A tensor of one dimension counts as one of a single column.
+    """The part of one tensor that a rank has. A tensor of one dimension counts as one of a single column.
 
-    In the rank's tensor these rows lie one range after the other. If it is larger than they are, the rest is zeros.
+    The rank's tensor has these rows, one range after the other. If it is larger, the rest is zeros.
     """
 
     rows: tuple[range, ...]
-    """Of the whole tensor. The same range may come twice, and there may be none."""
+    """Rows of the whole tensor. The same range may come twice, and there may be none."""
     columns: range
 
 
@@ -59,14 +59,14 @@ def parts_of(whole: ModelSpec, shard: ModelSpec) -> dict[str, Part]:
 
 
 def kv_heads(whole: ModelSpec, shard: ModelSpec) -> list[int]:
-    """Return the KV head of *whole* that each KV head of *shard* is."""
+    """Return, for each KV head of *shard*, which KV head of *whole* it is."""
     served = shard.num_heads // shard.num_kv_heads  # query heads of a KV head in the shard
     queries = (shard.rank * shard.num_heads + head * served for head in range(shard.num_kv_heads))
     return [query // (whole.num_heads // whole.num_kv_heads) for query in queries]
 
 
 def _share(whole: range, size: int, rank: int) -> range:
-    """Return the numbers of *whole* that a rank has where each has *size* of them, and the last ones fewer."""
+    """Return a rank's part of *whole* if each rank has *size* numbers, and the last ranks fewer."""
     return whole[rank * size : (rank + 1) * size]
 
 
@@ -105,10 +105,10 @@ def load_weights(
     Needs memory for the result and one piece of `PIECE_BYTES`. The files are read, not mapped, so their pages do not
     count as memory of this process. The folder must have been checked before.
 
-    *shard* is the part of the model that is wanted (`ModelSpec.sharded`), None: all. Of a matrix whose rows the ranks
-    divide, only the rank's are read. One whose columns they divide is read in pieces of whole rows.
+    *shard*: the part of the model to load (`ModelSpec.sharded`); None: all. Where the ranks divide the rows of a
+    matrix, only the rank's rows are read. Where they divide its columns, it is read in pieces of whole rows.
 
-    *map_tied* is for callers that pack the head. If the embeddings are tied to it and need no cast, the file is mapped
+    *map_tied*: for callers that pack the head. If the embeddings are tied to it and need no cast, the file is mapped
     under both names: rows are looked up in the file, and the head's pages are freed once it is packed.
     """
     entries = read_tensors(folder)
@@ -145,14 +145,14 @@ def dummy_weights(
     """Return random weights of the same shapes as `load_weights`, always the same ones on one kind of device.
 
     Each matrix keeps the scale of its input, so that every layer matters and no token is certain. Embeddings are small:
-    where the head is tied to them, large ones would make each token its own successor.
+    if the head is tied to them, large ones would make each token its own successor.
 
     A *shard* gets its part of the whole model's weights: every rank draws all of them, a piece at a time.
     """
     shard = shard or spec
     weights, places = _places(shard, dtype, device)
     parts = parts_of(spec, shard)
-    importlib.import_module("torch._prims.rng_prims")  # torch's generators want it, and an engine imports less of torch
+    importlib.import_module("torch._prims.rng_prims")  # torch's generators need it, and an engine imports less of torch
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     total_bytes, done_bytes = sum(weight.nbytes for weight in weights.values()), 0
     with _seen(progress) as report:
@@ -191,7 +191,7 @@ def _seen(progress: Progress) -> Iterator[Progress]:
 def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the uninitialised weights, and for each tensor of the checkpoint its place in them.
 
-    Where torch can multiply all experts of a layer in one operation, each kind of their matrices is one weight.
+    If torch can multiply all experts of a layer in one operation, each kind of their matrices is one weight.
     """
     shapes, experts = tensor_shapes(spec), spec.experts
     grouped = experts.num_experts > 0 and can_group(dtype, device, spec.hidden_size, experts.intermediate_size)
@@ -215,8 +215,8 @@ def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[
 def _fill(place: Tensor, file: FileIO, entry: TensorEntry, part: Part, piece: Tensor) -> Iterator[int]:
     """Copy a part of a tensor of the file to its place; yield the number of bytes of each step.
 
-    It is read straight into its place if it needs no cast, no move to a device and no choice of columns, and through
-    *piece* otherwise.
+    If no cast, no move to a device and no choice of columns is needed, the bytes are read straight into their place,
+    else through *piece*.
     """
     place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
     source_dtype = DTYPES[entry.dtype]
@@ -235,7 +235,7 @@ def _fill(place: Tensor, file: FileIO, entry: TensorEntry, part: Part, piece: Te
 
 
 def _draw(place: Tensor, shape: tuple[int, ...], part: Part, bound: float, generator: torch.Generator) -> None:
-    """Draw a matrix of *shape*, evenly from -bound to bound, and keep a part of it."""
+    """Draw a matrix of *shape*, uniformly from -bound to bound, and keep a part of it."""
     place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
     num_rows, num_columns = shape
     at_once = max(1, PIECE_BYTES // (num_columns * place.itemsize))

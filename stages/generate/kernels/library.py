@@ -1,4 +1,4 @@
-"""Finds the library of kernels, and says which of its variants run on this CPU, or why none does. No torch.
+"""Finds the library of kernels, and which of its variants run on this CPU, or why none does. No torch.
 
 The library is made when MiniSGL is installed (`build.py`). Nothing is compiled here.
 """
@@ -18,7 +18,7 @@ from stages.generate.kernels import build
 
 
 class Format(IntEnum):
-    """How the numbers of an array are written: `Format` of kernels.h."""
+    """Format of the numbers of an array: `Format` of kernels.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -27,7 +27,7 @@ class Format(IntEnum):
 
 
 class Matrix(ctypes.Structure):
-    """`Matrix` of kernels.h. Pointers are addresses, such as those of numpy arrays; who makes one keeps its arrays."""
+    """`Matrix` of kernels.h. Pointers are addresses, such as those of numpy arrays; the caller keeps the arrays."""
 
     _fields_: ClassVar = [
         ("panels", c_void_p),
@@ -106,15 +106,15 @@ class Library:
 
     functions: ctypes.CDLL
     compiler: str
-    """What compiled it, such as "cc (gcc 12.2.0)"."""
+    """Compiler that made it, such as "cc (gcc 12.2.0)"."""
     compiled: tuple[str, ...]
-    """The variants that it has, best first."""
+    """Variants that it has, best first."""
     cpu: tuple[str, ...]
-    """The variants that this CPU runs, best first."""
+    """Variants that this CPU runs, best first."""
 
     @property
     def usable(self) -> tuple[str, ...]:
-        """The variants that it has and this CPU runs, best first."""
+        """Variants that it has and this CPU runs, best first."""
         return tuple(name for name in self.cpu if name in self.compiled)
 
     def reason(self, name: str) -> str:
@@ -171,13 +171,13 @@ def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
 
 
 def _how_to_get_it() -> str:
-    """Return what the user does for a library that fits."""
+    """Return what the user can do to get a library that fits."""
     return "run `make venv`" if build.hash_of() else "install MiniSGL again"
 
 
 @functools.cache
 def library() -> Library | str:
-    """Return the library of this installation, or the reason why it cannot be used. It is looked for once."""
+    """Return the library of this installation, or the reason why it cannot be used. It is looked up once."""
     return load()
 
 
@@ -195,6 +195,6 @@ def variant(name: str) -> Variant:
 
 
 def reason(name: str = "") -> str:
-    """Return why the variant *name* cannot be used here, without a name: why none can. "": it can."""
+    """Return why the variant *name* cannot be used here; without a name: why none can. "": it can."""
     found = library()
     return found if isinstance(found, str) else found.reason(name) if name else ""

@@ -1,10 +1,10 @@
-"""Which request owns which page (without torch), and the tensor that holds the pages."""
+"""Which request owns which page (without torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from stages.generate.kvcache.base import CacheSnapshot, Holding, PrefixCache
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import DigestCache, RadixCache
 
@@ -22,13 +22,15 @@ def cache_name(cache: PrefixCache) -> str:
     return next(name for name, kind in CACHES.items() if isinstance(kind, type) and isinstance(cache, kind))
 
 
-def remade(name: str, num_pages: int, page_size: int, snapshot: CacheSnapshot) -> tuple[PrefixCache, Sequence[Holding]]:
-    """Return a copy of a cache of the kind *name* and its holdings, from its snapshot. Page numbers may differ."""
+def remade(
+    name: str, num_pages: int, page_size: int, snapshot: CacheSnapshot
+) -> tuple[PrefixCache, Sequence[Allocation]]:
+    """Return a copy of a cache of the kind *name*, and its allocations, from a snapshot. Page numbers may differ."""
     if name == "radix":
         copy = DigestCache(num_pages, page_size, snapshot)
-        return copy, copy.holdings
+        return copy, copy.allocations
     cache = make_cache(name, num_pages, page_size)
-    holdings = [cache.begin(()) for _ in snapshot.held]
-    for holding, held in zip(holdings, snapshot.held, strict=True):
-        cache.grow(holding, held.num_pages)
-    return cache, holdings
+    allocations = [cache.begin(()) for _ in snapshot.held]
+    for allocation, held in zip(allocations, snapshot.held, strict=True):
+        cache.grow(allocation, held.num_pages)
+    return cache, allocations

@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 class PagePool:
-    """Pages 0 .. num_pages - 1, each free or owned; handed out in the order in which they became free."""
+    """Pages 0 .. num_pages - 1, each free or owned. They are allocated in the order in which they became free."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -29,7 +29,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return *count* pages that now have an owner. The caller has checked that so many are free."""
+        """Return *count* pages that now have an owner. The caller has checked that enough are free."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
@@ -45,74 +45,74 @@ class PagePool:
 
 
 @dataclass(slots=True)
-class Holding:
+class Allocation:
     """The pages of one running request, in the order of its positions."""
 
     pages: list[int] = field(default_factory=list)
     cached_tokens: int = 0
-    """How many tokens of the prompt were in `pages` when it began."""
+    """Number of prompt tokens that were in `pages` when it began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A holding, as a snapshot names it."""
+    """An allocation in a snapshot."""
 
     node: int
-    """Index of the last shared page on its way, in the snapshot's order; -1: it shares none."""
+    """Index of its last shared page, in the snapshot's order; -1: it shares none."""
     num_pages: int
     is_private: bool
-    """Its next pages will not be shared."""
+    """Whether its next pages will not be shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """Which tokens the shared pages hold and who holds them: enough to hand out as many pages again.
+    """Which tokens the shared pages hold and who holds the pages: enough to allocate as many pages again.
 
     Page numbers are left out. Shared pages come in the order of their last use, the earliest first.
     """
 
     held: tuple[Held, ...]
     parents: bytes = b""
-    """For each shared page the index of the one before it, or -1: 4 bytes, little-endian."""
+    """Index of the page before each shared page, or -1: 4 bytes, little-endian."""
     digests: bytes = b""
-    """For each shared page 8 bytes, from its tokens."""
+    """Digest of each shared page's tokens, 8 bytes."""
 
 
 class PrefixCache(Protocol):
-    """Hands out pages; tests/stages/generate/kvcache/test_prefix_cache.py is the contract."""
+    """Allocates pages. The contract is tests/stages/generate/kvcache/test_prefix_cache.py."""
 
     page_size: int
     num_pages: int
 
     @property
     def num_available(self) -> int:
-        """Pages that `grow` can give now."""
+        """Number of pages that `grow` can allocate now."""
         ...
 
-    def begin(self, token_ids: Sequence[int]) -> Holding:
-        """Return a holding with the pages of the longest cached prefix of *token_ids*, short of its last token."""
+    def begin(self, token_ids: Sequence[int]) -> Allocation:
+        """Return an allocation with the pages of the longest cached prefix of *token_ids*, short of its last token."""
         ...
 
-    def grow(self, holding: Holding, count: int) -> list[int] | None:
-        """Append *count* pages to *holding* and return them; return None and change nothing if there are too few."""
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
+        """Append *count* pages to *allocation* and return them; return None and change nothing if there are too few."""
         ...
 
-    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+    def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         """Record that the plan now being made fills the pages with the first *num_filled* of *token_ids*."""
         ...
 
-    def end(self, holding: Holding) -> None:
-        """Give back all pages of *holding* and empty it."""
+    def end(self, allocation: Allocation) -> None:
+        """Give back all pages of *allocation* and empty it."""
         ...
 
     def flush(self) -> int:
-        """Forget every prefix that no request holds; return how many pages that freed."""
+        """Remove every prefix that no request holds; return the number of freed pages."""
         ...
 
-    def problems(self, holdings: Sequence[Holding]) -> list[str]:
-        """Return what is wrong with the books if *holdings* are all that exist; an empty list: nothing is."""
+    def problems(self, allocations: Sequence[Allocation]) -> list[str]:
+        """Return what is wrong with the page allocation if *allocations* are all that exist; empty: nothing."""
         ...
 
-    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
-        """Return what a copy of this cache needs, with *holdings*, which are all that exist."""
+    def snapshot(self, allocations: Sequence[Allocation]) -> CacheSnapshot:
+        """Return what a copy of this cache needs. *allocations* are all that exist."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PagePool
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PagePool
 
 
 class NaiveCache:
@@ -19,28 +19,28 @@ class NaiveCache:
     def num_available(self) -> int:
         return self._pool.num_free
 
-    def begin(self, token_ids: Sequence[int]) -> Holding:
-        return Holding()
+    def begin(self, token_ids: Sequence[int]) -> Allocation:
+        return Allocation()
 
-    def grow(self, holding: Holding, count: int) -> list[int] | None:
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         if count > self._pool.num_free:
             return None
         pages = self._pool.allocate(count)
-        holding.pages += pages
+        allocation.pages += pages
         return pages
 
-    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+    def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         """Nothing to remember."""
 
-    def end(self, holding: Holding) -> None:
-        self._pool.free(holding.pages)
-        holding.pages.clear()
+    def end(self, allocation: Allocation) -> None:
+        self._pool.free(allocation.pages)
+        allocation.pages.clear()
 
     def flush(self) -> int:
         return 0
 
-    def problems(self, holdings: Sequence[Holding]) -> list[str]:
-        held = [page for holding in holdings for page in holding.pages]
+    def problems(self, allocations: Sequence[Allocation]) -> list[str]:
+        held = [page for allocation in allocations for page in allocation.pages]
         found = []
         if len(set(held)) != len(held):
             found.append("a page is held twice")
@@ -48,5 +48,5 @@ class NaiveCache:
             found.append(f"{len(held)} pages held and {self._pool.num_free} free of {self.num_pages}")
         return found
 
-    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
-        return CacheSnapshot(tuple(Held(-1, len(holding.pages), is_private=False) for holding in holdings))
+    def snapshot(self, allocations: Sequence[Allocation]) -> CacheSnapshot:
+        return CacheSnapshot(tuple(Held(-1, len(allocation.pages), is_private=False) for allocation in allocations))

@@ -1,14 +1,14 @@
-"""The cache that shares: a tree of full pages. The way to a page are the tokens of all pages before it and its own.
+"""The cache that shares: a tree of full pages. The path to a page is the tokens of all pages before it and its own.
 
 A page is shared as soon as the plan that fills it is made. A step writes keys and values before it reads any, so
 requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
 
-| pages of a holding | owner | at the end |
+| pages of an allocation | owner | at the end |
 |---|---|---|
-| 0 .. len(path) | the tree; this holding has locked them | unlocked; may be evicted once no holding locks them |
-| len(path) .. end | this holding: not full yet, or another holding filled the same tokens first | freed |
+| 0 .. len(path) | the tree; this allocation has locked them | unlocked; may be evicted once no allocation locks them |
+| len(path) .. end | this allocation: not full yet, or another allocation filled the same tokens first | freed |
 
-A holding locks only pages that it uses. So alone it can always grow to the size of the cache.
+An allocation locks only pages that it uses. So an allocation alone can always grow to the size of the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PagePool
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PagePool
 
 DIGEST_BYTES: Final = 8
 
@@ -38,16 +38,16 @@ class _Node:
     num_locks: int = 0
     used: int = 0
     digest: bytes = b""
-    """Of its tokens, once somebody asked for it."""
+    """Digest of its tokens; empty until a snapshot needs it."""
 
 
 @dataclass(slots=True)
-class RadixHolding(Holding):
-    """A holding and its way down the tree: `path[i]` owns `pages[i]`."""
+class RadixAllocation(Allocation):
+    """An allocation and its path in the tree: `path[i]` owns `pages[i]`."""
 
     path: list[_Node] = field(default_factory=list)
     is_private: bool = False
-    """Another holding put the same tokens into the tree first, so the following pages stay outside of it."""
+    """Whether another allocation put the same tokens into the tree first. Then the next pages stay outside of it."""
 
 
 class RadixCache:
@@ -69,8 +69,8 @@ class RadixCache:
     def num_available(self) -> int:
         return self._pool.num_free + self._num_unlocked
 
-    def begin(self, token_ids: Sequence[int]) -> Holding:
-        holding = RadixHolding()
+    def begin(self, token_ids: Sequence[int]) -> Allocation:
+        allocation = RadixAllocation()
         node = self._root
         for index in range((len(token_ids) - 1) // self.page_size):  # the last token is computed in any case
             found = node.children.get(self._page_tokens(token_ids, index))
@@ -78,42 +78,42 @@ class RadixCache:
                 break
             node = found
             self._lock(node)
-            holding.path.append(node)
-            holding.pages.append(node.page)
-        holding.cached_tokens = len(holding.pages) * self.page_size
-        return holding
+            allocation.path.append(node)
+            allocation.pages.append(node.page)
+        allocation.cached_tokens = len(allocation.pages) * self.page_size
+        return allocation
 
-    def grow(self, holding: Holding, count: int) -> list[int] | None:
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         if count > self.num_available:
             return None
         while self._pool.num_free < count:
             self._evict()
         pages = self._pool.allocate(count)
-        holding.pages += pages
+        allocation.pages += pages
         return pages
 
-    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
-        assert isinstance(holding, RadixHolding)
-        path = holding.path
+    def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
+        assert isinstance(allocation, RadixAllocation)
+        path = allocation.path
         for index in range(len(path), num_filled // self.page_size):
             parent = path[-1] if path else self._root
             tokens = self._page_tokens(token_ids, index)
-            holding.is_private |= tokens in parent.children
-            if holding.is_private:
+            allocation.is_private |= tokens in parent.children
+            if allocation.is_private:
                 return
-            node = parent.children[tokens] = _Node(tokens, holding.pages[index], parent)
+            node = parent.children[tokens] = _Node(tokens, allocation.pages[index], parent)
             self._num_unlocked += 1  # until the next line
             self._lock(node)
             path.append(node)
 
-    def end(self, holding: Holding) -> None:
-        assert isinstance(holding, RadixHolding)
-        self._pool.free(holding.pages[len(holding.path) :])
-        for node in reversed(holding.path):
+    def end(self, allocation: Allocation) -> None:
+        assert isinstance(allocation, RadixAllocation)
+        self._pool.free(allocation.pages[len(allocation.path) :])
+        for node in reversed(allocation.path):
             self._unlock(node)
-        holding.pages.clear()
-        holding.path.clear()
-        holding.is_private = False
+        allocation.pages.clear()
+        allocation.path.clear()
+        allocation.is_private = False
 
     def flush(self) -> int:
         num_pages = self._num_unlocked
@@ -121,17 +121,17 @@ class RadixCache:
             self._evict()
         return num_pages
 
-    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+    def problems(self, allocations: Sequence[Allocation]) -> list[str]:
         found = []
         locks: dict[int, int] = {}
         private: list[int] = []
-        for holding in holdings:
-            path = holding.path if isinstance(holding, RadixHolding) else []
+        for allocation in allocations:
+            path = allocation.path if isinstance(allocation, RadixAllocation) else []
             for node in path:
                 locks[id(node)] = locks.get(id(node), 0) + 1
-            private += holding.pages[len(path) :]
-            if [node.page for node in path] != holding.pages[: len(path)]:
-                found.append("a holding's pages are not those of its way down the tree")
+            private += allocation.pages[len(path) :]
+            if [node.page for node in path] != allocation.pages[: len(path)]:
+                found.append("an allocation's pages are not those of its way down the tree")
         nodes = self._nodes()
         pages = [node.page for node in nodes] + private
         if len(set(pages)) != len(pages):
@@ -139,22 +139,22 @@ class RadixCache:
         if len(pages) + self._pool.num_free != self.num_pages:
             found.append(f"{len(pages)} pages owned and {self._pool.num_free} free of {self.num_pages}")
         if any(node.num_locks != locks.pop(id(node), 0) for node in nodes) or locks:
-            found.append("the locks in the tree are not those of the holdings")
+            found.append("the locks in the tree are not those of the allocations")
         if self._num_unlocked != sum(node.num_locks == 0 for node in nodes):
             found.append("the count of pages that may be evicted is wrong")
         return found
 
-    def snapshot(self, holdings: Sequence[Holding]) -> CacheSnapshot:
+    def snapshot(self, allocations: Sequence[Allocation]) -> CacheSnapshot:
         nodes = sorted(self._nodes(), key=attrgetter("used"))
         index = {id(node): at for at, node in enumerate(nodes)}
         index[id(self._root)] = -1
         for node in nodes:
             node.digest = node.digest or self._digest(node.tokens)
         held = []
-        for holding in holdings:
-            assert isinstance(holding, RadixHolding)
-            last = index[id(holding.path[-1])] if holding.path else -1
-            held.append(Held(last, len(holding.pages), holding.is_private))
+        for allocation in allocations:
+            assert isinstance(allocation, RadixAllocation)
+            last = index[id(allocation.path[-1])] if allocation.path else -1
+            held.append(Held(last, len(allocation.pages), allocation.is_private))
         parents = array("i", [index[id(node.parent)] for node in nodes])
         return CacheSnapshot(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
 
@@ -185,7 +185,7 @@ class RadixCache:
                 heapq.heapify(self._evictable)
 
     def _evict(self) -> None:
-        """Free the page of the least recently used unlocked leaf. The caller knows that there is one."""
+        """Free the page of the least recently used unlocked leaf. The caller has checked that there is one."""
         while True:
             entry = heapq.heappop(self._evictable)
             if self._is_valid(entry):
@@ -216,12 +216,12 @@ class RadixCache:
 
 
 class DigestCache(RadixCache):
-    """A copy of a RadixCache from its snapshot. It knows pages by the digests of their tokens, not by the tokens."""
+    """A copy of a RadixCache, made from its snapshot. Digests of tokens stand for the tokens."""
 
     def __init__(self, num_pages: int, page_size: int, snapshot: CacheSnapshot) -> None:
         super().__init__(num_pages, page_size)
-        self.holdings: list[Holding] = []
-        """Those of the snapshot, in their order."""
+        self.allocations: list[Allocation] = []
+        """Allocations of the snapshot, in its order."""
         parents = array("i", snapshot.parents)
         nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
         for at, (node, parent) in enumerate(zip(nodes, _little(parents), strict=True)):
@@ -233,16 +233,16 @@ class DigestCache(RadixCache):
         self._counter = len(nodes)
         self._num_unlocked = len(nodes)
         for held in snapshot.held:
-            holding = RadixHolding(is_private=held.is_private)
+            allocation = RadixAllocation(is_private=held.is_private)
             node = nodes[held.node] if held.node >= 0 else self._root
             while node.parent is not None:
-                holding.path.insert(0, node)
+                allocation.path.insert(0, node)
                 self._num_unlocked -= node.num_locks == 0
                 node.num_locks += 1
                 node = node.parent
-            holding.pages = [node.page for node in holding.path]
-            holding.pages += self._pool.allocate(held.num_pages - len(holding.pages))
-            self.holdings.append(holding)
+            allocation.pages = [node.page for node in allocation.path]
+            allocation.pages += self._pool.allocate(held.num_pages - len(allocation.pages))
+            self.allocations.append(allocation)
         for node in nodes:
             if node.num_locks == 0:
                 self._offer(node)
@@ -255,12 +255,12 @@ class DigestCache(RadixCache):
 
 
 def digest_of(tokens: Sequence[int]) -> bytes:
-    """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same."""
+    """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same digest."""
     return hashlib.blake2b(_little(array("i", tokens)).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def _little(numbers: array[int]) -> array[int]:
-    """Return numbers of this machine as little-endian ones, or the other way round."""
+    """Return this machine's numbers as little-endian ones, or the other way round."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -1,4 +1,4 @@
-"""Steps in flight: the engine computes them, and nobody has waited for their tokens yet. There are at most two.
+"""Steps in flight: launched, and their tokens not yet read. There are at most two.
 
 Knows the engine and the schedule. The worker decides when a step is launched and when it lands.
 """
@@ -26,7 +26,7 @@ logger = structlog.get_logger()
 
 
 class Forward(Protocol):
-    """What the loop needs of an engine."""
+    """The part of an engine that the loop needs."""
 
     def forward(self, plan: BatchPlan) -> Computed:
         """Compute one step."""
@@ -40,8 +40,8 @@ class Launches(Protocol):
     def launch(self, plan: BatchPlan, before: Any) -> Any:
         """Begin one step; return what `wait` needs.
 
-        *before*: what this method returned for the step before, the tokens of which replace the placeholders of *plan*.
-        None: it has none. All tokens before those of *before* are known now.
+        *before*: what this method returned for the step before. Its tokens replace the placeholders of *plan*; None:
+        there are no placeholders. All tokens before those of *before* are known now.
         """
         ...
 
@@ -51,7 +51,7 @@ class Launches(Protocol):
 
 
 class Withheld:
-    """An engine that computes a step at its launch and withholds the tokens until somebody waits for them."""
+    """An engine that computes a step at its launch and withholds the tokens until `wait`."""
 
     def __init__(self, engine: Forward) -> None:
         self._engine = engine
@@ -66,7 +66,7 @@ class Withheld:
 
 
 def launching(engine: Forward) -> Launches:
-    """Return *engine*, or around it what launches its steps."""
+    """Return *engine* if it can launch steps, else a wrapper that can."""
     return engine if isinstance(engine, Launches) else Withheld(engine)
 
 
@@ -77,14 +77,14 @@ class Flight:
     plan: BatchPlan
     marks: Sequence[StepRow]
     number: int
-    """Of its commit. It is not that of the plan where a takeover was committed first."""
+    """Number of its commit. It differs from the plan's where a takeover was committed first."""
     budget: int | None
-    """As in Figures.mixed_prefill_length."""
+    """See StepStats.mixed_prefill_length."""
     launched: Any = None
     error: Exception | None = None
-    """The launch raised it."""
+    """The error that the launch raised."""
     seconds: float = 0.0
-    """How long the loop has stood still for it."""
+    """Time that the loop has spent on launch and wait."""
 
 
 class Flights:
@@ -97,14 +97,14 @@ class Flights:
         self._pace = pace
         self._flights: deque[Flight] = deque()
         self._token_ids: Sequence[int] = ()
-        """Of the last step that has landed."""
+        """Tokens of the last step that landed."""
 
     def __len__(self) -> int:
         return len(self._flights)
 
     @property
     def have_failed(self) -> bool:
-        """Whether the last launch raised. The step fails when it lands."""
+        """Whether the last launch raised an error. The step fails when it lands."""
         return bool(self._flights) and self._flights[-1].error is not None
 
     def launch(self, flight: Flight) -> None:
@@ -113,7 +113,7 @@ class Flights:
         began_s = time.perf_counter()
         try:
             flight.launched = self._engine.launch(flight.plan, before)
-        except Exception as error:  # it belongs to this step, and the step before is still to land
+        except Exception as error:  # the error belongs to this step, and the step before must still land
             flight.error = error
         flight.seconds = time.perf_counter() - began_s
         self._flights.append(flight)
@@ -121,11 +121,11 @@ class Flights:
     def land(self) -> tuple[Flight, list[StepRow], list[str]]:
         """Wait for the oldest step. Return it, the rows that follow its marks, and the uids of requests that failed.
 
-        When the engine raises, or returns something else than was asked, each row of the step is tried alone. A request
-        whose row fails again fails. The others start over, because the step may have written anything to the pages that
-        they share; the step after it is undone. When all of several rows fail, the engine is broken and its process
-        ends. So it does when it has lost a rank, or when the device has no memory left: no request is at fault then.
-        What the schedule raises is a bug of ours: it ends the process, and no request is blamed.
+        When the engine raises an error, or returns something else than asked, each row of the step is tried alone. A
+        request whose row fails again fails. The others start over, because the step may have written anything to the
+        pages that they share. The step after it is undone. When all of several rows fail, the engine is broken and its
+        process ends. The process also ends when the engine has lost a rank or the device has no memory left: no request
+        caused that. What the schedule raises is a bug of ours: it ends the process, and no request fails for it.
         """
         flight, began_s = self._flights.popleft(), time.perf_counter()
         misfits: list[StepRow] = []
@@ -151,7 +151,7 @@ class Flights:
         return flight, [*misfits, *rows], [*unfit, *failed]
 
     def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
-        """Return what the engine has computed, or the error of the step. Raises where no request can be at fault."""
+        """Return what the engine computed, or the error of the step. Raise errors that no request can have caused."""
         try:
             if flight.error is not None:
                 raise flight.error
@@ -165,7 +165,7 @@ class Flights:
             return None, error
 
     def _fault_in(self, computed: Computed, plan: BatchPlan) -> Exception | None:
-        """Return why *computed* is no result of *plan*, for those requests that did not end while the step ran."""
+        """Return why *computed* is no result of *plan*. Requests that ended while the step ran are left out."""
         try:
             computed.fits(plan)
             if NOT_A_NUMBER in computed.token_ids:
@@ -175,7 +175,7 @@ class Flights:
         return None
 
     def _log_full(self, plan: BatchPlan, error: DeviceFull) -> None:
-        """Log the batch for which there was no memory."""
+        """Log the batch that did not fit into memory."""
         holders = (self._holder(row.table) for row in plan.rows)
         logger.error(
             "out_of_memory",
@@ -198,13 +198,13 @@ class Flights:
         return rows, [uid for uid, *_ in misfits]
 
     def _of_requests_here(self, plan: BatchPlan, computed: Computed) -> Computed:
-        """Return the tokens of those requests that did not end while the step ran."""
+        """Return only the tokens of requests that did not end while the step ran."""
         tables = [row.table for row in plan.rows if row.sample is not None]
         tokens = zip(tables, computed.token_ids, strict=True)
         return replace(computed, token_ids=[token for table, token in tokens if self._holder(table) is not None])
 
     def _holder(self, table: int) -> tuple[str, int] | None:
-        with contextlib.suppress(KeyError):  # it ended elsewhere while the step ran
+        with contextlib.suppress(KeyError):  # the request ended elsewhere while the step ran
             return self._schedule.holder(table)
         return None
 
@@ -213,7 +213,7 @@ class Flights:
         rows = filled(flight.plan, self._token_ids).rows
         errors: list[Exception] = []
         of_requests: dict[str, tuple[int, Exception]] = {}
-        """Those that are still here. A broken engine raises for the others, too."""
+        """Failed requests that are still here, with n and error. A broken engine raises for the others, too."""
         for index, row in enumerate(rows):
             alone = BatchPlan(flight.plan.step, (row,), int(index < flight.plan.num_decode_rows))
             try:

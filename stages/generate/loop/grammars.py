@@ -1,8 +1,8 @@
-"""Grammars of requests: compiled in one thread beside the engine's loop, followed token by token in another.
+"""Grammars of requests: one thread compiles them beside the engine's loop, another follows the tokens.
 
-Knows llguidance and the model's tokenizer. What is allowed depends on the grammar and the tokens of the output alone,
-so a request gets the same tokens in any company, after a takeover and in a replay. Limits count work
-(`pipeline.grammars`). The clock ends only a compilation that is stuck before the first token.
+Knows llguidance and the model's tokenizer. Only the grammar and the output decide what is allowed. So a request gets
+the same tokens in any batch, after a takeover and in a replay. Limits count work (`pipeline.grammars`). The clock ends
+only a compilation that is stuck before the first token.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:  # it is imported in the thread that compiles, while the engin
 logger = structlog.get_logger()
 
 MOST_KEPT: Final = 64
-"""Compiled grammars that are kept for the next request with the same one."""
+"""Number of compiled grammars that are kept for the next request with the same one."""
 COMPILE_S: Final = 5.0
-"""A compilation that takes longer is stuck: the limits end others in a fraction of a second."""
+"""Time after which a compilation is stuck: the limits end others in a fraction of a second."""
 NewMatcher = Callable[[bool], "LLMatcher"]
-"""Returns a matcher at the beginning of its grammar: one that shares what others have computed, or, asked for a fresh
-one, a matcher of its own."""
+"""Returns a matcher at the beginning of its grammar. If the argument is true it is a new one, else a copy that shares
+what others computed."""
 
 
 class GrammarMatcher:
-    """Follows one output; a `Matcher` of the schedule. Its masks are computed in the thread that *followers* is for."""
+    """Follows one output; a `Matcher` of the schedule. The thread that reads *followers* computes the masks."""
 
     def __init__(
         self, new: NewMatcher, vocab_size: int, output_ids: Sequence[int], followers: queue.SimpleQueue[_Follow | None]
     ) -> None:
-        """Take in *output_ids* and compute the first mask, in this thread."""
+        """Take in *output_ids* and compute the first mask, in the calling thread."""
         self._new, self._vocab_size, self._followers = new, vocab_size, followers
         self._tokens: list[int] = []
         self._allowed: Words | None = None
         self._last = threading.Lock()
-        """It is held until the last token is taken in."""
+        """A lock that is held until the last token is taken in."""
         self._error = ""
         self._matcher, self._is_fresh = new(False), False
         self.take_in(output_ids)
@@ -72,10 +72,10 @@ class GrammarMatcher:
             return self._allowed
 
     def take_in(self, token_ids: Sequence[int]) -> None:
-        """Go on by some tokens and compute what may follow, or say why it cannot be computed.
+        """Take in tokens and compute which may follow; set `error` if that fails.
 
-        Copies of a matcher share the states of its lexer, the number of which is limited. So before it gives up, it
-        begins again, once, with states of its own.
+        Copies of a matcher share the states of its lexer, and their number is limited. So before it gives up, the
+        matcher begins again, once, with states of its own.
         """
         if self._error:
             return
@@ -83,13 +83,13 @@ class GrammarMatcher:
         try:
             if self._is_computed(token_ids):
                 return
-            reason = self._matcher.get_error()  # of the second attempt, it is often that a token does not fit
+            reason = self._matcher.get_error()  # the second attempt's is often that a token does not fit
             if not self._is_fresh:
                 self._matcher, self._is_fresh = self._new(True), True
                 if self._is_computed(self._tokens):
                     return
             self._error = brief(reason) or "it is in no state to go on from"
-        except BaseException as error:  # a panic in Rust is no Exception, and this thread must go on
+        except BaseException as error:  # a panic in Rust is not an Exception, and this thread must go on
             self._error = brief(repr(error))
         self._allowed = None
 
@@ -103,7 +103,7 @@ class GrammarMatcher:
 
 
 _Follow = tuple[GrammarMatcher, int, threading.Lock]
-"""A token that a matcher takes in, and what is released then."""
+"""A matcher, the token that it takes in, and the lock that is released then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,7 @@ class Grammars:
     """The grammars of one engine. Its methods are for the engine's loop."""
 
     def __init__(self, folder: Path, eos_ids: Sequence[int], vocab_size: int, *, compile_s: float = COMPILE_S) -> None:
-        """*folder*: the model's, whose tokenizer is read when the threads start. *eos_ids*, *vocab_size*: its own.
+        """*folder*: the model's; the threads read its tokenizer when they start. *eos_ids*, *vocab_size*: the model's.
 
         *compile_s*: see COMPILE_S.
         """
@@ -131,7 +131,7 @@ class Grammars:
         self._compiler: threading.Thread | None = None
         """The thread that takes the next job."""
         self._current: _Job | None = None
-        """What it works on."""
+        """Job that the compiler works on."""
         self._lock = threading.Lock()  # a compiler that was stuck may go on beside its successor
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -152,7 +152,7 @@ class Grammars:
         return self
 
     def begin(self, arrived: Arrived) -> None:
-        """Compile the grammar of a request, and take in its output."""
+        """Queue a request for the compiler, which also takes in its output."""
         job = _Job(arrived)
         self._in_hand[arrived.request.uid] = job
         self._jobs.put(job)
@@ -163,7 +163,7 @@ class Grammars:
         return self._in_hand.pop(uid, None) is not None
 
     def ready(self) -> list[tuple[Arrived, GrammarMatcher | Failed]]:
-        """Return the requests that need not wait any longer, each with its matcher, or with why it fails."""
+        """Return the requests that need not wait any longer, each with its matcher or its failure."""
         found: list[tuple[Arrived, GrammarMatcher | Failed]] = []
         while True:
             try:
@@ -181,7 +181,7 @@ class Grammars:
         return found
 
     def wait(self, timeout_s: float) -> None:
-        """Wait a short time for the next request that is ready."""
+        """Wait until a request is ready, at most *timeout_s*."""
         try:
             found = self._found.get(timeout=timeout_s)
         except queue.Empty:
@@ -189,7 +189,7 @@ class Grammars:
         self._found.put(found)
 
     def close(self) -> None:
-        """End the threads, but for one that is stuck."""
+        """End the threads. A stuck one goes on."""
         self._jobs.put(None)
         self._followers.put(None)
 
@@ -201,7 +201,7 @@ class Grammars:
         return [(job.arrived, result)]
 
     def _start_compiler(self) -> None:
-        """Let a new thread compile. One that is stuck ends after its job."""
+        """Start a new thread that compiles. A stuck one ends after its job."""
         self._current = None
         self._compiler = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
         start_with_stack(self._compiler)
@@ -210,7 +210,7 @@ class Grammars:
         try:
             if self._eos_ids:
                 self._vocabulary()
-        except Exception as error:  # each request with a grammar tries again, and fails with it
+        except Exception as error:  # each request with a grammar tries again, and fails with this error
             logger.warning("tokenizer_not_read", error=repr(error))
         while threading.current_thread() is self._compiler:
             job = self._jobs.get()
@@ -247,7 +247,7 @@ class Grammars:
                 return self._new(request.grammar, is_fresh=is_fresh)
 
             matcher = GrammarMatcher(new, self._vocab_size, request.output_ids, self._followers)
-        except BaseException as error:  # a panic in Rust is no Exception, and this thread must go on
+        except BaseException as error:  # a panic in Rust is not an Exception, and this thread must go on
             logger.exception("grammar_not_compiled", uid=request.uid)
             return Failed(status=500, code="engine_error", message=f"The grammar could not be compiled: {error!r}")
         return refusal(matcher.error, request.grammar_param) if matcher.error else matcher
@@ -259,7 +259,7 @@ class Grammars:
             from llguidance import LLMatcher
 
             kept = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=parser_limits())
-            kept.compute_bitmask()  # the first mask has a limit of its own, a higher one
+            kept.compute_bitmask()  # the first mask has a higher limit of its own
             if is_fresh:
                 return kept
         with self._lock:
@@ -273,7 +273,7 @@ class Grammars:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                # From tokenizer.json itself it takes four times as long, and no other thread runs meanwhile.
+                # Reading tokenizer.json itself would take four times as long and block all other threads.
                 spelled = _Spelled.of(self._folder, self._eos_ids[0], self._vocab_size)
                 self._tokenizer = LLTokenizer(spelled, None, self._eos_ids)  # type: ignore[arg-type]
             return self._tokenizer
@@ -281,7 +281,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Spelled:
-    """The bytes of each token, as llguidance takes them (`TokenizerWrapper`) and as answers have them."""
+    """The bytes of each token as they are in answers, in llguidance's format (`TokenizerWrapper`)."""
 
     tokens: list[bytes]
     eos_token_id: int
@@ -298,7 +298,7 @@ class _Spelled:
         for piece, token in pieces.items():
             tokens[token] = vocabulary.spelling.bytes_of(piece)
         for content, token in added.ids.items():
-            tokens[token] = b"\xff" + content.encode()  # no text: a grammar must name it
+            tokens[token] = b"\xff" + content.encode()  # not valid text: a grammar must name the token
         return cls(tokens, eos_id, sorted(added.special))
 
     def __call__(self, text: str) -> list[int]:
@@ -306,7 +306,7 @@ class _Spelled:
 
 
 def refusal(reason: str, param: str = "") -> Failed:
-    """Return the end of a request whose grammar llguidance does not follow any further; *param* asked for it."""
+    """Return the failure of a request whose grammar llguidance cannot follow; *param*: its field."""
     if is_limit(reason):
         return _too_complex(reason, param)
     told = "no token can come next" if "NoExtension" in reason else reason

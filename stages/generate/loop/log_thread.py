@@ -1,6 +1,6 @@
-"""The thread between an engine and the log: it commits steps and brings new requests and news of ended ones.
+"""The thread between an engine and the log: commits steps, brings new requests, reports which requests ended elsewhere.
 
-Some steps may be on their way while the engine computes the next. `outbox.py` says which, and how many.
+The engine computes the next step while others are being committed. `outbox.py` decides which, and how many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.stage.slots import acquire_guest
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
-from stages.generate.loop.outbox import Group, Idle, Outbox, Step
+from stages.generate.loop.outbox import Group, Idle, Outbox, PendingStep
 from stages.generate.loop.past import Past, past_of
 from stages.generate.loop.updates import Arrived as Arrived
 from stages.generate.loop.updates import Ended as Ended
@@ -35,23 +35,23 @@ from stages.generate.loop.updates import Update as Update
 
 
 class LogClock:
-    """Redis' clock, as an engine reckons it from the first commit on: no call asks Redis for the time.
+    """An estimate of Redis' clock, from the first commit on. It costs no call to Redis.
 
-    Each commit says when Redis did it. That was between its sending and its answer, which bounds how far Redis' clock
-    is ahead of the engine's. The bounds of many commits together are narrow, also where single commits take long.
+    Each reply to a commit has the time when Redis executed it. That was between request and reply, which bounds how far
+    Redis' clock is ahead of the engine's. Many bounds together are narrow, even if single commits take long.
     """
 
     def __init__(self) -> None:
         self._ahead_ms: float | None = None
 
     def learn(self, sent_s: float, came_s: float, ms: int) -> None:
-        """Take in that Redis did a commit at *ms*, which was sent and answered at these times of the engine's clock."""
+        """Learn that Redis executed a commit at *ms*, between *sent_s* and *came_s* of the engine's clock."""
         least, most = ms - came_s * 1000, ms + 1 - sent_s * 1000
         ahead = most if self._ahead_ms is None else self._ahead_ms
         self._ahead_ms = min(max(ahead, least), most)
 
     def at(self, s: float) -> int:
-        """Return what Redis' clock says at *s* of the engine's, in ms; 0: unknown."""
+        """Return the time of Redis' clock, in ms, when the engine's shows *s*; 0: unknown."""
         return 0 if self._ahead_ms is None else int(s * 1000 + self._ahead_ms)
 
 
@@ -63,33 +63,33 @@ POLL_S = 0.02
 LIVE_EVERY_S = 1.0
 LISTEN_EVERY_S = 1.0
 LOOK_EVERY_S = 0.15
-"""Pause between two looks at the slots of other engines. An engine is taken over when it is away at two looks in a row:
-at one look it may have given its slot back only to ask for it again.
+"""Pause between two looks at the slots of other engines. An engine is taken over when its slot is free at two looks in
+a row: at a single look it may be about to take its slot again.
 """
 MOST_STEPS_BEHIND = 256
-"""An engine plans no further step while so many wait for the detokenizer."""
+"""The engine plans no further step while more than this many wait for the detokenizer."""
 MOST_CLAIMED = 500
-"""Requests of a dead engine that are claimed at once."""
+"""Number of requests of a dead engine that are claimed at once."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Watching:
-    """This engine looks after its own slot alone."""
+    """This engine holds only its own slot."""
 
     away: frozenset[str] = frozenset()
-    """Slots with requests in hand that no engine held at the last look."""
+    """Slots with unfinished requests that no engine held at the last look."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """This engine holds the slot of a dead one, to claim its requests."""
+    """This engine holds the slot of a dead one too, to claim its requests."""
 
     owner: Owner
-    """The owner under which it holds that slot."""
+    """Owner under which this engine holds that slot."""
     away: frozenset[str]
-    """As in the state before."""
+    """See `_Watching.away`."""
 
 
 class LogThread:
@@ -145,13 +145,13 @@ class LogThread:
         serving: Serving | None = None,
         commit_interval_s: float = 0.0,
     ) -> None:
-        """Serve *owner*'s engine. A request that others began with something else than *serving* fails.
+        """Work for the engine of *owner*. A request fails if its tokens so far were not made with *serving*.
 
-        *commit_interval_s*: how long a step may wait for the next ones, to be committed together.
+        *commit_interval_s*: longest time that a step waits for the next ones, to be committed together.
         """
-        self._news: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._num_told = 0
-        self._num_heard = 0
+        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._num_sent = 0
+        self._num_read = 0
         self._log = log
         self._owner = owner
         self._lease_ms = lease_ms
@@ -165,19 +165,19 @@ class LogThread:
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
         self._prompt_ids: tuple[int, ...] = ()
-        """Of the last request that came. Other choices of its prompt share the object."""
+        """Prompt of the last request that came. Requests with the same prompt share the object."""
         self._cursor = self._control_cursor = "0-0"
         self._takeover: _Watching | _Guest = _Watching()
         self._watched_s = time.monotonic()
         self._deliveries: Literal["seen", "unseen"] = "seen"
         self._redis: Literal["unchecked", "same"] = "unchecked"
         self._incarnation = ""
-        """Of the Redis that was found at the first check."""
+        """Incarnation of Redis at the first check."""
         self._detokenizer: Literal["unknown", "present", "absent"] = "unknown"
         self._listened_s = 0.0
-        """When it was last found present."""
+        """Time when the detokenizer was last found present."""
         self._live_s = time.monotonic()
-        """When `live` was last read."""
+        """Time when `live` was last read."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log thread", daemon=True)
 
@@ -187,40 +187,40 @@ class LogThread:
     def commit(
         self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
     ) -> None:
-        """Hand over step *number*, which consumes the entries of the uids in *ended*.
+        """Queue step *number* for commit, which consumes the entries of the uids in *ended*.
 
-        Wait while too many are on their way. With *settled*, also wait until this step is committed.
+        Wait while too many steps are queued. With *settled*, also wait until this step is committed.
         """
         made_s = time.monotonic()
         while not self._outbox.has_place(0.5):
             if not self._thread.is_alive():
                 return
             self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
-        group = self._outbox.put(Step(number, event, tuple(ended), room, made_s), at_once=settled)
+        group = self._outbox.put(PendingStep(number, event, tuple(ended), room, made_s), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._report_progress()
 
     def idle(self, room: int) -> None:
-        """Say that there is nothing to compute, so that the thread waits for news."""
-        self._say_idle(Idle(room, self._num_heard, brief=False))
+        """Report that there is nothing to compute, so that the thread waits for an update."""
+        self._say_idle(Idle(room, self._num_read, brief=False))
 
     def look(self, room: int) -> None:
-        """Say that there is nothing to compute yet, so that the thread looks once for news."""
-        self._say_idle(Idle(room, self._num_heard, brief=True))
+        """Report that there is nothing to compute yet, so that the thread looks once for an update."""
+        self._say_idle(Idle(room, self._num_read, brief=True))
 
-    def hear(self, timeout_s: float = 0.0) -> Update | None:
-        """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
-        if not timeout_s and self._news.empty():
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
+        """Return the next update, waiting up to *timeout_s* for it; None when there is none."""
+        if not timeout_s and self._updates.empty():
             return None  # as after nearly every step
         try:
-            news = self._news.get(timeout=timeout_s) if timeout_s else self._news.get_nowait()
+            update = self._updates.get(timeout=timeout_s) if timeout_s else self._updates.get_nowait()
         except queue.Empty:
             return None
-        self._num_heard += 1
-        return news
+        self._num_read += 1
+        return update
 
     def stop(self) -> None:
-        """Commit the steps that were handed over, and end the thread."""
+        """Commit the steps that are queued, and end the thread."""
         self._report_progress()
         self._outbox.close()
         self._stopped.set()
@@ -241,30 +241,30 @@ class LogThread:
                         return
                     continue
                 if isinstance(job, Idle):
-                    self._wait_for_news(job)
+                    self._wait_for_update(job)
                 else:
                     self._pass(*job)
                 self._keep_trying(self._advance_takeover)  # after the steps, for which clients wait
-        except Exception as error:  # the engine must hear of it, whatever it is
+        except Exception as error:  # whatever it is, the engine must learn of it
             self._tell(Lost(error))
 
-    def _pass(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
+    def _pass(self, groups: Sequence[Group], steps: Sequence[PendingStep]) -> None:
         """Commit steps, wait until the detokenizer is not too far behind, and take what came meanwhile."""
         newest, behind = self._keep_trying(lambda: self._commit(steps))
         while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
             self._stopped.wait(POLL_S)
-            newest, behind = self._keep_trying(lambda: self._append(()))  # hears of what ended meanwhile, too
+            newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
         room = steps[-1].room
         if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
             self._keep_trying(lambda: self._take(room))
 
-    def _tell(self, news: Update) -> None:
-        self._num_told += 1
-        self._news.put(news)
+    def _tell(self, update: Update) -> None:
+        self._num_sent += 1
+        self._updates.put(update)
 
     def _keep_trying(self, work: Callable[[], T]) -> T:
-        """Do *work*, which is safe to do twice, until Redis answers.
+        """Call *work* until Redis answers. *work* must be safe to repeat.
 
         Raises:
             Fenced: Redis is another process than before.
@@ -284,7 +284,7 @@ class LogThread:
                 self._redis = "unchecked"
                 logger.warning("log_unavailable", error=str(error))
             self._stopped.wait(BACKOFF_S)
-        return work()  # once more, to commit the last step if Redis is there; if not, its successor computes it again
+        return work()  # the last try, to commit the last step if Redis is back; else the next owner computes it again
 
     def _check_redis(self) -> None:
         incarnation = self._log.incarnation()
@@ -292,17 +292,17 @@ class LogThread:
             raise Fenced("Redis was started again, or another one took its place")
         self._incarnation, self._redis = incarnation, "same"
 
-    def _commit(self, steps: Sequence[Step]) -> tuple[str, int]:
-        """Commit steps; return what `_append` does."""
+    def _commit(self, steps: Sequence[PendingStep]) -> tuple[str, int]:
+        """Commit steps; return the result of `_append`."""
         began_s = time.perf_counter()
         newest, behind = self._append(steps)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
         failpoint("generate.after_commit")
         return newest, behind
 
-    def _append(self, steps: Sequence[Step]) -> tuple[str, int]:
-        """Commit steps, perhaps none, and hear of what ended elsewhere. Return the id of the newest request that waits
-        for an engine, or was given to one, and how many steps wait for the detokenizer.
+    def _append(self, steps: Sequence[PendingStep]) -> tuple[str, int]:
+        """Commit steps, perhaps none, and pass on which requests ended elsewhere. Return the id of the newest entry of
+        `tokenized`, delivered or not, and how many steps wait for the detokenizer.
         """
         ended = [uid for step in steps for uid in step.ended]
         clock, sent_s = self._clock, time.monotonic()
@@ -346,24 +346,24 @@ class LogThread:
             self._detokenizer, self._listened_s = "present", time.monotonic()
         else:
             if self._detokenizer != "absent":
-                log = logger.info if self._detokenizer == "present" else logger.debug  # at the start nothing is wrong
+                log = logger.info if self._detokenizer == "present" else logger.debug  # at the start this is normal
                 log("waiting_for", stages=[slot])
             self._detokenizer = "absent"
 
-    def _wait_for_news(self, job: Idle) -> None:
-        while self._num_told == job.heard and not self._stopped.is_set():
+    def _wait_for_update(self, job: Idle) -> None:
+        while self._num_sent == job.num_read and not self._stopped.is_set():
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._check_live)
             self._keep_trying(self._advance_takeover)
             if job.brief:
                 return
-            if self._num_told == job.heard and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
+            if self._num_sent == job.num_read and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
                 self._stopped.wait(POLL_S)
-            elif self._num_told == job.heard:
+            elif self._num_sent == job.num_read:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
 
     def _adopt(self) -> None:
-        """Go on with the requests of the slot's former owner, once all its steps are in their histories."""
+        """Adopt the requests of the slot's former owner, once all its steps are in their histories."""
         entries = self._log.pending(self._inbox, self._owner.slot)
         while entries and self._log.backlog(Inbox.steps(self._log.names, self._owner.slot)):
             if self._stopped.wait(POLL_S):
@@ -380,7 +380,7 @@ class LogThread:
             self._claim_as(self._takeover)
 
     def _look_at_others(self, watching: _Watching) -> None:
-        """Become the guest of a slot that was away at the last look too."""
+        """Become the guest of a slot that was free at the last look too."""
         if time.monotonic() - self._watched_s < LOOK_EVERY_S:
             return
         self._watched_s = time.monotonic()
@@ -410,9 +410,9 @@ class LogThread:
             self._log.release(guest.owner)
 
     def _bring(self, entries: Sequence[Entry], *, resumed: bool | None) -> None:
-        """Read the histories of entries and give them to the engine.
+        """Read the histories of entries and pass the requests to the engine.
 
-        *resumed* says whether another owner had them before; with None their histories say it.
+        *resumed*: whether another owner had them before; None: their histories show it.
         """
         readable = [entry for entry in entries if self._is_readable(entry)]
         uids = [entry.fields["uid"] for entry in readable]
@@ -435,7 +435,7 @@ class LogThread:
                 self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
 
     def _is_readable(self, entry: Entry) -> bool:
-        """Say whether an entry brings a request; if not, bury or leave it."""
+        """Return whether an entry brings a request; if not, bury or leave the entry."""
         try:
             uid, _ = request_of(entry)
         except UndecodableEvent as error:
@@ -454,7 +454,7 @@ class LogThread:
         self._keep_trying(lambda: self._unreadable.refuse(entry, error, self._owner.slot, uids))
 
     def _is_ended(self, entry: Entry, past: Past) -> bool:
-        """End a request that another model began, or that killed its engines again and again; say whether it is one."""
+        """End a request that another model began, or that killed too many engines; return whether it ended."""
         uid, frontend, dead = entry.fields["uid"], entry.fields["frontend"], None
         if reason := self._serving.why_not_continued(past.served_by):
             logger.error("begun_elsewhere", uid=uid, reason=reason)
@@ -474,7 +474,7 @@ class LogThread:
         return True
 
     def _pass_on(self, uids: Sequence[str], flush: str, cursor: str) -> None:
-        """Tell the engine what a reply brought from `control`, up to *cursor*."""
+        """Pass on what a reply brought from `control`, up to *cursor*."""
         self._control_cursor = cursor
         if flush:
             self._tell(Flush(flush))
@@ -485,8 +485,8 @@ class LogThread:
     def _check_live(self) -> None:
         """End the requests in hand that are no longer in `live`: `control` may have lost their entries.
 
-        Also compare the number of pending entries. A `take` that was given up while Redis stood still may have been
-        done later.
+        Also compare the number of pending entries. Redis may have executed a `take` late, after its caller had given
+        up.
         """
         self._live_s = time.monotonic()
         if self._log.num_pending(self._inbox, self._owner.slot) > len(self._entry_ids):

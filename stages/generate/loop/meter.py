@@ -1,4 +1,4 @@
-"""The metrics of an engine's loop, counted from plans and rows. The schedule knows nothing of them."""
+"""The metrics of an engine's loop, counted from plans and rows. The schedule does not know them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.generate.schedule.schedule import Schedule
 from stages.generate.setup.resolve import Settings
 
 PERIOD_S: Final = 1.0
-"""Over at least so long the speed of an engine is measured, unless it is idle again before."""
+"""Shortest period over which the speed of an engine is measured, unless the engine becomes idle before."""
 
 
 class EngineMeter:
@@ -41,13 +41,13 @@ class EngineMeter:
         self._schedule = schedule
         self._clock_s = clock_s
         self._since_s: float | None = None
-        """When the period began whose speed is measured; None: the engine is idle."""
+        """Time when the measured period began; None: the engine is idle."""
         self._num_made = 0
-        """Tokens since then."""
+        """Number of tokens since then."""
         self._was_measured = False
-        """A period since the engine was idle."""
+        """Whether a period was measured since the engine was idle."""
         for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE, GENERATION_SPEED):
-            measures.set(gauge, 0)  # it may show the slot that this process held before
+            measures.set(gauge, 0)  # the process may still show the values of the slot that it held before
 
     def planned(self, marks: Sequence[StepRow]) -> None:
         """Count the look-ups in the prefix cache.
@@ -60,7 +60,7 @@ class EngineMeter:
                 self._measures.add(PREFIX_HITS, amount=mark.event.cached_tokens)
 
     def computed(self, plan: BatchPlan) -> None:
-        """Count the prompts that a plan completed, each only once even if it was preempted."""
+        """Count the prompts that a plan completed. A prompt counts once even if it was preempted."""
         samples = (row.sample for row in plan.rows[plan.num_decode_rows :])
         lengths = (sample.prompt_length for sample in samples if sample and sample.position == sample.prompt_length)
         self._measures.add(PROMPT_TOKENS, amount=sum(lengths))
@@ -86,7 +86,7 @@ class EngineMeter:
         self._measures.set(KV_CACHE_USAGE, 1 - figures.free_pages / self._schedule.num_pages)
 
     def _measure_speed(self, num_tokens: int, *, goes_on: bool) -> None:
-        """Note that a step made tokens. Those of the first one after idle time took a time that is not known."""
+        """Count the tokens of a step. Leave out the first step after idle time: its duration is not known."""
         now_s = self._clock_s()
         if self._since_s is None:
             self._since_s, self._num_made, self._was_measured = now_s, 0, False
@@ -102,6 +102,6 @@ class EngineMeter:
 
 
 def measure_cache(measures: Measures, settings: Settings) -> None:
-    """Tell what the cache is like, with vLLM's labels and words."""
+    """Publish the settings of the cache, with vLLM's labels and words."""
     dtype, shares = str(settings.dtype).removeprefix("torch."), settings.cache != "naive"
     measures.set(CACHE_CONFIG, 1, str(settings.page_size), dtype, str(shares), str(settings.num_pages))

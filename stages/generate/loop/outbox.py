@@ -1,16 +1,16 @@
-"""What an engine's loop hands to its log thread: steps, in groups that are committed together, and that it is idle.
+"""The queue from an engine's loop to its log thread: steps, in groups that are committed together, and "idle".
 
 One commit wakes Redis, the detokenizer and the web process, which share their cores with the forward pass. So where
-steps are short, one commit has those of a short interval. Decides which steps wait, and knows no log.
+steps are short, one commit has the steps of a short interval. Decides which steps wait, and does not know the log.
 
-    a step                                                                  its group
+    a step                                                                   its group
     has more than the next tokens of streams: a first token, an end, a mark  is closed: it is committed at once
-    would wait until the next one, and that comes after the interval         is closed
+    would wait for the next one, and that comes after the interval           is closed
     is the last of MOST_TOGETHER                                             is closed
     anything else                                                            waits for the next step, or for its time
 
-Groups that have waited for the same commit of Redis are committed together, too. So where Redis is slow, commits become
-fewer. Without an interval each step is a commit of its own.
+Groups that wait while Redis is slow are committed together, too. So commits become fewer there. Without an interval
+each step is a commit of its own.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from typing import Final
 from pipeline.events import EventRow, StepCompleted
 
 MOST_TOGETHER: Final = 4
-"""A group has no more steps."""
+"""Largest number of steps in a group."""
 MOST_HANDED_OVER: Final = 8
-"""An engine waits while so many steps are handed over and not committed. `past.TOKENS_IN_DOUBT` counts on it."""
+"""Number of queued, uncommitted steps at which an engine waits. `past.TOKENS_IN_DOUBT` depends on it."""
 FEWEST_HANDED_OVER: Final = 2
-"""The same, where each step is committed at once."""
+"""The same number where each step is committed at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step that was computed, and what its commit ends."""
+class PendingStep:
+    """A computed step, and what its commit ends."""
 
     number: int
     event: StepCompleted
     ended: tuple[str, ...]
     """Uids whose entries the commit consumes."""
     room: int
-    """How many new requests the engine could take after it."""
+    """Number of new requests that the engine could take after this step."""
     made_s: float = 0.0
-    """When it was computed, by the engine's clock."""
+    """Time when the step was computed, by the engine's clock."""
 
     @property
     def may_wait(self) -> bool:
-        """Whether it has nothing but the next tokens of streams."""
+        """Whether the step has nothing but the next tokens of streams."""
         event = self.event
-        if self.ended or event.let_go or event.schedule or event.figures.prefill_rows:
+        if self.ended or event.released or event.schedule or event.figures.prefill_rows:
             return False
         return not any(type(row) is EventRow for row in event.rows)
 
@@ -59,45 +59,45 @@ class Idle:
     """The engine has nothing to compute."""
 
     room: int
-    heard: int
-    """How many news the engine has read. When the thread has told more, the engine is no longer idle."""
+    num_read: int
+    """Number of updates that the engine has read. If the thread has sent more, the engine is no longer idle."""
     brief: bool
     """The engine has something else to wait for, so one look is enough."""
 
 
 class Group:
-    """Steps that are committed together. The engine adds some, and the log thread takes them all."""
+    """Steps that are committed together. The engine adds steps, and the log thread takes them all."""
 
-    def __init__(self, step: Step, until_s: float) -> None:
-        """*until_s*: when it is taken at the latest."""
+    def __init__(self, step: PendingStep, until_s: float) -> None:
+        """*until_s*: when the group is taken at the latest."""
         self.until_s = until_s
         self.committed = threading.Event()
         self.is_open = True
-        """Whether the engine may add to it, unless it was taken."""
+        """Whether the engine may add steps, unless the group was taken."""
         self._steps = [step]
         self._is_taken = False
         self._lock = threading.Lock()
-        self._closed = threading.Lock()  # held until it is closed: an Event is slow Python code
+        self._closed = threading.Lock()  # held until the group is closed: an Event is slow Python code
         self._closed.acquire()
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: Step) -> bool:
-        """Add a step; False: the group was taken, because its time was over."""
+    def add(self, step: PendingStep) -> bool:
+        """Add a step; return False if the group was taken because its time was over."""
         with self._lock:
             if not self._is_taken:
                 self._steps.append(step)
             return not self._is_taken
 
     def close(self) -> None:
-        """Have it taken now. Nothing can be added."""
+        """Let the log thread take the group now. Nothing can be added."""
         if self.is_open:
             self.is_open = False
             self._closed.release()
 
-    def take(self, wait_s: float) -> Sequence[Step]:
-        """Wait until it is closed, for *wait_s* at most, and return its steps."""
+    def take(self, wait_s: float) -> Sequence[PendingStep]:
+        """Wait until the group is closed, for *wait_s* at most, and return its steps."""
         self._closed.acquire(timeout=max(wait_s, 0.0))
         with self._lock:
             self._is_taken = True
@@ -108,37 +108,37 @@ class Outbox:
     """The queue from an engine's loop to its log thread."""
 
     def __init__(self, interval_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        """*interval_s*: how long a step waits for the next one at most; 0: each step is a commit of its own."""
+        """*interval_s*: longest time that a step waits for the next one; 0: each step is a commit of its own."""
         self._interval_s = interval_s
         self._clock = clock
         self._jobs: queue.SimpleQueue[Group | Idle] = queue.SimpleQueue()
         self._next: Group | Idle | None = None
-        """What the log thread has read and not begun."""
+        """Job that the log thread has read and not begun."""
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Semaphore is slow Python code
         for _ in range(MOST_HANDED_OVER if interval_s else FEWEST_HANDED_OVER):
             self._places.put(None)
         self._place_to_idle = threading.Lock()  # held while an Idle waits
         self._open: Group | None = None
-        """The group to which the next step is added."""
+        """Group to which the next step is added."""
         self._last_s = -1.0
-        """When the last step was handed over."""
+        """Time when the last step was queued."""
 
     # for the engine's loop
 
     def has_place(self, timeout_s: float) -> bool:
-        """Wait until one more step may be handed over, for *timeout_s* at most; True: the caller hands over one."""
+        """Reserve a place for one more step, waiting at most *timeout_s*; True: the caller must queue a step."""
         if self._open is not None and self._places.empty():
-            self.close()  # its steps must not wait for one that waits for them
+            self.close()  # its steps must not wait for a step that waits for a place
         try:
             self._places.get(timeout=timeout_s)
         except queue.Empty:
             return False
         return True
 
-    def put(self, step: Step, *, at_once: bool = False) -> Group:
-        """Hand over a step, after `has_place`; return its group. *at_once*: it waits for no other step."""
+    def put(self, step: PendingStep, *, at_once: bool = False) -> Group:
+        """Queue a step, after `has_place`; return its group. *at_once*: the step waits for no other step."""
         now_s = self._clock()
-        next_s, self._last_s = now_s + (now_s - self._last_s), now_s  # it takes as long as this one
+        next_s, self._last_s = now_s + (now_s - self._last_s), now_s  # the next one is expected to take as long
         group, is_new = self._open, False
         if group is None or not group.add(step):
             group, is_new = Group(step, now_s + self._interval_s), True
@@ -150,13 +150,13 @@ class Outbox:
         return group
 
     def close(self) -> None:
-        """Have all steps committed that were handed over."""
+        """Let the log thread commit all queued steps now."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     def idle(self, idle: Idle, timeout_s: float) -> bool:
-        """Say that the engine is idle; False: the last time that it was waits still, after *timeout_s*."""
+        """Queue "idle"; return False if the last one still waits after *timeout_s*."""
         self.close()
         if not self._place_to_idle.acquire(timeout=timeout_s):
             return False
@@ -165,10 +165,10 @@ class Outbox:
 
     # for the log thread
 
-    def take(self, timeout_s: float) -> tuple[Sequence[Group], Sequence[Step]] | Idle | None:
-        """Wait for what is to be done; None: there was nothing for *timeout_s*.
+    def take(self, timeout_s: float) -> tuple[Sequence[Group], Sequence[PendingStep]] | Idle | None:
+        """Wait for the next job; None: nothing came for *timeout_s*.
 
-        Of several groups all are committed together. Then the caller calls `committed` with them.
+        Several groups are committed together. Then the caller calls `committed` with them.
         """
         job, self._next = self._next, None
         try:
@@ -188,7 +188,7 @@ class Outbox:
         return groups, steps
 
     def committed(self, groups: Sequence[Group]) -> None:
-        """Say that these are in the log. So many more steps may be handed over."""
+        """Free the places of *groups*, which are in the log now."""
         for group in groups:
             for _ in range(len(group)):
                 self._places.put(None)

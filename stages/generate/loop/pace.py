@@ -1,8 +1,8 @@
 """How many prompt tokens a step may have beside streams, learned from the time that steps take.
 
-It has no clock and knows no request: the worker measures the steps and tells it. The schedule stays a pure fold: the
-budget is an argument of `plan`, and the worker writes it into the step's `Figures`. Chunks differ from run to run, so
-this is only for engines whose tokens do not depend on the batch.
+It has no clock and knows no request: the worker measures the steps. The schedule stays a pure fold: the budget is an
+argument of `plan`, and the worker writes it into the step's `StepStats`. Chunks differ from run to run, so this is only
+for engines whose tokens do not depend on the batch.
 
 A step with prompts should take TARGET times as long as the same step without. So two things are learned:
 
@@ -20,47 +20,47 @@ from stages.generate.schedule.plan import BatchPlan, Work
 TARGET: Final = 1.5
 """Time of a step with prompts, as a multiple of its time without."""
 PROMPTS: Final = 2
-"""With more prompts than this in hand, the part above 1 grows with their number: more clients gain from it .."""
+"""Number of prompts in hand from which the part of the target above 1 grows with their number: more clients gain .."""
 LARGEST_TARGET: Final = 3.0
 """.. up to this target."""
 FEWEST_TOKENS: Final = 4
-"""Prompts get at least so many tokens, however long they take. So every prompt makes progress."""
+"""Fewest prompt tokens of a step, however long they take. So every prompt makes progress."""
 STREAMS_PER_TOKEN: Final = 4
-"""They also get at least one token for so many streams, because beside many streams it costs little."""
+"""Number of streams for each of which a step has at least one prompt token: beside many streams it costs little."""
 FIRST_TOKENS: Final = 8
-"""The budget while no time of a prompt token is known, at TARGET."""
+"""Budget at TARGET while no time of a prompt token is known."""
 NUM_PLAIN: Final = 9
-"""Number of steps without prompts that are remembered. Their lower third counts: a busy machine only makes them
-longer."""
+"""Number of steps without prompts that are remembered. The lower third of their times counts, because a busy machine
+only makes them longer."""
 FEWEST_PLAIN: Final = 3
-"""Where fewer are known, the next step has no prompts."""
+"""If fewer such steps are known, the next step has no prompts."""
 MOST_MIXED: Final = 16
-"""After so many steps with prompts, one has none .."""
+"""After this many steps with prompts, one has none .."""
 FEWEST_MIXED: Final = 4
-""".. or after so many, if streams or context are now CHANGED times what they were in the last one without."""
+""".. or after this many, if streams or context are now CHANGED times those of the last step without."""
 CHANGED: Final = 1.25
 SURPRISE: Final = 2.0
-"""A step counts as at most so many times slower or faster than expected. So one that was held up teaches little."""
+"""Largest factor by which a step counts as slower or faster than expected. So a delayed step teaches little."""
 BELIEVED: Final = 0.5
-"""Exponent: the share of a surprise that is taken as lasting, the rest as noise."""
+"""Exponent: the part of a surprise that is taken as lasting, the rest as noise."""
 NEAR: Final = 256
 """Positions below this one are similar, then those below twice as much, and so on."""
 
 
 class Pace:
-    """Decides how many prompt tokens may come beside streams."""
+    """Decides how many prompt tokens are computed beside streams."""
 
     def __init__(self) -> None:
         self._plain: deque[tuple[int, int, float]] = deque(maxlen=NUM_PLAIN)
         """Streams, context and seconds of the last steps without prompts."""
         self._token_s: dict[int, float] = {}
-        """Similar positions -> the seconds that a prompt token there adds to a step."""
+        """Similar positions -> seconds that a prompt token there adds to a step."""
         self._num_mixed = 0
         """Steps with prompts since the last one without."""
         self._budget = 0
 
     def budget(self, work: Work) -> int | None:
-        """Return the most prompt tokens of the next step; None: there are no streams or no prompts.
+        """Return the largest number of prompt tokens of the next step; None: there are no streams or no prompts.
 
         0: the time of a step without prompts must be measured again.
         """
@@ -70,7 +70,7 @@ class Pace:
         return self._budget
 
     def measured(self, plan: BatchPlan, seconds: float, budget: int | None = None) -> None:
-        """Learn from a step that took *seconds*. *budget*: the one it was planned with; None: the last one."""
+        """Learn from a step that took *seconds*. *budget*: the step's budget; None: the last one."""
         budget = self._budget if budget is None else budget
         streams = plan.num_decode_rows
         if not streams:
@@ -107,7 +107,7 @@ class Pace:
     def _plain_s(self, streams: int, context: int) -> float:
         """Return the time of a step without prompts, rather too short than too long.
 
-        Compared with a remembered step, one with fewer streams or less context takes at least its share of the time,
+        Compared with a remembered step, a step with fewer streams or less context takes at least its share of the time,
         and one with more takes at least as long.
         """
         similar = self._similar(streams, context)
@@ -118,7 +118,7 @@ class Pace:
         return known[(len(known) - 1) // 3]
 
     def _similar(self, streams: int, context: int) -> list[tuple[int, int, float]]:
-        """Return the remembered steps that had about as many streams, and as much context."""
+        """Return the remembered steps that had about as many streams and as much context."""
 
         def near(one: int, other: int) -> bool:
             return max(one, other) <= CHANGED * min(one, other)

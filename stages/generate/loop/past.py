@@ -1,4 +1,4 @@
-"""What the history of a request tells the engine that computes it next. A pure fold: no log, no clock."""
+"""What an engine needs to know from the history of a request. A pure fold: no log, no clock."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from stages.generate.loop.outbox import MOST_HANDED_OVER
 from stages.generate.schedule.request import NewRequest
 
 TOKENS_IN_DOUBT = MOST_HANDED_OVER + 2
-"""An engine that dies may have computed steps that are not in the log: those that it had handed over, and with overlap
-one that had not landed. It dies in the next. A successor has come further than that only when it has made this many
-tokens.
+"""Number of tokens after which a successor has certainly come further than the engine that died. That engine may have
+computed steps that are not in the log: the queued ones, and with overlap one that had not landed. It died in the step
+after these.
 """
 MOST_DEATHS_ALONE = 3
-"""A request fails for good when so many engines died while they computed nothing else."""
+"""Number of deaths alone after which a request fails for good: the engine computed nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the history of a request says to the engine that goes on with it."""
+    """What the history of a request says to the engine that continues it."""
 
     request: NewRequest
     had_begun: bool
-    """An engine has computed it before."""
+    """Whether an engine has computed it before."""
     num_taken_over: int
-    """How many engines took it over and died before they had made TOKENS_IN_DOUBT tokens of it."""
+    """Number of engines that took it over and died before they had made TOKENS_IN_DOUBT tokens of it."""
     num_alone: int
-    """How many of them computed nothing else."""
+    """Number of these engines that computed nothing else."""
     served_by: Serving
-    """The tokenizer of its prompt, and the weights that computed it so far."""
+    """Tokenizer of its prompt, and the weights that computed it so far."""
 
     @property
     def is_poisonous(self) -> bool:
-        """Whether it is given up."""
+        """Whether the request must fail: it killed too many engines alone."""
         return self.num_alone >= MOST_DEATHS_ALONE
 
     @property
     def num_deaths(self) -> int:
-        """How many engines died of it: those that took it over, and the first one."""
+        """Number of engines that died of it: those that took it over, and the first one."""
         return self.num_taken_over + 1
 
 
@@ -74,7 +74,7 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                 takeovers.append((n, event.alone))
             case Admitted():
                 had_begun = True
-                if event.numerics:  # else an older version wrote it, whose fingerprint is of weights and dtype
+                if event.numerics:  # else an older version wrote it, with a fingerprint of weights and dtype
                     weights = event.fingerprint
     if submitted is None or tokenized is None:
         return None

@@ -1,7 +1,7 @@
-"""Requests that may have killed engines, and which of them runs alone now. Pure: the worker does what it says.
+"""Requests that may have killed engines, and which of them runs alone now. Pure: the worker acts on it.
 
 An engine that dies may have had many requests in hand, and computed some tokens more than the log has. So each of these
-requests runs alone until it has come further than any engine before.
+requests runs alone until it has come further than on any engine before.
 
     state       event                                                                       next
     nobody      `begin`: no suspect waits                                                   nobody
@@ -25,10 +25,10 @@ class Trial:
 
     uid: str
     began_n: int
-    """How many tokens it had when it began to run alone."""
+    """Number of tokens it had when it began to run alone."""
 
     def is_over(self, num_output: int | None) -> bool:
-        """Whether the request, which has *num_output* tokens now, may run beside others; None: it left the engine."""
+        """Return whether the request, with *num_output* tokens now, may run beside others; None: it left the engine."""
         return num_output is None or num_output - self.began_n >= TOKENS_IN_DOUBT
 
 
@@ -38,14 +38,14 @@ class Suspects:
     def __init__(self) -> None:
         self._waiting: deque[NewRequest] = deque()
         self.trial: Trial | None = None
-        """The trial that is on, if one is."""
+        """The current trial, if there is one."""
 
     def __bool__(self) -> bool:
-        """Whether a suspect waits or runs alone."""
+        """Return whether a suspect waits or runs alone."""
         return bool(self._waiting) or self.trial is not None
 
     def add(self, request: NewRequest) -> None:
-        """Let a request wait for its trial."""
+        """Queue a request for its trial."""
         self._waiting.append(request)
 
     def drop(self, uid: str) -> None:
@@ -53,7 +53,7 @@ class Suspects:
         self._waiting = deque(request for request in self._waiting if request.uid != uid)
 
     def begin(self) -> NewRequest | None:
-        """Begin the trial of the suspect that waits longest and return it; None when no suspect waits."""
+        """Begin the trial of the suspect that waits longest and return it; None: no suspect waits."""
         assert self.trial is None, "one trial at a time"
         if not self._waiting:
             return None
@@ -62,5 +62,5 @@ class Suspects:
         return request
 
     def end(self) -> None:
-        """End the trial that is on."""
+        """End the current trial."""
         self.trial = None

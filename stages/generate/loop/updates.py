@@ -1,4 +1,4 @@
-"""What the log thread tells the engine's loop."""
+"""Updates that the log thread sends to the engine's loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Arrived:
 
     request: NewRequest
     resumed: bool
-    """Another engine, or a former owner of the slot, had it before."""
+    """Whether another engine, or a former owner of the slot, had it before."""
     suspect: bool = False
-    """An engine took it over and died without progress: it must run alone."""
+    """Whether an engine took it over and died without progress: it must run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Flush:
     """A client asks to empty the prefix cache."""
 
     id: str
-    """Its entry in `control`. The status names it once it is done."""
+    """Id of its entry in `control`. The status names it when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The thread has ended: the slot has another owner, or trying again would not help."""
+    """The thread has ended: the slot has another owner, or another try would not help."""
 
     error: Exception
 

@@ -1,6 +1,6 @@
-"""Rank 0's loop: take in, plan, forward, commit. Tokenized -> StepCompleted.
+"""Rank 0's loop: read updates, plan, compute, commit. Tokenized -> StepCompleted.
 
-Its memory is the schedule. The log thread does everything that crosses the network.
+The loop's memory is the schedule. The log thread does everything that crosses the network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 
 from pipeline import VERSION
 from pipeline.errors import Fenced
-from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
+from pipeline.events import EventRow, Failed, StepCompleted, StepRow, StepStats, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
@@ -47,8 +47,8 @@ from stages.generate.setup.loading import load_engine
 from stages.generate.setup.resolve import Settings, resolve
 
 FEWEST_STEPS_BETWEEN_CHECKS: Final = 100
-"""An idle engine checks its books of pages after so many steps, or after as many as it has pages if those are more: the
-cost of a check grows with them.
+"""An idle engine checks its page allocation after this many steps, or after as many steps as it has pages if that is
+more: the cost of a check grows with the pages.
 """
 
 
@@ -56,12 +56,12 @@ STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
 GIVES_WAY = 8
-"""Steps of niceness on a CPU, whose cores the engine shares with the processes that pass its tokens on."""
+"""Niceness of the engine on a CPU: it shares the cores with the processes that pass its tokens on."""
 SWITCH_INTERVAL_S = 0.0005
-"""How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
+"""Longest time that the log thread keeps the interpreter from the forward pass, which needs it at every operation."""
 NO_STEP = StepCompleted(rows=())
 GRAMMAR_POLL_S = 0.005
-"""An idle engine looks so often for news while it waits for a grammar."""
+"""Pause between two looks for updates while an idle engine waits for a grammar."""
 
 
 class GenerateWorker:
@@ -79,10 +79,10 @@ class GenerateWorker:
         *,
         overlap: bool = False,
     ) -> None:
-        """*pace*: decides how many prompt tokens come beside streams, in place of the limits of *schedule*.
+        """*pace*: decides how many prompt tokens are computed beside streams, instead of the limits of *schedule*.
 
-        *grammars*: of the engine's tokenizer; without, a request with a grammar ends this worker. *overlap*: the next
-        step is planned and launched before somebody waits for the tokens of the last one.
+        *grammars*: of the engine's tokenizer; without it, a request with a grammar ends this worker. *overlap*: the
+        worker plans and launches the next step before it waits for the tokens of the last one.
         """
         self._schedule = schedule
         self._log_thread = log_thread
@@ -90,28 +90,28 @@ class GenerateWorker:
         self._pace = pace
         self._grammars = grammars
         self._overlap = overlap
-        self._let_go: list[str] = []
-        """Uids that ended elsewhere. The next step says so."""
+        self._released: list[str] = []
+        """Uids of requests that ended elsewhere, for the next step's `released`."""
         self._rows: list[StepRow] = []
         """Rows for the next step that do not come from a forward pass."""
         self._refused: list[str] = []
         """Uids of requests that failed here. The next step consumes their entries."""
         self._resumed: dict[str, int] = {}
-        """uid -> n of requests that another owner of a slot had begun, until they are planned here."""
+        """uid -> number of tokens of requests that another owner of a slot began, until they are planned here."""
         self._suspects = Suspects()
         self._uncompiled: list[Arrived] = []
-        """Those that came with a grammar that nobody has begun to compile."""
+        """Requests with a grammar whose compilation has not begun."""
         self._books = PageAudit(schedule, slot_lease)
         self._meter = EngineMeter(measures or Measures(), schedule)
         self._flights = Flights(engine, schedule, self._meter, pace)
         self._snapshot = schedule.snapshot() if isinstance(schedule, RecordedSchedule) else ""
-        """The schedule as it is before the next step, if that shall say it."""
+        """Snapshot of the schedule before the next step, if that step records one; else empty."""
         self._snapshot_from = SNAPSHOT_EVERY
-        """The next one is taken after the step of this number .."""
+        """Number of the step after which the next snapshot is taken .."""
         self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
-        """.. or after the first step that ends later than this."""
+        """.. or after the first step that ends later than this time."""
         self._snapshot_is_due = False
-        """It is taken as soon as no step is in flight."""
+        """A snapshot is taken as soon as no step is in flight."""
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
@@ -123,19 +123,19 @@ class GenerateWorker:
             if not ahead or self._snapshot_is_due or self._flights.have_failed:
                 self._land_until(0)
             self._try_suspects()
-            if self._uncompiled and not self._suspects:  # else new grammars would hold up the trials for ever
+            if self._uncompiled and not self._suspects:  # else new grammars would delay the trials for ever
                 self._begin_grammars()
                 self._try_suspects()
             if self._launch():
                 self._land_until(1 if ahead else 0)
             elif self._flights:
                 self._land_until(0)
-            elif self._let_go or self._rows:
+            elif self._released or self._rows:
                 self._commit(self._schedule.skip_step(), [], [])
             else:
                 (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
                 self._books.check()
-                self._wait_for_news(stop)
+                self._wait_for_update(stop)
         self._land_until(0)
         if self._schedule.num_running:
             failpoint("generate.during_drain")
@@ -168,8 +168,8 @@ class GenerateWorker:
             self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
 
     def _take_in(self) -> None:
-        while (news := self._log_thread.hear()) is not None:
-            self._fold(news)
+        while (update := self._log_thread.next_update()) is not None:
+            self._fold(update)
         for arrived, result in self._grammars.ready() if self._grammars else ():
             if isinstance(result, Failed):
                 self._refuse(arrived.request, result)
@@ -179,23 +179,23 @@ class GenerateWorker:
 
     @property
     def _room(self) -> int:
-        """How many new requests may be taken from the log now."""
+        """Number of new requests that may be taken from the log now."""
         uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
         return max(self._schedule.room - uncompiled, 0)
 
-    def _wait_for_news(self, stop: Stop) -> None:
+    def _wait_for_update(self, stop: Stop) -> None:
         if self._grammars:
             self._grammars.wait(GRAMMAR_POLL_S)
             return
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.report_progress()
-            news = self._log_thread.hear(timeout_s=0.2)
-            if news is not None:
-                self._fold(news)
+            update = self._log_thread.next_update(timeout_s=0.2)
+            if update is not None:
+                self._fold(update)
                 return
 
-    def _fold(self, news: Update) -> None:
-        match news:
+    def _fold(self, update: Update) -> None:
+        match update:
             case Arrived(request) as arrived:
                 if request.grammar:
                     assert self._grammars is not None, "an engine without grammars got a request with one"
@@ -209,7 +209,7 @@ class GenerateWorker:
                 self._uncompiled = [other for other in self._uncompiled if other.request.uid != uid]
                 self._resumed.pop(uid, None)
                 self._suspects.drop(uid)
-                self._let_go.append(uid)
+                self._released.append(uid)
             case Flush(control_id):
                 pages = self._schedule.flush()
                 logger.info("flushed", pages=pages)
@@ -218,7 +218,7 @@ class GenerateWorker:
                 raise error
 
     def _enter(self, arrived: Arrived) -> None:
-        """Let a request run, or wait for its trial. Its grammar is compiled."""
+        """Add a request whose grammar is compiled to the schedule, or to the suspects."""
         request = arrived.request
         if arrived.resumed and not request.grammar:
             self._resumed[request.uid] = len(request.output_ids)
@@ -228,10 +228,10 @@ class GenerateWorker:
             self._add(request)
 
     def _begin_grammars(self) -> None:
-        """Have the grammars compiled of those that came. A suspect waits for its trial."""
+        """Begin to compile the grammars of new requests. A suspect waits for its trial."""
         came = {arrived.request.uid for arrived in self._uncompiled}
         self._say_taken_over([one.request for one in self._uncompiled if one.resumed and not one.suspect], alone=False)
-        uncompiled, self._uncompiled = self._uncompiled, []  # without those that ended meanwhile
+        uncompiled, self._uncompiled = self._uncompiled, []  # without the requests that ended meanwhile
         for arrived in uncompiled:
             if arrived.request.uid not in came:
                 self._uncompiled.append(arrived)
@@ -245,7 +245,7 @@ class GenerateWorker:
         self._grammars.begin(arrived)
 
     def _say_taken_over(self, requests: Sequence[NewRequest], *, alone: bool) -> None:
-        """Commit that this engine took over *requests*, before it compiles their grammars: it may die of that."""
+        """Commit that this engine took over *requests*, before it compiles their grammars: that may kill it."""
         if not requests:
             return
         self._land_until(0)
@@ -255,7 +255,7 @@ class GenerateWorker:
         self._take_in()  # as in _take_over
 
     def _try_suspects(self) -> None:
-        """Let the next suspect run alone, once the trial before is over. No grammar is compiled beside it."""
+        """Let the next suspect run alone, once the trial before is over. No other grammar is compiled then."""
         trial = self._suspects.trial
         if trial is not None:
             is_compiled = self._grammars is None or trial.uid not in self._grammars
@@ -270,7 +270,7 @@ class GenerateWorker:
         self._rows += self._schedule.isolate(request.uid)
         if request.grammar:
             self._say_taken_over([request], alone=True)
-            if request.uid not in self._let_go:  # it may have ended meanwhile
+            if request.uid not in self._released:  # it may have ended meanwhile
                 self._compile(Arrived(request, resumed=True, suspect=True))
         elif not self._add(request):
             self._end_trial()
@@ -280,9 +280,9 @@ class GenerateWorker:
         self._schedule.isolate(None)
 
     def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow], budget: int | None) -> bool:
-        """Commit that this engine took over those requests of a plan that others had begun; False: there are none.
+        """Commit that this engine took over the requests of a plan that others began; return False if there are none.
 
-        It is in the log before anything is computed for them, so an engine that dies of a request has left its mark.
+        The takeover is in the log before anything is computed for them. So it stays there if one kills the engine.
         """
         trial = self._suspects.trial
         rows: list[StepRow] = []
@@ -303,7 +303,7 @@ class GenerateWorker:
         return EventRow(uid=uid, n=n, event=event)
 
     def _add(self, request: NewRequest) -> bool:
-        """Queue a request; False when it can never run here: the next step says so."""
+        """Queue a request; return False if it can never run here. The next step reports that."""
         failed = self._schedule.add(request)
         if failed is not None:
             self._refuse(request, failed)
@@ -318,20 +318,20 @@ class GenerateWorker:
         self, number: int, rows: Sequence[StepRow], ended: Sequence[str], *, settled: bool = False, **figures: Any
     ) -> None:
         schedule = self._schedule
-        given, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
+        inputs, chunks = schedule.note() if isinstance(schedule, RecordedSchedule) else ((), ())
         held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
         said = {
             "rows": (*self._rows, *rows),
-            "let_go": tuple(self._let_go),
-            "given": given,
+            "released": tuple(self._released),
+            "inputs": inputs,
             "chunks": chunks,
             "schedule": self._snapshot,
-            "figures": Figures(**held, **figures),
+            "figures": StepStats(**held, **figures),
         }
-        event = NO_STEP.model_copy(update=said)  # it looks at no row again, and model_construct takes twice as long
+        event = NO_STEP.model_copy(update=said)  # validates no row again; model_construct is half as fast
         self._meter.committed(event)
-        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
-        self._rows, self._let_go, self._refused = [], [], []
+        self._log_thread.commit(number, event, [*ended, *self._refused, *self._released], self._room, settled=settled)
+        self._rows, self._released, self._refused = [], [], []
         self._snapshot = ""
         due = number >= self._snapshot_from or time.monotonic() >= self._snapshot_s
         if not isinstance(schedule, RecordedSchedule) or not due or settled:
@@ -356,7 +356,7 @@ def _figures(flight: Flight) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to compute. Its process keeps it when it loses its slot."""
+    """A model that is ready to compute. Its process keeps it when the slot is lost."""
 
     engine: Forward
     settings: Settings
@@ -371,7 +371,7 @@ class Loaded:
         )
 
     def said(self) -> dict[str, object]:
-        """Return what the engine's status says about how it computes."""
+        """Return how the engine computes, for its status."""
         settings = self.settings
         return {
             "numerics": settings.numerics,
@@ -386,7 +386,7 @@ class Loaded:
     def schedule(self, owner: Owner, serving: Serving, *, noted: bool = False) -> Schedule:
         """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context.
 
-        *noted*: the steps say what it was given.
+        *noted*: record the schedule's inputs in the steps.
         """
         settings = self.settings
         return (RecordedSchedule if noted else Schedule)(
@@ -402,7 +402,7 @@ Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Load
 
 
 def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
-    """Be one engine until SIGTERM; return the exit code."""
+    """Run one engine until SIGTERM; return the exit code."""
 
     def load_and_give_way(config: GenerateConfig, folder: Path, say: Callable[[float], None]) -> Loaded:
         loaded = load(config, folder, say)
@@ -414,10 +414,10 @@ def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path)
 
 
 def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
-    """Be one engine with the model that *load* returns.
+    """Run one engine with the model that *load* returns.
 
-    It asks for a slot once the model is loaded. When it loses the slot it forgets its requests, keeps its weights and
-    asks again.
+    The engine asks for a slot once the model is loaded. When it loses the slot, it forgets its requests, keeps its
+    weights and asks again.
     """
     process = WorkerProcess(GENERATE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     measures = process.measures
@@ -425,7 +425,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
     names = config.names.served_model_name or (model_id(folder),)
     serving = serving_of(folder, names[0], dummy=config.engine.dummy_weight)
     with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
-        wait_until_it_fits(process.log, serving, process.stop)  # a load takes long, and may need what the others have
+        wait_until_it_fits(process.log, serving, process.stop)  # loading takes long, and may need other engines' memory
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     measure_cache(measures, loaded.settings)
     defaults = sampling_defaults(config.defaults, folder)
@@ -472,7 +472,7 @@ def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int 
     """Return the sampling defaults that the model in *folder* recommends, unless *config* switches them off.
 
     Raises:
-        ConfigError: The file that says it cannot be read.
+        ConfigError: The file with the recommendations cannot be read.
     """
     if config.generation_config == "none":
         return {}
@@ -503,7 +503,7 @@ def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:
 
 
 class PageAudit:
-    """The books of one engine. What is wrong is in the log and in the status, and the engine goes on.
+    """Checks the page allocation of one engine. Problems are logged and counted in the status, and the engine goes on.
 
     A lost page costs memory. An engine that ended because of it would cost every request.
     """
@@ -512,16 +512,16 @@ class PageAudit:
         self._schedule = schedule
         self._slot_lease = slot_lease
         self._next_check = 0
-        """Number of the step from which on they are checked again."""
+        """Number of the first step after which the pages are checked again."""
 
     def check(self) -> None:
-        """Check them, if it is time. The engine is idle."""
+        """Check the pages, if it is time. The engine is idle."""
         if self._schedule.next_step < self._next_check:
             return
         self._next_check = self._schedule.next_step + max(FEWEST_STEPS_BETWEEN_CHECKS, self._schedule.num_pages)
         try:
             problems = self._schedule.problems()
-        except Exception as error:  # books so wrong that they cannot be read
+        except Exception as error:  # an allocation so wrong that it cannot be read
             problems = [f"the check failed: {error!r}"]
         if problems:
             times = self._slot_lease.status.books_wrong + 1

@@ -16,8 +16,8 @@ from stages.generate.batch import ForwardBatch
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer) -> o_THD.
 
-Writes all k and v to the batch's slots before it reads any page: in one step a row may read what another one writes.
-Only the positions below a row's length count. The rest of its pages may hold anything, even NaN, without any effect.
+Writes all k and v to the batch's slots before it reads any page: a row may read what another row writes in the same
+step. Only the positions below a row's length matter. The rest of its pages may hold anything, even NaN.
 """
 
 CPU: Final = torch.device("cpu")
@@ -25,20 +25,20 @@ CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in every layer and every step."""
+    """Properties of the attention that are the same in every layer and every step."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     window: int = 0
-    """A token sees this many tokens, itself included; 0: all before it."""
+    """Number of tokens that a token sees, itself included; 0: all before it."""
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     deterministic: bool = False
-    """The bits of a token must not depend on what is computed beside it, nor on how its prompt is divided."""
+    """Whether the bits of a token must not depend on the batch, nor on how its prompt is divided."""
     fused: bool = False
-    """FlashInfer also computes what it can of the rest of a layer (`fused.py`), if it computes the attention."""
+    """Whether FlashInfer, if it computes attention, also computes what it can of the rest of a layer (`fused.py`)."""
 
 
 class Attention(Protocol):

@@ -16,7 +16,7 @@ from stages.generate.model.foreign import refuse_other_weights, tokenizer_missin
 from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
-"""The demo model, the default of `--model`. ops/demo_model/ makes it."""
+"""Folder of the demo model, the default of `--model`. ops/demo_model/ makes it."""
 DEMO_ID: Final = "minisgl-demo"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ class TensorEntry:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one index of the first dimension."""
+        """Bytes of one index of the first dimension."""
         return (self.end - self.begin) // self.shape[0]
 
 
@@ -46,7 +46,7 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
     """Return the spec of the model in *folder* if its files are complete and consistent; *dummy* needs no weights.
 
     Raises:
-        ConfigError: One line that names the file, or the file and the tensor.
+        ConfigError: The message is one line with the name of the file, or of the file and the tensor.
     """
     check_is_folder(folder)
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
@@ -67,12 +67,12 @@ def model_id(folder: Path) -> str:
 
 
 def is_demo(folder: Path) -> bool:
-    """Return whether *folder* is that of the demo model."""
+    """Return whether *folder* is the demo model's."""
     return folder.resolve() == DEMO_FOLDER
 
 
 def check_is_folder(folder: Path) -> None:
-    """Raise ConfigError unless *folder* is one."""
+    """Raise ConfigError unless *folder* is a folder."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint, or owner/name on its hub"
@@ -80,7 +80,7 @@ def check_is_folder(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ConfigError unless *folder* has a fast tokenizer, which is all that the text stages need."""
+    """Raise ConfigError unless *folder* has a fast tokenizer. The text stages need nothing else."""
     check_is_folder(folder)
     if not (folder / "tokenizer.json").is_file():
         refuse_other_weights(folder)
@@ -88,9 +88,9 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold the weights: a single one, or those that the index names, sorted.
+    """Return the files that hold the weights: a single one, or those in the index, sorted.
 
-    If there are both, the single file counts, as in transformers.
+    If there are both, the single file is used, as in transformers.
 
     Raises:
         ConfigError: There is neither, or the index cannot be read or names a file that does not exist.
@@ -113,7 +113,7 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Return every tensor of the weights of *folder*.
 
     Raises:
-        ConfigError: A file is missing or truncated, or a tensor is in two files or not where the index says.
+        ConfigError: A file is missing or truncated, or a tensor is in two files or not in the index's file.
     """
     tensors: dict[str, TensorEntry] = {}
     files = weight_files(folder)
@@ -161,8 +161,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def fingerprint(folder: Path, *, dummy: bool = False) -> str:
     """Return 16 hex digits that identify config and weights, with `dummy-` before them for random weights.
 
-    Hashes config.json, the header of each weights file, and 64 samples spread over all files. The header alone is not
-    enough, because a fine-tuned model has that of its base; reading every byte would cost seconds at the start.
+    Hash config.json, the header of each weights file, and 64 samples spread over all files. The header alone is not
+    enough, because a fine-tuned model has the header of its base; reading every byte would cost seconds at the start.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if dummy:
@@ -198,7 +198,7 @@ def _entry(path: Path, fields: Any, data_begin: int) -> TensorEntry:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return which file each tensor is in, as the index says."""
+    """Return the file of each tensor, from the index."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ConfigError(f"{index}: weight_map is not an object of tensors and their files; download it again")
@@ -215,10 +215,10 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
         path = entry.file
         shape = expected.get(name)
         if shape is None and name == HEAD and spec.tie_embeddings:
-            shape = expected[EMBEDDING]  # its bytes are compared as well
+            shape = expected[EMBEDDING]  # `_check_tied` compares its bytes
         if shape is None:
             if name.endswith(".rotary_emb.inv_freq"):
-                continue  # old checkpoints carry it; the config says the same
+                continue  # old checkpoints have it; the config has the same
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
         if entry.dtype not in TENSOR_BYTES:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
@@ -231,7 +231,7 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
 def _check_tied(tensors: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
     """Refuse a head beside embeddings that are tied to it, unless both have the same bytes.
 
-    Some checkpoints carry the same weights under both names, which is fine. If they differ, config and file contradict
+    Some checkpoints have the same weights under both names, which is fine. If they differ, config and file contradict
     each other, and either choice would be a guess.
     """
     if not (spec.tie_embeddings and HEAD in tensors):

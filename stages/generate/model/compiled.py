@@ -1,4 +1,4 @@
-"""The decoder of `kernels.h` from Python: weights that are packed once, and one call for all layers of a step."""
+"""The decoder of `kernels.h` for Python: weights that are packed once, and one call for all layers of a step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from stages.generate.schedule.plan import BatchPlan, Words
 HUGE: Final = 2**21
 """Bytes of a huge page on x86-64, and on aarch64 where small pages have 4 KiB."""
 AT_ONCE: Final = 32 * HUGE
-"""Address space that is taken at a time. What is written to becomes memory, a huge page at a time."""
+"""Address space that is mapped at a time. It becomes memory when it is written to, a huge page at a time."""
 ALIGNMENT: Final = 64
 
 
 class Arena:
-    """Gives out pieces of memory, which stay as long as any of them is used."""
+    """Hands out pieces of memory, which live as long as any of them is used."""
 
     def __init__(self) -> None:
         self._rest = np.empty(0, np.uint8)
@@ -49,17 +49,17 @@ class Arena:
 
 
 def give_back() -> None:
-    """Return freed memory to the system. The C library keeps what lies between other pieces, such as matrices that were
-    packed; only glibc has a function for it.
+    """Return freed memory to the system. The C library keeps free memory between other pieces, such as packed matrices;
+    only glibc has a function that returns it.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def _mapped(size: int) -> npt.NDArray[np.uint8]:
-    """Return new memory that begins where a huge page can."""
+    """Return new memory that begins at the border of a huge page."""
     area = mmap.mmap(-1, -(-size // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+    with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(area, np.uint8)
     first = -array.ctypes.data % HUGE
@@ -71,7 +71,7 @@ def _mapped(size: int) -> npt.NDArray[np.uint8]:
 
 FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 PANEL: Final = 16
-"""Outputs of a panel: as in kernels.h."""
+"""Outputs of a panel, as in kernels.h."""
 
 
 class _Mlp(ctypes.Structure):
@@ -130,7 +130,7 @@ _DONE, _NO_MEMORY, _WRONG_TOKEN, _WRONG_ROW, _WRONG_PAGE = range(5)  # Outcome o
 
 
 class KernelDecoder:
-    """A spec and its packed weights. The same numbers for a row in any batch, chunking and number of threads."""
+    """A spec and its packed weights. A row gets the same numbers in any batch, chunking and number of threads."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class KernelDecoder:
         threads: int,
         collectives: Collectives = ALONE,
     ) -> None:
-        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then.
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
         Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
         """
@@ -189,14 +189,14 @@ class KernelDecoder:
     def forward(
         self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None = None
     ) -> tuple[Tensor, tuple[int, ...]]:
-        """Compute one step and write the keys and values of its tokens. *last_R*: as in `Computer`.
+        """Compute one step and write the keys and values of its tokens. *last_R*: see `Computer`.
 
         Returns:
             x_TE in float32, the last layer's output for each token; and B + 1 numbers, where each row begins in T.
 
         Raises:
-            ValueError: A token is not of the vocabulary, or a row or its pages cannot be.
-            OverflowError: A token id is not a number of 32 bits.
+            ValueError: A token is not in the vocabulary, or a row or its pages are impossible.
+            OverflowError: A token id does not fit into 32 bits.
             MemoryError: There is no memory for a step of so many tokens.
         """
         rows = plan.rows
@@ -245,15 +245,15 @@ class KernelDecoder:
 
     @property
     def takes_masks(self) -> bool:
-        """See `Computer`. Ranks do not: rank 0 alone knows the masks, and no rank its own part of them."""
+        """See `Computer`. Several ranks take none: only rank 0 has masks, and no rank knows its own part of them."""
         return self._collectives.size == 1
 
     def head(
         self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in.
+        """See `Computer`. Of several largest logits the first one is chosen; only wanted rows of logits are filled in.
 
-        Several ranks compute all rows, because a rank knows the largest logit of its own part only.
+        Several ranks compute all rows, because a rank knows only the largest logit of its own part.
         """
         together = self._collectives.size > 1
         if together:
@@ -292,7 +292,7 @@ class KernelDecoder:
     def _compute(self, step: _Step, x_TE: Tensor) -> int:
         """Compute the layers of *step* into its x_TE; return the outcome.
 
-        Several ranks compute one part after the other, and add up what each of them adds to x_TE.
+        Several ranks compute one part after the other, and sum what each of them adds to x_TE.
         """
         model = ctypes.byref(self._model)
         if self._collectives.size == 1:
@@ -351,7 +351,7 @@ class KernelDecoder:
     def _pack(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, pair: bool = False, quantized: bool = True
     ) -> Matrix:
-        """Return a packed matrix; a *pair* is two matrices, one on the other, whose panels come in turn."""
+        """Return a packed matrix; a *pair* is two matrices, one on the other, with alternating panels."""
         weight_OI = weight_OI.contiguous()
         source = FORMATS[weight_OI.dtype]
         target = Format.INT8 if quantized and self._quantized else source
@@ -375,12 +375,12 @@ class KernelDecoder:
         return self._keep(values.float().contiguous())
 
     def _keep(self, tensor: Tensor) -> int:
-        """Return the address of *tensor*, which stays as long as the decoder."""
+        """Return the address of *tensor*, which the decoder keeps alive."""
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     def _declare(self) -> None:
-        """Tell ctypes the arguments of the library's functions."""
+        """Declare the arguments of the library's functions to ctypes."""
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
         functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
@@ -402,6 +402,6 @@ class KernelDecoder:
 
 
 def _address(numbers: array[int]) -> int:
-    """Return where *numbers* are. NumPy takes many times as long to make an array and to say its address, above all
-    after the weights were read: nothing else is left in the caches then."""
+    """Return the address of *numbers*. NumPy takes many times as long to make an array and return its address, above
+    all after the weights were read: then nothing else is left in the caches."""
     return numbers.buffer_info()[0]

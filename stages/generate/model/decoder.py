@@ -30,12 +30,12 @@ class Layer:
 
     qkv: Linear
     qk_norm_ND: Tensor | None
-    """The norm of each query head, then of each kv head; None if the architecture has none."""
+    """Norm of each query head, then of each kv head; None if the architecture has none."""
     output: Linear
     mlp_norm_E: Tensor
     mlp: FeedForward
     next_norm_E: Tensor | None
-    """The norm at the input of the next layer; None for the last one."""
+    """Norm at the input of the next layer; None for the last one."""
 
 
 class Decoder:
@@ -49,9 +49,9 @@ class Decoder:
         block_rows: int = 0,
         operations: Operations = TORCH,
     ) -> None:
-        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then.
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        *block_rows*: compute all but attention of so many tokens at a time (`by_rows`).
+        *block_rows*: compute all but attention for this many tokens at a time (`by_rows`).
         """
 
         def linear(name: str) -> Linear:
@@ -106,7 +106,7 @@ class Decoder:
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Return logits_RV in float32 for some of the tokens that `forward` returned; only those of rank 0 count."""
+        """Return logits_RV in float32 for some of the tokens that `forward` returned; only rank 0's are complete."""
         (logits_RV,) = by_rows(self._block_rows, self._logits, x_RE)
         return self._collectives.gather_to_0(logits_RV.float())[:, : self._spec.vocab_size].contiguous()
 
@@ -114,7 +114,7 @@ class Decoder:
         return (self._head(self._operations.norm(x_RE, self._norm_E, self._spec.norm_eps)),)
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
-        """Return x_TE; where another rank has the token, zeros."""
+        """Return x_TE, with zeros where another rank has the token."""
         if self._spec.num_ranks == 1:
             return F.embedding(token_ids_T, self._embedding_VE)
         rows_T = token_ids_T - self._spec.rank * self._spec.vocab_rows

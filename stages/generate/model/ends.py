@@ -1,4 +1,4 @@
-"""Which tokens end an answer of a model: those of its two configs, and the `eos_token` of its tokenizer."""
+"""Tokens that end an answer of a model: those of its two configs, and the `eos_token` of its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of the model that `--model` means, checked before any process starts. Imports no torch."""
+"""Finds the folder of the model of `--model` and checks it, before any process starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stages.generate.model.hub import fetch, hub_model
 def model_folder(model: str, *, text_alone: bool = False, dummy: bool = False) -> Path:
     """Return the checked folder of *model*: a folder, a model of the hub, which is fetched, or "" for the demo model.
 
-    *text_alone* needs no more than the tokenizer, *dummy* no weights.
+    *text_alone*: only the tokenizer is needed. *dummy*: no weights are needed.
 
     Raises:
-        ConfigError: The folder does not hold what is needed; the message names the file or tensor.
+        ConfigError: The folder lacks what is needed; the message names the file or tensor.
     """
     if not model:
         folder = DEMO_FOLDER

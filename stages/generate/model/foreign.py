@@ -1,4 +1,4 @@
-"""What people pass as `--model` that is no checkpoint for us: each gets a line that says what it is and what to do."""
+"""Recognizes what people pass as `--model` that is no checkpoint for us. The error says what it is and what to do."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TOKENIZERS: Final = {
     "tokenizer.model": "SentencePiece",
     "vocab.json": "an older format",
 }
-"""Tokenizers that transformers makes a tokenizer.json of."""
+"""Files of tokenizers from which transformers makes a tokenizer.json."""
 
 
 def refuse_name(model: str) -> None:
-    """Raise ConfigError if *model*, which names no folder and no model of the hub, is something that we know.
+    """Raise ConfigError if *model*, which names no folder and no model of the hub, is something else that we recognize.
 
     Raises:
         ConfigError: It is.
@@ -43,7 +43,7 @@ def refuse_name(model: str) -> None:
 
 
 def refuse_other_weights(folder: Path) -> None:
-    """Raise ConfigError if *folder*, which lacks a part of a checkpoint, is something else that we know.
+    """Raise ConfigError if *folder*, which lacks a part of a checkpoint, is something else that we recognize.
 
     Raises:
         ConfigError: It is.
@@ -79,7 +79,7 @@ def _is_gguf(what: str) -> str:
 
 
 def _base_of(adapter: Path) -> str:
-    """Return the name of the model that an adapter belongs to; empty if it does not say."""
+    """Return the name of the model that an adapter belongs to; empty if it has none."""
     try:
         name = json.loads(adapter.read_bytes()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):

@@ -1,6 +1,6 @@
 """Fetches models from the Hugging Face hub into that library's cache, before any process starts.
 
-The library is imported only if the name of such a model is given. Its settings count here too: HF_HOME, HF_HUB_OFFLINE,
+The library is imported only if the name of such a model is given. Its settings also work here: HF_HOME, HF_HUB_OFFLINE,
 HF_ENDPOINT, HF_TOKEN and `hf auth login`.
 """
 
@@ -19,7 +19,7 @@ PAGE: Final = re.compile(
     r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<id>\w[\w.-]*/\w[\w.-]*)(/tree/(?P<revision>[\w./-]+?))?/?([?#].*)?",
     re.ASCII | re.IGNORECASE,
 )
-"""The address of a model's page, as people copy it."""
+"""Address of a model's page, as people copy it."""
 TEXT_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -31,7 +31,7 @@ TEXT_FILES: Final = (
     "adapter_config.json",
 )
 WEIGHT_FILES: Final = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-"""Not every safetensors file: some models carry their weights a second time, for another program."""
+"""Not every safetensors file: some models have their weights a second time, for another program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class HubModel:
 
     @property
     def given(self) -> str:
-        """Its name, as a user may write it."""
+        """Name of the model as a user may write it."""
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
 def hub_model(model: str) -> HubModel | None:
-    """Return the model of the hub that `--model` names; None if it is a folder, or no such name or page."""
+    """Return the model of the hub that `--model` names; None if it is a folder, or not such a name or page."""
     found = PAGE.fullmatch(model) or NAME.fullmatch(model)
     if found is None or Path(model).is_dir():
         return None
@@ -56,15 +56,15 @@ def hub_model(model: str) -> HubModel | None:
 
 
 def fetch(model: HubModel, *, weights: bool) -> Path:
-    """Return the folder in the library's cache that holds the model; download the files that are missing.
+    """Return the folder of the model in the library's cache; download the files that are missing.
 
     Raises:
-        ConfigError: The model is not available; the line says why and what to do.
+        ConfigError: The model is not available; the message says why and what to do.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():  # the library would draw one of its bars even into a log file
+    if not sys.stderr.isatty():  # the library would draw a progress bar even into a log file
         disable_progress_bars()
     try:
         folder = Path(
@@ -74,7 +74,7 @@ def fetch(model: HubModel, *, weights: bool) -> Path:
                 allow_patterns=[*TEXT_FILES, *(WEIGHT_FILES if weights else ())],
             )
         )
-    except Exception as error:  # errors of the library, of its HTTP client (it has changed before), of the disk
+    except Exception as error:  # errors of the library, of its HTTP client (which has changed before), of the disk
         raise ConfigError(f"--model {model.given}: {_reason(model, error)}") from error
     if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "adapter_config.json")):
         raise ConfigError(

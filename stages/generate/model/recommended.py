@@ -1,4 +1,4 @@
-"""The sampling that a model's author recommends in generation_config.json, for requests that leave it open.
+"""Sampling that a model's author recommends in generation_config.json, for requests that do not set it.
 
 Reads five numbers, as vLLM and SGLang do, and ignores `do_sample`: a request is greedy if its temperature is 0. Needs
 neither torch nor transformers.
@@ -26,9 +26,9 @@ class Recommended:
     """The usable values. Unusable ones are ignored, because the user did not write the file."""
 
     sampling: Mapping[str, int | float]
-    """By the names of SamplingParams."""
+    """Values by the names of SamplingParams."""
     ignored: tuple[str, ...] = ()
-    """One line for each value that is not used: what it is, and why."""
+    """One line for each ignored value, with the reason."""
 
 
 def read_recommended(folder: Path) -> Recommended:
@@ -53,15 +53,15 @@ def read_recommended(folder: Path) -> Recommended:
 
 
 def _checked(name: str, value: Any) -> int | float:
-    """Return *value* as a request might give it.
+    """Return *value* as a request might have it.
 
     Raises:
-        ValueError: A request could not.
+        ValueError: No request could have it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -TOO_LARGE < value < TOO_LARGE:
         raise ValueError("expected a number")
     if name == "top_k" and value == -1:
-        return 0  # another word for all
+        return 0  # -1 means all, too
     try:
         checked: int | float = getattr(SamplingParams.model_validate({name: value}), name)
     except ValidationError as error:

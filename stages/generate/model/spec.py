@@ -33,13 +33,13 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    """The context of the training, before it was stretched: dynamic, llama3, yarn."""
+    """Context of the training, before it was stretched: dynamic, llama3, yarn."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """yarn rounds the bounds of its ramp to whole dimensions."""
+    """Whether yarn rounds the bounds of its ramp to whole dimensions."""
     attention_factor: float = 1.0
-    """yarn multiplies cosine and sine by this."""
+    """Factor with which yarn multiplies cosine and sine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class ExpertsSpec:
     """The mixture of experts that some layers have instead of an MLP."""
 
     layers: tuple[int, ...]
-    """The layers that have it; the others have one dense MLP."""
+    """Layers that have experts; the others have one dense MLP."""
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    """Of one expert."""
+    """Intermediate size of one expert."""
     normalize: bool
     """Whether the weights of a token's experts are scaled to sum to 1."""
 
@@ -73,34 +73,34 @@ class ModelSpec:
     vocab_size: int
     norm_eps: float
     qk_norm: bool
-    """q and k are normalised per head before the rotation."""
+    """Whether q and k are normalised per head before the rotation."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     tie_embeddings: bool
     rope: RopeSpec
     window: int
-    """Tokens that a token sees, itself included; 0: all before it."""
+    """Number of tokens that a token sees, itself included; 0: all before it."""
     max_positions: int
     eos_ids: tuple[int, ...]
-    """The end-of-sequence tokens of config.json and generation_config.json, sorted; `end_tokens` has them all."""
+    """End-of-sequence tokens of config.json and generation_config.json, sorted; `end_tokens` adds the tokenizer's."""
     dtype: DTypeName
-    """The dtype in the config; float32 if it has none."""
+    """Dtype in the config; float32 if it has none."""
     experts: ExpertsSpec = NO_EXPERTS
     rank: int = 0
-    """Which part of a model this is, where several ranks compute one together."""
+    """Rank that computes this part of a model, where several ranks compute one together."""
     num_ranks: int = 1
 
     @property
     def vocab_rows(self) -> int:
-        """The rows of the embeddings, and of the head. With ranks, rows beyond the vocabulary are zeros."""
+        """Rows of the embeddings, and of the head. With ranks, rows beyond the vocabulary are zeros."""
         return -(-self.vocab_size // self.num_ranks)
 
     def sharded(self, rank: int, num_ranks: int, quantization: str = "none") -> ModelSpec:
         """Return the part of this model that one of *num_ranks* ranks has: a smaller model.
 
-        Heads and intermediate sizes are those of the rank, the vocabulary stays whole. Query heads are divided. A rank
-        has a copy of each KV head that its query heads need. Each of its KV heads serves the same number of them, so a
+        The result has the rank's heads and intermediate sizes, and the whole vocabulary. Query heads are divided. A
+        rank has a copy of each KV head that its query heads need. Each copy serves the same number of query heads, so a
         KV head may be there twice. Intermediate sizes are rounded up to a multiple of *num_ranks*, and the additional
         weights are zeros. With int8 the multiple is 64 times that: the weights that share a scale stay together.
 
@@ -134,17 +134,17 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Properties of an architecture that its config does not state."""
+    """Properties of an architecture that are not in its config."""
 
     head_dim: int = 0
-    """The default if the config has none; 0: hidden_size / num_attention_heads."""
+    """Default if the config has none; 0: hidden_size / num_attention_heads."""
     qk_norm: bool = False
     qkv_bias: bool = False
-    """The projections to q, k and v always have a bias, the output projection never."""
+    """Whether the projections to q, k and v always have a bias. Then the output projection has none."""
     has_window: bool = False
-    """`sliding_window` of the config is how many tokens a token sees in every layer, itself included."""
+    """Whether a token sees only `sliding_window` (of the config) tokens in every layer, itself included."""
     has_experts: bool = False
-    """Layers have experts instead of an MLP, except those that the config names."""
+    """Whether layers have experts instead of an MLP, except those that the config names."""
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -210,7 +210,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of a checkpoint, or of a rank's part of them.
 
-    Fused ones are neighbours: q, k, v and gate, up.
+    Tensors that are fused are neighbours: q, k, v and gate, up.
     """
     hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention: _Linears = {
@@ -364,7 +364,7 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
 
 
 def _yarn(rope: _Config, theta: float, original: int, factor: float) -> tuple[RopeSpec, int]:
-    """Read what is yarn's alone (https://arxiv.org/abs/2309.00071) as transformers does, for whom 0 is absent."""
+    """Read the fields of yarn (https://arxiv.org/abs/2309.00071). As in transformers, 0 counts as absent."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

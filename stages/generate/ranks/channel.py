@@ -1,4 +1,4 @@
-"""The way of the frames: rank 0 broadcasts them over gloo, the other ranks wait for them.
+"""Frames between ranks: rank 0 broadcasts them over gloo, the other ranks receive them.
 
 A receive that times out breaks gloo's connection for good. So rank 0 sends a frame every second while it computes
 nothing, whatever it waits for. Every error of gloo ends the ranks of the engine: see `RankLost`.
@@ -29,16 +29,16 @@ from stages.generate.schedule.plan import BatchPlan
 logger = structlog.get_logger()
 
 IDLE_S: Final = 1.0
-"""Rank 0 is silent for no longer while it computes nothing."""
+"""Longest pause between two frames while rank 0 computes nothing."""
 TIMEOUT_S: Final = 60.0
-"""So long ranks wait for a frame, or for another rank to take one."""
+"""Longest wait for a frame, or for another rank to receive one."""
 PATIENCE_S: Final = 60.0
-"""So long they wait for each other at the start."""
+"""Longest wait of the ranks for each other at the start."""
 LOOPBACK: Final = "127.0.0.1"
 
 
 def file_store(path: Path, size: int) -> Any:
-    """Return the place where *size* ranks of this machine find each other: a file that only its owner may read.
+    """Return the store where *size* ranks of this machine find each other: a file that only its owner may read.
 
     Raises:
         OSError: The file cannot be made.
@@ -48,14 +48,14 @@ def file_store(path: Path, size: int) -> Any:
 
 
 def connect(store: Any, rank: int, size: int, *, address: str = LOOPBACK, patience_s: float = PATIENCE_S) -> Any:
-    """Return the gloo group of *size* ranks once all of them are there. It listens at *address* alone.
+    """Return the gloo group of *size* ranks once all of them are there. It listens only at *address*.
 
     Raises:
         RankLost: Not all ranks came within *patience_s*.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]  # without this it listens where the host's name points to
+    options._devices = [gloo.create_device(hostname=address)]  # else it listens where the host's name points
     options._timeout = timedelta(seconds=patience_s)
     store.set_timeout(timedelta(seconds=patience_s))
     try:
@@ -67,7 +67,7 @@ def connect(store: Any, rank: int, size: int, *, address: str = LOOPBACK, patien
 
 
 class BodyWay(Protocol):
-    """Another way for all of a frame but its header."""
+    """Another transport for all of a frame but its header."""
 
     def send(self, ints: np.ndarray) -> None: ...
 
@@ -75,7 +75,7 @@ class BodyWay(Protocol):
 
 
 class Leader:
-    """Rank 0's end."""
+    """Rank 0's end of the channel."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Leader:
         self._group, self._on_lost, self._idle_s, self._timeout_s = group, on_lost, idle_s, timeout_s
         self._bodies = bodies
         self._turn = threading.Lock()
-        """Held while a frame is under way, and while the ranks compute: then nobody receives."""
+        """Held while a frame is sent, and while the ranks compute: then no rank receives."""
         self._sent_s = time.monotonic()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, name="ranks", daemon=True)
@@ -101,9 +101,9 @@ class Leader:
 
     @contextmanager
     def computing(self, plan: BatchPlan, kind: Kind = Kind.STEP) -> Iterator[None]:
-        """Send *plan*, or NOTHING for a *kind* that is a signal. All ranks do what it says in this context.
+        """Send *plan*, or NOTHING for a *kind* that is a signal. In this context all ranks do the work of the frame.
 
-        Rank 0 enters it while the frames are under way. What fails at rank 0 alone must not leave the context.
+        Rank 0 enters the context while the frames are being sent. An error of rank 0 alone must not leave it.
 
         Raises:
             RankLost: A rank is gone, or rank 0 failed at its part. This may be known only at the end.
@@ -135,7 +135,7 @@ class Leader:
         finish([broadcast(self._group, ints, self._timeout_s)])
 
     def leave(self) -> None:
-        """Tell the ranks to leave. Send nothing more."""
+        """Let the other ranks leave. Nothing may be sent after that."""
         with self._turn:
             self._left.set()
             finish(self._send(signal(Kind.STOP)))
@@ -166,7 +166,7 @@ class Leader:
 
 
 class Follower:
-    """The end of any other rank."""
+    """The end of the channel of any other rank."""
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class Follower:
         timeout_s: float = TIMEOUT_S,
         heard: Callable[[], object] = lambda: None,
     ) -> None:
-        """*heard* is called at each frame. *bodies* as for rank 0."""
+        """*heard* is called at each frame. *bodies*: see `Leader`."""
         self._group, self._bodies, self._timeout_s, self._heard = group, bodies, timeout_s, heard
         self._reader = Reader()
         self._first = np.empty(SIZE if bodies is None else HEADER, np.int32)
 
     def receive(self) -> tuple[Kind, BatchPlan]:
-        """Wait until rank 0 wants something, and return what, with the plan, which is empty for a signal.
+        """Wait until rank 0 sends a job; return its kind and its plan, which is empty for a signal.
 
         Raises:
             RankLost: Rank 0 is gone, or was silent for as long as the group waits.
@@ -207,7 +207,7 @@ class Follower:
                 return kind, plan
 
     def receive_tokens(self, num_tokens: int) -> list[int] | None:
-        """Return what rank 0 says with `Leader.tell_tokens`, once that comes.
+        """Wait for the tokens that rank 0 sends with `Leader.tell_tokens`, and return them.
 
         Raises:
             RankLost: Rank 0 is gone.
@@ -218,7 +218,7 @@ class Follower:
 
 
 def least(group: Any, number: int, timeout_s: float) -> int:
-    """Return the least of the numbers that all ranks give. They wait *timeout_s* for each other.
+    """Return the least of the numbers of all ranks. They wait *timeout_s* for each other.
 
     Raises:
         RankLost: A rank is gone, or did not come in time.
@@ -232,7 +232,7 @@ def least(group: Any, number: int, timeout_s: float) -> int:
 
 
 def broadcast(group: Any, ints: np.ndarray, timeout_s: float) -> dist.Work:
-    """Begin to send *ints* as rank 0, or to receive as many into it as another rank. It fails after *timeout_s*."""
+    """Begin to send *ints* as rank 0, or to receive into *ints* as another rank. It fails after *timeout_s*."""
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s)
     work: dist.Work = group.broadcast([torch.from_numpy(ints)], options)

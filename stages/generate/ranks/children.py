@@ -1,7 +1,7 @@
-"""An engine of several ranks where no supervisor is, as in `LLM`: this process is rank 0 and starts the others.
+"""An engine of several ranks without a supervisor, as in `LLM`: this process is rank 0 and starts the others.
 
 They find each other by a file in its memory and need no log. They end with this process, however it ends. As a program,
-this file is one of the others: its arguments are the name of that file, and flags of `minisgl stage generate`.
+this file is another rank: its arguments are the name of that file, and flags of `minisgl stage generate`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from stages.generate.setup.resolve import resolve
 ROOT: Final = Path(__file__).resolve().parents[3]
 PROGRAM: Final = (sys.executable, "-P", "-m", "stages.generate.ranks.children")
 READY: Final = b"ready\n"
-"""What another rank prints when it has read its flags and the model's folder, and waits for the others."""
+"""Line that another rank prints when it has read its flags and the model's folder, and waits for the others."""
 LEAVE_S: Final = 5.0
-"""So long the other ranks have to end after they were told."""
+"""Longest time that the other ranks may take to end."""
 EXIT_CONFIG: Final = 2
 
 
 @contextlib.contextmanager
 def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[RankLost], object]) -> Iterator[Loaded]:
-    """Load the model with as many ranks as *config* says; those of other processes end with the block.
+    """Load the model with all ranks of *config*. The other ranks are processes that end with the block.
 
     *on_lost* is called in another thread if a rank is found gone while nothing is computed.
 
@@ -64,13 +64,13 @@ def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[R
         leader = Leader(links.frames, on_lost, bodies=links.bodies)
         leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
         yield Loaded(leading, settings.with_fused(engine.fused), end_tokens(folder, spec))
-        with contextlib.suppress(RankLost):  # one that is gone needs not be told
+        with contextlib.suppress(RankLost):  # a rank that is gone need not be told
             leader.leave()
 
 
 @contextlib.contextmanager
 def _other_ranks(config: GenerateConfig, folder: Path) -> Iterator[Any]:
-    """Start the other ranks and give the store where they wait. At the end of the block they have been told to leave.
+    """Start the other ranks and yield the store where they wait. The block must let them leave.
 
     If the block fails, they are killed: they may wait for what rank 0 does not compute.
     """
@@ -108,7 +108,7 @@ def _start(config: GenerateConfig, folder: Path, store: str, rank: int) -> subpr
 
 
 def main() -> int:
-    """Be another rank until rank 0 leaves; return the exit code."""
+    """Run another rank until rank 0 leaves; return the exit code."""
     die_with_supervisor(os.environ)
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -121,7 +121,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"minisgl: rank {config.ranks.rank}: {error}\n")
         return EXIT_CONFIG
-    except RankLost:  # rank 0 knows why
+    except RankLost:  # rank 0 reports the reason
         return 1
     return 0
 
@@ -132,7 +132,7 @@ def _follow(config: GenerateConfig, store: str) -> None:
     settings = resolve(config.engine, spec, rank)
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()
-    os.dup2(2, 1)  # nobody reads the pipe from now on, and what libraries print would fill it
+    os.dup2(2, 1)  # rank 0 no longer reads the pipe, and output of libraries would fill it
     links = connect_links(reached_store(store, size), rank, size, device=settings.device)
     settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
     engine = load_engine(config, spec, folder, settings, lambda progress: None, links.collectives())

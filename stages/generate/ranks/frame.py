@@ -32,36 +32,36 @@ SIZE: Final = 8192
 HEADER: Final = 16
 ROW: Final = 6
 LONG_LIST: Final = 1024
-"""The most new pages of a row that travel in the step itself. Longer lists go ahead, in frames of their own."""
+"""Largest number of a row's new pages in the step's own frame. Longer lists are sent before, in frames of their own."""
 
 _LOW: Final = 2**31 - 1
 
 SAMPLED: Final = Sample(SamplingParams(temperature=0), 0, ())
-"""All that a follower knows of how a row is sampled: that it is."""
+"""A follower's sample: it knows only that the row is sampled."""
 NOTHING: Final = BatchPlan(0, (), 0)
 
 
 class Kind(IntEnum):
-    """What a frame is for. Those from BEGIN on are for overlap, where a step is begun and drawn by different frames."""
+    """Purpose of a frame. With overlap, frames from BEGIN on are used: different frames begin and draw a step."""
 
     STEP = 1
     """Compute this plan, draw its tokens and score them."""
     PAGES = 2
     """Long page lists of the step that comes next."""
     IDLE = 3
-    """Rank 0 lives and has nothing to compute."""
+    """Rank 0 is alive and has nothing to compute."""
     STOP = 4
     """Rank 0 leaves."""
     BEGIN = 5
-    """Compute the forward pass of this plan, and no more."""
+    """Compute only the forward pass of this plan."""
     NEXT = 6
-    """Draw the tokens of the step that was begun last. They follow. Then as BEGIN, with these for the placeholders."""
+    """Draw the tokens of the newest step, which follow. Then as BEGIN, with these tokens for the placeholders."""
     LAND = 7
-    """Draw the tokens of the step that was begun last, and score it."""
+    """Draw the tokens of the newest step, and score it."""
     SCORE = 8
-    """Score the step that was begun last. Its tokens are drawn."""
+    """Score the newest step. Its tokens are drawn."""
     SCORE_BEFORE = 9
-    """Score the step that was begun before the last one. Its tokens are drawn."""
+    """Score the step before the newest one. Its tokens are drawn."""
 
 
 def signal(kind: Kind) -> np.ndarray:
@@ -84,7 +84,7 @@ def frames_of(plan: BatchPlan, kind: Kind = Kind.STEP) -> Iterator[np.ndarray]:
 
 
 def num_beyond(ints: np.ndarray) -> int:
-    """Return how many ints follow the first SIZE ones of a frame.
+    """Return the number of ints after the first SIZE ones of a frame.
 
     Raises:
         ConfigError: The frame is of another version.
@@ -99,23 +99,23 @@ def num_beyond(ints: np.ndarray) -> int:
 
 
 def num_used(ints: np.ndarray) -> int:
-    """Return how many ints of a frame say something. Zeros follow them. Its header is enough for that."""
+    """Return the number of ints of a frame before the zeros that fill it up. *ints* may be its header alone."""
     num_rows, _, num_tokens, num_pages = ints[4:8].tolist()
     return HEADER + ROW * int(num_rows) + int(num_tokens) + int(num_pages)
 
 
 class Reader:
-    """Reads frames in the order in which they were sent. Remembers the pages that go ahead of their step."""
+    """Reads frames in the order in which they were sent. Remembers the pages that come before their step."""
 
     def __init__(self) -> None:
         self._ahead: dict[int, tuple[int, ...]] = {}
-        """By table."""
+        """Pages by table."""
 
     def read(self, ints: np.ndarray) -> tuple[Kind, BatchPlan]:
-        """Return what a whole frame is for, and its plan, which is empty for PAGES and the kinds that are signals.
+        """Return the kind of a whole frame, and its plan, which is empty for PAGES and the kinds that are signals.
 
-        The plan is that of rank 0, as far as a follower computes it: of each sample it has SAMPLED, and of a `Scoring`
-        the number of targets.
+        The plan has what a follower needs of rank 0's: for each sample SAMPLED, for each `Scoring` the number of
+        targets.
 
         Raises:
             ConfigError: The frame is of another version.

@@ -1,6 +1,6 @@
-"""The ranks of one start of an engine, in the log: each holds a slot, rank 0 says how they form, the others join.
+"""The ranks of one start of an engine, in the log: each holds a slot, rank 0 writes the formation, the others join it.
 
-Knows gloo by `channel.py`, the places where ranks find each other by `stores.py`, and no model.
+Knows gloo by `channel.py`, the stores where ranks find each other by `stores.py`, and no model.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from stages.generate.ranks.stores import opened_store, reached_store
 logger = structlog.get_logger()
 
 FORMATION_MS: Final = 120_000
-"""A formation is in the log for so long. The ranks that should join it come within half of that, or never."""
+"""Time that a formation stays in the log. The ranks that should join it come within half of that, or never."""
 BLOCK_MS: Final = 200
 AGAIN_S: Final = 0.1
 LOOK_EVERY_S: Final = 0.25
 AWAY_S: Final = 1.5
-"""A rank whose slot nobody has held for so long is gone. One that only lost its lease asks for it again before."""
+"""Time without a holder after which a rank is gone. A rank that only lost its lease asks for it again before."""
 LOADING_AWAY_S: Final = 30.0
-"""The same while ranks load, which may hold up their other threads."""
+"""The same while ranks load, which may delay their other threads."""
 RECOVERY_S: Final = 5.0
-"""After rank 0 could not look, no rank counts as gone for so long: what held it up may hold them up for longer."""
+"""Time after rank 0 could not look in which no rank counts as gone: what delayed it may delay them for longer."""
 EXIT_RANK_LOST: Final = 1
 
 
 class RankSlot:
-    """The slot of a rank, which a thread holds: another one after each loss. The rank computes on meanwhile."""
+    """The slot of a rank. A thread holds it, and asks for another after each loss. The rank computes on meanwhile."""
 
     def __init__(self, open_log: Callable[[], StreamLog], rank: int, lease_ms: int, preferred: int | None) -> None:
         self._open_log, self._stage, self._lease_ms, self._preferred = open_log, rank_stage(rank), lease_ms, preferred
@@ -57,7 +57,7 @@ class RankSlot:
         self._thread.start()
 
     def owner(self, stop: Ends) -> Owner | None:
-        """Wait for the slot and return who holds it; None at *stop*."""
+        """Wait for the slot and return its owner; None: *stop*."""
         with self._changed:
             while self._lease is None and not stop:
                 self._changed.wait(AGAIN_S)
@@ -104,8 +104,8 @@ class RankSlot:
                 self._lease = None
 
 
-class Said(Protocol):
-    """What says the terms of a rank: its status, or a formation."""
+class HasTerms(Protocol):
+    """A rank's status, or a formation."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -120,17 +120,17 @@ TERMS: Final = ("fingerprint", "version", "settings")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What must be the same on all ranks of a group."""
+    """Values that must be the same on all ranks of a group."""
 
     fingerprint: str
     version: str
     settings: str
 
-    def check(self, rank_0: Said, rank: int) -> None:
-        """Compare what *rank* has with what rank 0 says.
+    def check(self, rank_0: HasTerms, rank: int) -> None:
+        """Compare the terms of *rank* with those of rank 0.
 
         Raises:
-            ConfigError: Something differs. The line names both.
+            ConfigError: A value differs. The message names both.
         """
         for what in TERMS:
             mine, its = differing(getattr(self, what), getattr(rank_0, what))
@@ -140,8 +140,8 @@ class Terms:
                     "flags and version of MiniSGL"
                 )
 
-    def differ(self, its: Said) -> bool:
-        """Whether another rank says something else."""
+    def differ(self, its: HasTerms) -> bool:
+        """Return whether another rank's terms differ."""
         return any(getattr(self, what) != getattr(its, what) for what in TERMS)
 
 
@@ -163,7 +163,7 @@ def terms_of(fingerprint: str, settings: str) -> Terms:
 
 
 Connect: TypeAlias = Callable[[Any, int, int], RankLinks]
-"""Connects a rank of so many with the others, who meet in a store."""
+"""Connects a rank with the others: arguments are the store, the rank and the number of ranks."""
 
 
 @contextlib.contextmanager
@@ -178,9 +178,9 @@ def formed(
     nonce: str,
     address: str = "",
 ) -> Iterator[RankLinks]:
-    """Commit a formation as rank 0 and wait until all ranks have come. The block ends once nobody needs the store.
+    """Commit a formation as rank 0 and wait until all ranks have come. The store must not be used after the block.
 
-    *address* is that of this machine, if there are ranks on others.
+    *address*: address of this machine, if there are ranks on others.
 
     Raises:
         RankLost: Not all ranks came, or rank 0 has lost its slot.
@@ -198,7 +198,7 @@ def joined(formation: Formation, rank: int, connect: Connect) -> RankLinks:
     """Join a formation as another rank, once all ranks have come.
 
     Raises:
-        RankLost: They did not come, or the store is gone.
+        RankLost: The ranks did not come, or the store is gone.
     """
     return connect(reached_store(formation.store, formation.size), rank, formation.size)
 
@@ -206,7 +206,7 @@ def joined(formation: Formation, rank: int, connect: Connect) -> RankLinks:
 def formation_of(
     log: RankLog, slot: RankSlot, group: str, rank: int, terms: Terms, stop: Stop
 ) -> tuple[Owner, Any, Formation] | None:
-    """Wait for a formation that *rank* in *slot* may join; return who joins, its entry and itself. None: *stop*.
+    """Wait for a formation that *rank* in *slot* may join; return the owner, the entry and the formation. None: *stop*.
 
     Raises:
         ConfigError: Rank 0 is there and differs.
@@ -231,7 +231,7 @@ def formation_of(
 
 
 def ack(log: RankLog, owner: Owner, group: str, entry: Any) -> None:
-    """Say in the log that a rank has joined. It has, so a log that does not take it changes nothing."""
+    """Write to the log that a rank has joined. If that fails, nothing changes."""
     try:
         log.joined(owner, group, [entry])
     except LogError as error:
@@ -239,7 +239,7 @@ def ack(log: RankLog, owner: Owner, group: str, entry: Any) -> None:
 
 
 class RankWatch:
-    """A rank's eye on the slots of others. A stopped process keeps its connections, so gloo does not notice it.
+    """Watches the slots of other ranks. A stopped process keeps its connections, so gloo does not notice it.
 
     Rank 0 watches all others, and ranks on other machines watch rank 0: a network that is cut breaks no connection.
     """
@@ -253,7 +253,7 @@ class RankWatch:
         *,
         loading: bool = False,
     ) -> None:
-        """*start* is what their statuses call this start of the group (`start_of`).
+        """*start*: name of this start of the group in the statuses (`start_of`).
 
         *on_lost* is called once, in a thread of this object. Ranks that are *loading* may be away for longer.
         """
@@ -264,7 +264,7 @@ class RankWatch:
         self._thread.start()
 
     def all_have_loaded(self) -> None:
-        """Say that the ranks compute from now on."""
+        """Treat the ranks as computing from now on."""
         self._is_loading = False
 
     def leave(self) -> None:
@@ -282,7 +282,7 @@ class RankWatch:
             self._on_lost(lost)
 
     def _first_lost(self, log: StreamLog) -> RankLost | None:
-        """Look until a rank is gone; None: nobody wants to know any more."""
+        """Look until a rank is gone, and return the error; None: the watch was ended."""
         looked_s = time.monotonic()
         patient_until_s = 0.0
         while not self._left.wait(LOOK_EVERY_S):
@@ -295,7 +295,7 @@ class RankWatch:
             except LogError:  # then no rank can renew its lease
                 had_trouble = True
             now_s = time.monotonic()
-            if had_trouble:  # the others may need longer until they notice, and renew their leases
+            if had_trouble:  # the others may need longer to notice, and to renew their leases
                 patient_until_s = now_s + RECOVERY_S
             if now_s < patient_until_s:
                 self._seen_s = dict.fromkeys(self._seen_s, now_s)

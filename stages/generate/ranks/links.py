@@ -1,7 +1,7 @@
 """The links between the ranks of an engine. On CPUs all are over gloo.
 
 On GPUs sums and the bodies of frames go over NCCL. Its kernels spin until all ranks take part. So headers go over gloo,
-and a body only after its header: then all ranks take part at once, and nothing spins while nobody sends.
+and a body only after its header: then all ranks take part at once, and no kernel spins without a frame.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from stages.generate.collectives import GlooCollectives, NcclCollectives, finish
 from stages.generate.ranks.channel import LOOPBACK, connect
 
 NCCL_TIMEOUT_S: Final = 600.0
-"""In its first steps a rank may compile kernels, for which the others wait."""
+"""Timeout of NCCL: in its first steps a rank may compile kernels, for which the others wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """How the ranks of a group reach each other. Frames are sent while sums may be awaited, so each has its own way."""
+    """Links of a rank to its group. Frames are sent while sums may be awaited, so each has its own link."""
 
     frames: Any
     sums: Any
     bodies: Bodies | None = None
-    """None: bodies go with the headers."""
+    """Link for the bodies of frames; None: bodies go with the headers."""
 
     def collectives(self) -> GlooCollectives:
-        """Return what a rank's engine does with the others."""
+        """Return the collectives of a rank's engine."""
         return (GlooCollectives if self.bodies is None else NcclCollectives)(self.sums)
 
 
@@ -57,7 +57,7 @@ def connect_links(store: Any, rank: int, size: int, *, device: torch.device, add
 
 
 def connect_gpus(store: Any, rank: int, size: int, device: torch.device, frames: Any) -> RankLinks:
-    """As `connect_links`, where headers go over *frames*, and all else over NCCL."""
+    """Return the links as `connect_links` does. Headers go over *frames*, and all else over NCCL."""
     sums = connect_nccl(_part(store, "sums"), rank, size, device)
     bodies = connect_nccl(_part(store, "bodies"), rank, size, device, max_ctas=1)
     return RankLinks(frames, sums, Bodies(bodies, device))
@@ -70,7 +70,7 @@ def _part(store: Any, name: str) -> Any:
 def connect_nccl(store: Any, rank: int, size: int, device: torch.device, *, max_ctas: int = 0) -> Any:
     """Return the NCCL group of *size* ranks once all of them are there. *store* is not needed later.
 
-    *max_ctas* bounds how much of the device its kernels take; 0: NCCL's own bound.
+    *max_ctas*: the largest part of the device that its kernels take; 0: NCCL's own limit.
 
     Raises:
         RankLost: Not all ranks came, or NCCL cannot connect them.
@@ -91,7 +91,7 @@ def connect_nccl(store: Any, rank: int, size: int, device: torch.device, *, max_
 
 
 class Bodies:
-    """The way of the bodies, with a communicator and a stream of its own: nothing waits for the forward pass."""
+    """Link for the bodies of frames. It has a communicator and a stream of its own, so it waits for no forward pass."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         """Use *group* of `connect_nccl`. It stays the caller's."""
@@ -99,12 +99,12 @@ class Bodies:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def send(self, ints: np.ndarray) -> None:
-        """Send *ints*, int32, as rank 0. The others have been told how many they are."""
+        """Send *ints*, int32, as rank 0. The others know their number from the header."""
         with torch.cuda.stream(self._stream):
             self._exchange(torch.from_numpy(ints).to(self._device))
 
     def receive(self, num_ints: int) -> np.ndarray:
-        """Return what rank 0 sends, as another rank."""
+        """Return the ints that rank 0 sends, as another rank."""
         with torch.cuda.stream(self._stream):
             body = torch.empty(num_ints, dtype=torch.int32, device=self._device)
             self._exchange(body)

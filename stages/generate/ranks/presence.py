@@ -1,4 +1,4 @@
-"""Which ranks of a group are there before it forms, by their slots and statuses in the log."""
+"""Finds out which ranks of a group are there before it forms, by their slots and statuses in the log."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LOOK_EVERY_S: Final = 0.05
 AGAIN_S: Final = 0.5
 """Pause after an error of the log."""
 TOLD_AFTER_S: Final = 10.0
-"""So long may ranks load before a log line says who is missing."""
+"""Time that ranks may load before a log line names the missing ones."""
 TOLD_EVERY_S: Final = 60.0
 
 
 def start_of(group: str, nonce: str) -> str:
-    """Return how one start of *group* is called in the statuses of the ranks that have joined it."""
+    """Return the name of one start of *group* in the statuses of the ranks that have joined it."""
     return f"{group}/{nonce}"
 
 
 class RankSlotLike(Protocol):
-    """`RankSlot`, as far as this module uses it."""
+    """The part of `RankSlot` that this module uses."""
 
     def owner(self, stop: Ends) -> Owner | None: ...
 
@@ -39,11 +39,11 @@ class RankSlotLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds a slot of a rank. If it is dead, it does until the lease runs out."""
+    """A process that holds a slot of a rank. A dead one holds it until the lease expires."""
 
     status: Status
     lives: bool
-    """It has renewed its lease since somebody looked first."""
+    """Whether it has renewed its lease since the first look."""
 
 
 class Holders:
@@ -52,10 +52,10 @@ class Holders:
     def __init__(self, log: StreamLog, group: str) -> None:
         self._log, self._group = log, group
         self._least_ms: dict[str, int] = {}
-        """By owner: the least that was seen to be left of its lease."""
+        """Owner -> shortest remaining time of its lease that was seen."""
 
     def of(self, rank: int) -> list[Holder]:
-        """Return those that are *rank*."""
+        """Return the processes that are *rank*."""
         found = []
         for status in read_statuses(self._log, rank_stage(rank)):
             lease = self._log.lease(status.slot)
@@ -67,9 +67,9 @@ class Holders:
 
 
 def wait_until_single(log: StreamLog, slot: RankSlotLike, group: str, rank: int, node: int, stop: Ends) -> None:
-    """Return when no other process is *rank* of *group*, or at *stop*. This one has said that it is `starting`.
+    """Return when no other process is *rank* of *group*, or at *stop*. The status of this one must be `starting`.
 
-    Of two that start at the same time, the one in the lower slot stays.
+    If two start at the same time, the one in the lower slot stays.
 
     Raises:
         ConfigError: Another one lives.
@@ -104,7 +104,7 @@ def wait_for_others(
 ) -> None:
     """Return when all of the other *size* ranks wait for rank 0 and none of them *differs*, or at *stop*.
 
-    The status says which do not, and for how long; now and then, a log line does, too.
+    The status names the others, and for how long they have been missing; now and then a log line does, too.
     """
     holders = Holders(log, group)
     since_s = dict.fromkeys(range(1, size), clock_s())
@@ -134,7 +134,7 @@ def wait_for_others(
 
 
 def _look_until(look: Callable[[Owner], bool], slot: RankSlotLike, stop: Ends) -> None:
-    """Call *look* with who holds *slot* until it says yes, or *stop*."""
+    """Call *look* with the owner of *slot* until it returns True, or *stop*."""
     while (owner := slot.owner(stop)) is not None and not stop:
         try:
             if look(owner):

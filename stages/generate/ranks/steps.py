@@ -1,7 +1,7 @@
-"""How the ranks of an engine take the same steps: rank 0 says each to the others before it takes it, and they follow.
+"""How the ranks of an engine take the same steps: rank 0 sends each to the others before it takes it, and they follow.
 
-Without overlap a frame says a whole step. With it, a step is begun by one frame and landed by another one, or by the
-beginning of the next step, which its tokens follow:
+Without overlap one frame is a whole step. With overlap, one frame begins a step, and another lands it: a frame of its
+own, or the one that begins the next step, which its tokens follow:
 
     rank 0                       frames                  another rank
     launch(1, None)              BEGIN 1                 forward pass 1
@@ -33,11 +33,11 @@ class LeadingEngine:
         self._vocab_size = vocab_size
 
     def forward(self, plan: BatchPlan) -> Computed:
-        """Compute one step with all ranks. What fails while tokens are drawn or scored fails here alone.
+        """Compute one step with all ranks. Errors while tokens are drawn or scored are rank 0's alone.
 
         Raises:
             RankLost: A rank is gone, or the forward pass failed: then the ranks are no longer at the same place.
-            ValueError: The model does not know a token. No rank was told of the step.
+            ValueError: The model does not know a token. The step was not sent to any rank.
         """
         self._check(plan)
         with self._leader.computing(plan):
@@ -45,14 +45,14 @@ class LeadingEngine:
         return _or_raised(result)
 
     def _check(self, plan: BatchPlan, num_unknown: int = 0) -> None:
-        """Raise ValueError if a token is neither of the model nor a placeholder for one of *num_unknown*."""
+        """Raise ValueError if a token is neither the model's nor a placeholder for one of *num_unknown* tokens."""
         for row in plan.rows:
             if not -num_unknown <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
                 seen = f"{min(row.token_ids)} to {max(row.token_ids)}"
                 raise ValueError(f"token ids from {seen}; the model knows 0 to {self._vocab_size - 1}")
 
     def _landed(self, launched: Launched) -> Computed | Exception:
-        """Return the result of a step whose logits and scores the other ranks take part in, or why there is none."""
+        """Return the result of a step whose logits and scores the other ranks help to compute, or the error."""
         num_before, num_draws = self._collectives.num_gathered, int(not launched.is_drawn)
         result = self._at_rank_0(lambda: self._engine.wait(launched), num_draws)
         if isinstance(result, Exception):
@@ -60,7 +60,7 @@ class LeadingEngine:
         return result
 
     def _at_rank_0(self, work: Callable[[], T], num_gathers: int) -> T | Exception:
-        """Return what *work* returns, or the error of rank 0 alone: after so many gathers no other rank waits for it.
+        """Return the result of *work*, or an error of rank 0 alone: after so many gathers no other rank waits for it.
 
         Raises:
             Exception: Another rank may wait for what rank 0 has not computed: the head is part of the forward pass.
@@ -75,16 +75,16 @@ class LeadingEngine:
 
 
 class LaunchingEngine(LeadingEngine):
-    """Rank 0's engine with overlap: begins a step before somebody waits for the one before (`Launches`)."""
+    """Rank 0's engine with overlap: begins a step before the one before is awaited (`Launches`)."""
 
     _last: Launched | None = None
-    """The step that was begun last."""
+    """Newest step that was begun."""
 
     def launch(self, plan: BatchPlan, before: Launched | None) -> Launched:
-        """Begin one step with all ranks, after having drawn the tokens of the step *before*, if there is one.
+        """Draw the tokens of the step *before*, if there is one, and begin one step with all ranks.
 
         Raises:
-            RankLost, ValueError: As `forward`.
+            RankLost, ValueError: See `forward`.
             Exception: The tokens of the step before cannot be drawn. All ranks dropped *plan*.
         """
         if before is None:
@@ -106,10 +106,10 @@ class LaunchingEngine(LeadingEngine):
         return self._last
 
     def wait(self, launched: Launched) -> Computed:
-        """Return the result of a step. What fails while tokens are drawn or scored fails here alone.
+        """Return the result of a step. Errors while tokens are drawn or scored are rank 0's alone.
 
         Raises:
-            RankLost: As `forward`.
+            RankLost: See `forward`.
         """
         if launched.is_drawn and not any(row.scoring and row.scoring.targets for row in launched.plan.rows):
             return self._engine.wait(launched)  # the other ranks have no part in it
@@ -132,10 +132,10 @@ class FollowingEngine:
     def __init__(self, engine: Engine, follower: Follower) -> None:
         self._engine, self._follower = engine, follower
         self._begun: list[Launched] = []
-        """The last two steps that were begun, the older one first."""
+        """The two newest steps, the older one first."""
 
     def follow(self) -> bool:
-        """Wait until rank 0 wants something and do this rank's part of it; False: rank 0 has left.
+        """Wait for a job of rank 0 and do this rank's part of it; return False when rank 0 has left.
 
         Raises:
             RankLost: Rank 0 is gone, or was silent for too long.

@@ -1,4 +1,4 @@
-"""Where the ranks of a start find each other: a file in rank 0's memory, or a port of its machine."""
+"""Stores where the ranks of a start find each other: a file in rank 0's memory, or a port of its machine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from stages.generate.ranks.channel import PATIENCE_S
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 REACH_S: Final = 5.0
-"""So long a rank tries to reach the port."""
+"""Timeout of a rank's connection to the port."""
 
 
 @contextlib.contextmanager
 def opened_store(size: int, address: str) -> Iterator[tuple[str, Any]]:
-    """Give the name of a place where *size* ranks find each other, and rank 0's way to it.
+    """Yield the name of a store where *size* ranks find each other, and rank 0's connection to it.
 
-    With an *address* of this machine, other machines can reach the place there, and nowhere else, until the block ends.
+    With an *address* of this machine, other machines can reach the store there, and only there, until the block ends.
 
     Raises:
-        OSError: The place cannot be made.
+        OSError: The store cannot be made.
     """
     if address:
         with _port(address) as name:
@@ -39,13 +39,13 @@ def opened_store(size: int, address: str) -> Iterator[tuple[str, Any]]:
 
 
 def memory_store(size: int) -> tuple[str, Any]:
-    """Return the name of a place where *size* ranks of this machine find each other, and rank 0's way to it.
+    """Return the name of a store where *size* ranks of this machine find each other, and rank 0's connection to it.
 
     It is a file in memory that only this user's processes can open. It ends with this process, however that ends. Until
-    then it stays open: stores write to it by its name when they are freed, so the name must not become another file's.
+    then it stays open: stores write to it by name when they are freed, so the name must not become another file's.
 
     Raises:
-        OSError: The place cannot be made.
+        OSError: The store cannot be made.
     """
     name = f"/proc/{os.getpid()}/fd/{os.memfd_create('minisgl-ranks')}"
     return name, reached_store(name, size)
@@ -57,7 +57,7 @@ def _port(address: str) -> Iterator[str]:
     is_ipv6 = ":" in address
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET)
     port = listener.getsockname()[1]
-    # The store closes the socket in the end. Rank 0's gloo keeps its way to the store, so that is another object.
+    # The store closes the socket in the end. Rank 0's gloo keeps a connection to it, which is another object.
     store = _TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     try:
         yield f"tcp://[{address}]:{port}" if is_ipv6 else f"tcp://{address}:{port}"
@@ -66,10 +66,10 @@ def _port(address: str) -> Iterator[str]:
 
 
 def reached_store(name: str, size: int) -> Any:
-    """Return a way to the place *name*, which rank 0 of *size* ranks has opened.
+    """Return a connection to the store *name*, which rank 0 of *size* ranks has opened.
 
     Raises:
-        RankLost: It is gone, or cannot be reached.
+        RankLost: The store is gone, or cannot be reached.
     """
     place = urlsplit(name)
     if place.scheme != "tcp":

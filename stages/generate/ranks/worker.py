@@ -46,11 +46,11 @@ from stages.generate.setup.resolve import Settings, resolve
 logger = structlog.get_logger()
 
 PATIENCE_S: Final = TIMEOUT_S + 10.0
-"""Rank 0 sends a frame each second. A rank without one ends after TIMEOUT_S, so the watchdog waits for longer."""
+"""Longest wait for a frame. It exceeds TIMEOUT_S, after which a rank without a frame ends by itself."""
 
 
 def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
-    """Be one rank of an engine; return the exit code. Rank 0 ends at SIGTERM, the others with it.
+    """Run one rank of an engine; return the exit code. Rank 0 ends at SIGTERM, the others with it.
 
     Raises:
         ConfigError: The model cannot be divided, or this rank differs from rank 0.
@@ -77,11 +77,11 @@ def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path)
 
 
 def _resolved(config: GenerateConfig, folder: Path) -> tuple[ModelSpec, Settings, Terms]:
-    """Return the model, the settings of this rank, and what of both all ranks must have in common."""
+    """Return the model, the settings of this rank, and the terms that must be the same on all ranks."""
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     here = len(config.nodes.ranks_here(config.engine.tp))
     settings = resolve(config.engine, spec, config.ranks.rank, ranks_here=here, share=config.share)
-    length = config.engine.max_seq_len or spec.max_positions  # a rank has no room for longer requests
+    length = config.engine.max_seq_len or spec.max_positions  # a rank has no memory for longer requests
     common = f"{settings.of_all_ranks} length {length}"
     return spec, settings, terms_of(fingerprint(folder, dummy=config.engine.dummy_weight), common)
 
@@ -125,7 +125,7 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
 
 
 def _connect(config: GenerateConfig, settings: Settings) -> Connect:
-    """Return what connects a rank with the others."""
+    """Return a function that connects a rank with the others."""
     return partial(connect_links, device=settings.device, address=config.nodes.rank_address or LOOPBACK)
 
 
@@ -135,14 +135,14 @@ def _give_way(settings: Settings) -> None:
 
 
 def _leave(leader: Leader, error: type[BaseException] | None, *_: object) -> None:
-    """Tell the others to leave. After an error they may wait in a sum, and hear nothing until this process ends."""
+    """Let the others leave. After an error they may wait in a sum, and notice nothing until this process ends."""
     if error is None:
-        with contextlib.suppress(RankLost):  # it wants to end too
+        with contextlib.suppress(RankLost):  # the lost rank wants to end, too
             leader.leave()
 
 
 class _NodeEnds(Exception):
-    """The ranks of this machine are to end, and rank 0 is on another one."""
+    """The ranks of this machine must end, and rank 0 is on another one."""
 
 
 def _follow(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, slot: RankSlot, stop: Stop) -> int:
@@ -157,7 +157,7 @@ def _follow(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: P
         return 0
     owner, entry, formation = found
     structlog.contextvars.bind_contextvars(slot=owner.slot)
-    spec, settings, _ = _resolved(config, folder)  # it may have waited for long: other memory is free now
+    spec, settings, _ = _resolved(config, folder)  # the wait may have been long: other memory is free now
     links = joined(formation, rank, _connect(config, settings))
     settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
     ack(log, owner, group, entry)

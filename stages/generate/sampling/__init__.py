@@ -1,1 +1,1 @@
-"""From logits to tokens: what shapes them, what is drawn, and how probable it was."""
+"""From logits to tokens: changes the logits, draws tokens, and scores them."""

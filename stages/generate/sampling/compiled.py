@@ -1,4 +1,4 @@
-"""`kernels_sample` and `kernels_refuse` from Python: tokens drawn from logits on a CPU, and those that cannot be."""
+"""`kernels_sample` and `kernels_refuse` for Python: draw tokens on a CPU, and exclude tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(
 
 
 def refuse(found: CDLL, logits_RV: np.ndarray, rows: Sequence[int], masks_DW: Sequence[Words], threads: int) -> None:
-    """Make the logits, float32, minus infinity of those tokens that some *rows* cannot have; of each row the mask."""
+    """Set the logits, float32, of tokens that some *rows* cannot have to minus infinity. Each row has a mask."""
     assert logits_RV.flags.c_contiguous
     rows_D, vocab_size = np.array(rows, np.int64), logits_RV.shape[1]
     masks = addresses(masks_DW, vocab_size)
@@ -59,7 +59,7 @@ def refuse(found: CDLL, logits_RV: np.ndarray, rows: Sequence[int], masks_DW: Se
 
 
 def addresses(masks_D: Sequence[Words | None], vocab_size: int) -> np.ndarray:
-    """Return pointers to masks of so many tokens, which must be kept meanwhile; NULL for None."""
+    """Return pointers to masks of *vocab_size* tokens; NULL for None. The caller must keep the masks meanwhile."""
     pointers_D = np.zeros(len(masks_D), np.uintp)
     for row, mask_W in enumerate(masks_D):
         if mask_W is not None:

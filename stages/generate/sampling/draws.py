@@ -17,9 +17,9 @@ GOLDEN64: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitM
 LN2: Final = 0.6931471805599453
 SMALLEST: Final = float(np.finfo(np.float32).tiny)
 MOST_WEIGHT: Final = 2**40
-"""The weight of the most probable token; `sampler.weights` says more."""
+"""Weight of the most probable token, see `sampler.weights`."""
 HALF_BITS: Final = 30
-"""A fraction is two numbers of so many bits, so that no product of it and a sum of weights needs more than 64."""
+"""Bits of each of the two numbers of a fraction, so that its products with sums of weights fit into 64 bits."""
 
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -30,15 +30,15 @@ class Draws:
     """One number for each row. A fraction, such as top_p, is high / 2**30 + low / 2**60."""
 
     divisors_R: npt.NDArray[np.float32]
-    """Temperature times ln 2: logits further from the largest by so much weigh half."""
+    """Temperature times ln 2: a logit that is this much below the largest weighs half."""
     numbers_FR: npt.NDArray[np.int64]
-    """top_k (0: off), top_p in two parts, the smallest weight that min_p leaves, and in two parts which share of the
-    weights lies before the token that is drawn: `Draw` of sample.h.
+    """top_k (0: off), top_p in two parts, the smallest weight that min_p keeps, and in two parts the share of the
+    weights that lies before the drawn token: `Draw` of sample.h.
     """
 
 
 def make_draws(samples: Sequence[Sample]) -> Draws:
-    """Return the arrays of some rows that are drawn (their temperature is not 0)."""
+    """Return the arrays of rows that are drawn (their temperature is not 0)."""
     params = [how.params for how in samples]
     numbers_FR = np.empty((6, len(samples)), np.int64)
     numbers_FR[0] = [min(each.top_k, 2**31) for each in params]
@@ -51,7 +51,7 @@ def make_draws(samples: Sequence[Sample]) -> Draws:
 
 
 def fractions(values_R: Floats) -> tuple[Floats, Floats]:
-    """Return numbers in [0, 1] as two whole numbers each, of 30 bits: exactly, but for bits below 2**-60."""
+    """Return each number in [0, 1] as two whole numbers of 30 bits: exactly, but for bits below 2**-60."""
     scaled_R = values_R * 2.0**HALF_BITS
     high_R = np.floor(scaled_R)
     return high_R, np.floor((scaled_R - high_R) * 2.0**HALF_BITS)
@@ -61,8 +61,8 @@ def uniform(seeds_R: npt.NDArray[np.int64], positions_R: npt.NDArray[np.int64]) 
     """Return numbers in [0, 1) with 53 random bits, a pure function of seed and position.
 
     SplitMix64 as a counter-based generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
-    2014): its state after `position` steps is known without taking them. The seed is mixed first, so that no two
-    seeds that a person would choose are shifts of one sequence.
+    2014): its state after `position` steps can be computed directly. The seed is mixed first, so that no two seeds that
+    a person would choose are shifts of one sequence.
     """
     states_R = splitmix64(seeds_R.view(np.uint64)) + positions_R.astype(np.uint64) * np.uint64(GOLDEN64)
     return (splitmix64(states_R) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,6 +1,6 @@
-"""Which tokens a grammar allows, as bits: bit t % 32 of word t // 32 says whether token t may come next.
+"""Tokens that a grammar allows, as bits: bit t % 32 of word t // 32 is 1 if token t may come next.
 
-llguidance computes them and the kernels read them. The tensors of other devices take one bool for each token.
+llguidance computes them and the kernels read them. Tensors on other devices have one bool for each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def unpacked(allowed_W: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
 
 
 def mask_of(how: Sample, vocab_size: int) -> Words:
-    """Return which tokens a row with a grammar can have. Of its other limits those hold that leave any token."""
+    """Return the tokens that a row with a grammar can have. Its other limits hold only if they leave a token."""
     assert how.allowed is not None, "only rows with a grammar have a mask"
     wanted = [token for token in how.params.allowed_token_ids if token < vocab_size]
     unwanted = [token for token in how.forbidden if 0 <= token < vocab_size]

@@ -2,7 +2,7 @@
 parameters, the tokens before it, and (seed, position).
 
 So a request gets the same tokens alone, in any batch, after a preemption and after a crash. Only integers are summed,
-so neither the order of a sum nor the device counts. Where there are kernels, `sample.c` draws the same tokens.
+so neither the order of a sum nor the device matters. Where there are kernels, `sample.c` draws the same tokens.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 # R = rows that sample, X = some of them, V = vocabulary, C = candidates, N = any number of tokens, B = blocks of them
 
 VERSION: Final = 2
-"""Count this up with every change that may choose another token. It is part of an engine's numerics."""
+"""Increase this with every change that may choose another token. It is part of an engine's numerics."""
 AGAIN: Final = -2
-"""In place of a token: the row must be drawn again, alone."""
+"""Stands for a token: the row must be drawn again, alone."""
 FEW: Final = 1024
-"""The largest top_k whose rows look at candidates alone, and the candidates of a row with top_p alone."""
+"""Largest top_k with which only candidates are looked at, and number of candidates of a row with top_p alone."""
 BLOCK: Final = 128
-"""Weights that are summed first; the vocabularies of most models are a multiple of it."""
+"""Number of weights in a block; blocks are summed first. The vocabularies of most models are a multiple of it."""
 AT_ONCE: Final = {"cpu": 2**19, "cuda": 2**24}
-"""Logits whose weights are computed at a time. Each takes up to 24 bytes: on a CPU they stay in its cache, on a GPU all
-of them take 400 MB.
+"""Number of logits whose weights are computed at a time. Each takes up to 24 bytes: on a CPU they stay in its cache, on
+a GPU all of them take 400 MB.
 """
 FARTHEST: Final = 50.0
-"""Halvings after which a weight is 0."""
+"""Number of halvings after which a weight is 0."""
 EXPONENT: Final = 40 + 127
-"""Of the largest weight, 2**40, in float32."""
+"""Exponent of the largest weight, 2**40, in float32."""
 POLYNOMIAL: Final = (0.0013264729641377926, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253)
 SLOPE: Final = 0.6931470036506653
 """2**f is 1 + f (SLOPE + f (.. + f POLYNOMIAL[0])) for f in [-0.5, 0.5], with an error of 2e-7: a minimax fit."""
@@ -69,10 +69,10 @@ def best(logits_RV: Tensor) -> Tensor:
 
 
 def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) -> None:
-    """Replace the `best` tokens, int64, of rows that are drawn, or whose logits their requests change.
+    """Replace the `best` tokens, int64, of rows that are drawn, or whose requests change the logits.
 
-    Nothing waits for the device. Only the logits of those rows are read, and changed in place. Tokens may become AGAIN:
-    once they are on the host, call `draw_again`. On a CPU, *threads* share the rows.
+    Nothing waits for the device. Only the logits of those rows are read; they are changed in place. Tokens may become
+    AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows.
     """
     changed = [row for row, how in enumerate(samples) if how.changes_logits]
     drawn = [row for row, how in enumerate(samples) if how.params.temperature > 0]
@@ -93,12 +93,12 @@ def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, thre
 
 
 def is_drawn_again(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether `draw` is sure to give AGAIN for a row with these parameters, where there are no kernels."""
+    """Return whether `draw` always returns AGAIN for a row with these parameters where there are no kernels."""
     return params.temperature > 0 and (params.typical_p < 1 or FEW < params.top_k < vocab_size)
 
 
 def draw_again(token_ids: Sequence[int], logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Return *token_ids*, from which `draw` came, with those that are AGAIN replaced. It waits for the device."""
+    """Return the *token_ids* that `draw` wrote, with each AGAIN replaced. Wait for the device."""
     return [
         _draw_alone(logits_RV[row], samples[row]) if token == AGAIN else token for row, token in enumerate(token_ids)
     ]
@@ -107,8 +107,8 @@ def draw_again(token_ids: Sequence[int], logits_RV: Tensor, samples: Sequence[Sa
 def weights(distances_XN: Tensor, divisors_X1: Tensor) -> Tensor:
     """Return rint(2**(40 - distance / divisor)) as int64, not normalised: 2**40 is the weight of the largest logit.
 
-    *distances_XN*, of each logit from the largest one of its row, are overwritten. IEEE 754 fixes the result of each of
-    these operations, on every device. A sum of 2**20 weights fits into 61 bits.
+    *distances_XN*, of each logit from the largest one of its row, are overwritten. IEEE 754 defines the result of each
+    of these operations, on every device. A sum of 2**20 weights fits into 61 bits.
     """
     halvings_XN = distances_XN.div_(divisors_X1).clamp_(max=FARTHEST)
     whole_XN = halvings_XN.round()
@@ -163,7 +163,7 @@ def _in_turn(which: np.ndarray, vocab_size: int, device: torch.device) -> Iterat
 
 
 def _by_all(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, told_FX: np.ndarray) -> Tensor:
-    """Return a token of each row, of those that min_p leaves. The logits are overwritten, *told_FX* are the numbers."""
+    """Return a token of each row that min_p keeps. Overwrite the logits. *told_FX*: the numbers on the host."""
     most_X1 = logits_XV.amax(-1, keepdim=True)
     weights_XV = weights(torch.sub(most_X1, logits_XV, out=logits_XV), divisors_X1)
     if told_FX[3].any():
@@ -182,8 +182,8 @@ def _by_all(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, told_FX:
 
 
 def _by_candidates(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, told_FX: np.ndarray) -> Tensor:
-    """Return a token of each row, of its top_k and those that equal the last of them."""
-    most = 1 << int(2 * told_FX[0].max() - 1).bit_length()  # about twice as many, for equal ones
+    """Return a token of each row, among its top_k and those that equal the last of them."""
+    most = 1 << int(2 * told_FX[0].max() - 1).bit_length()  # about twice as many, for equal logits
     num_candidates = min(most, logits_XV.shape[1])
     distances_XC, ids_XC = _nearest(logits_XV, num_candidates)
     weights_XC = weights(distances_XC.clone(), divisors_X1)
@@ -195,7 +195,7 @@ def _by_candidates(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, t
 
 
 def _by_nucleus(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, told_FX: np.ndarray) -> Tensor:
-    """Return a token of each row with top_p, and without top_k. The logits are overwritten."""
+    """Return a token of each row with top_p, and without top_k. Overwrite the logits."""
     distances_XC, ids_XC = _nearest(logits_XV, min(FEW, logits_XV.shape[1]))
     most_X1 = logits_XV.amax(-1, keepdim=True)
     sums_X = weights(torch.sub(most_X1, logits_XV, out=logits_XV), divisors_X1).sum(-1)
@@ -204,7 +204,7 @@ def _by_nucleus(logits_XV: Tensor, divisors_X1: Tensor, numbers_FX: Tensor, told
 
 
 def _nearest(logits_XV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Return how far the largest logits of each row are from the largest one, in rising order, and their tokens."""
+    """Return the distances of the largest logits of each row from the largest, in rising order, and their tokens."""
     best_XC, ids_XC = logits_XV.topk(num_candidates)
     return best_XC[:, :1] - best_XC, ids_XC
 
@@ -212,9 +212,9 @@ def _nearest(logits_XV: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
 def _of_candidates(
     distances_XC: Tensor, ids_XC: Tensor, weights_XC: Tensor, sums_X: Tensor, numbers_FX: Tensor, vocab_size: int
 ) -> Tensor:
-    """Return a token of each row, of those that top_p and min_p leave; AGAIN: more of them than the candidates count.
+    """Return a token of each row, among those that top_p and min_p keep; AGAIN: they may be more than the candidates.
 
-    *sums_X* are the weights of all tokens that top_k leaves.
+    *sums_X*: the weights of all tokens that top_k keeps.
     """
     before_XC = weights_XC.cumsum(-1) - weights_XC
     wanted_X = share(sums_X, numbers_FX[1:3]).clamp_(min=1)
@@ -247,7 +247,7 @@ def _draw_alone(logits_V: Tensor, how: Sample) -> int:
 
 def kept_weights(logits_V: Tensor, how: Sample) -> Tensor:
     """Return the weights of one row after temperature, top_k, top_p, min_p and typical_p in this order, as in
-    transformers. All tokens are sorted.
+    transformers. Sort all tokens.
 
     Equal logits at a border are all kept or all dropped, so the result does not depend on how a sort orders them. In
     bfloat16 they are common.
@@ -269,12 +269,12 @@ def kept_weights(logits_V: Tensor, how: Sample) -> Tensor:
 
 
 def _keep_typical(weights_V: Tensor, surprise_V: Tensor, typical_p: float) -> None:
-    """Keep the tokens whose information is closest to the entropy and that together reach *typical_p*.
+    """Keep the tokens with information closest to the entropy that together reach *typical_p*.
 
-    *surprise_V* is the information of each token, in 2**-20 bits, less that of the most probable one.
-    Meister, Pimentel, Wiher, Cotterell: Locally Typical Sampling, TACL 2023 (arXiv:2202.00666).
+    *surprise_V* is the information of each token, in 2**-20 bits, minus that of the most probable one. Meister,
+    Pimentel, Wiher, Cotterell: Locally Typical Sampling, TACL 2023 (arXiv:2202.00666).
     """
-    limbs = (((weights_V >> shift & 0x3FFF) * surprise_V).sum() for shift in (0, 14, 28))  # whole, it has 85 bits
+    limbs = (((weights_V >> shift & 0x3FFF) * surprise_V).sum() for shift in (0, 14, 28))  # a whole one has 85 bits
     mean = sum(int(limb) << shift for limb, shift in zip(limbs, (0, 14, 28), strict=True)) // int(weights_V.sum())
     distances_V = (surprise_V - mean).abs_().masked_fill_(weights_V == 0, 2**40)
     sorted_V, order_V = distances_V.sort()
@@ -282,7 +282,7 @@ def _keep_typical(weights_V: Tensor, surprise_V: Tensor, typical_p: float) -> No
 
 
 def _border(sorted_N: Tensor, weights_N: Tensor, fraction: float) -> Tensor:
-    """Return the largest distance, *sorted_N*, of those tokens that together reach *fraction* of the weights."""
+    """Return the largest distance, of *sorted_N*, among the tokens that together reach *fraction* of the weights."""
     fraction_21 = on_device(np.array(fractions(np.array([fraction]))).astype(np.int64), sorted_N.device)
     ends_N = weights_N.cumsum(-1)
     wanted_1 = share(ends_N[-1:], fraction_21).clamp_(min=1)

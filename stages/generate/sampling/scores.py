@@ -17,11 +17,11 @@ from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, PlanRow, RowS
 # T = packed tokens, R = rows that sample, V = vocabulary, E = hidden size, N = tokens of a prompt, C = candidates
 
 AT_ONCE: Final = 128
-"""Prompt tokens whose logits are computed at a time: with a large vocabulary those of a whole prompt are gigabytes."""
+"""Number of prompt tokens whose logits are computed at a time: with a large vocabulary all logits take gigabytes."""
 LEAST: Final = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI returns the same number."""
 DIGITS: Final = 6
-"""After the decimal point; float32 has no more."""
+"""Digits after the decimal point; float32 has no more."""
 
 
 def score(
@@ -34,7 +34,7 @@ def score(
 ) -> dict[int, RowScores]:
     """Return table row -> scores of its drawn token and its prompt, for the rows that ask for them.
 
-    *starts* says where in T each row begins, and *logits_RV* has the logits of rows that ask for scores, at least.
+    *starts*: where in T each row begins. *logits_RV*: at least the rows that ask for scores must be filled in.
     """
     found: dict[int, RowScores] = {}
     sampled = iter(range(len(token_ids)))
@@ -59,7 +59,7 @@ def score(
 
 
 def blocks_of(row: PlanRow, first: int, x_TE: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Yield x_NE of the tokens of *row* that are scored, and their targets, some at a time. It begins at *first*."""
+    """Yield x_NE of the scored tokens of *row*, and their targets, in blocks. The row begins at *first* in T."""
     targets = row.scoring.targets if row.scoring is not None else ()
     for start in range(0, len(targets), AT_ONCE):
         block = targets[start : start + AT_ONCE]
@@ -67,8 +67,8 @@ def blocks_of(row: PlanRow, first: int, x_TE: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int, others: Sequence[int] = ()) -> list[Score]:
-    """Return the score of each of *token_ids* in its row of logits, with the *num_top* most probable tokens, or with
-    *others* if there are any."""
+    """Return the score of each of *token_ids* in its row of logits, with the *num_top* most probable tokens, or instead
+    with *others* if there are any."""
     logprobs_NV = logits_NV.float().log_softmax(-1)
     chosen_N1 = logprobs_NV.gather(1, torch.tensor(token_ids, device=logprobs_NV.device)[:, None])
     if others:

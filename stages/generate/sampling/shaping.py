@@ -1,8 +1,8 @@
 """How a request changes its logits before a token is chosen: bias, penalties, allowed and forbidden tokens, grammar.
 
 A pure function of the logits, the parameters and the tokens so far. The order is that of vLLM and transformers: bias,
-penalties, then tokens that must not come out. Greedy rows are shaped like all others. The grammar has the last word: no
-other wish gives a token that it does not allow.
+penalties, then forbidden tokens. Greedy rows are changed like all others. The grammar comes last: no other parameter
+can add a token that it does not allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Number = TypeVar("Number", np.float32, np.int64)
 
 
 class Places:
-    """Places in the flat logits, of any rows. A row costs no call of numpy: there may be hundreds."""
+    """Places in the flat logits, of any rows. Adding a row calls no numpy: there may be hundreds of rows."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -47,11 +47,11 @@ class Places:
         self._token_ids.append(token_ids)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the places, int64."""
+        """Return the places as int64 on *device*."""
         return on_device(np.repeat(np.array(self._starts, np.int64), self._lengths) + int32s(self._token_ids), device)
 
     def spread(self, numbers: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """Return for each place its number of *numbers*, which has one for each `add`."""
+        """Return for each place the number of its row. *numbers* has one for each `add`."""
         return np.repeat(numbers, self._lengths)
 
     def __bool__(self) -> bool:
@@ -69,7 +69,7 @@ def float32s(parts: Iterable[array[float]]) -> Floats:
 
 
 def shape(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], *, threads: int = 1) -> None:
-    """Change, in place, the logits of *rows*, float32, as *samples* say, which are of all rows.
+    """Change, in place, the logits of *rows*, float32. *samples* has the samples of all rows.
 
     On a CPU, *threads* share the rows with grammars.
 
@@ -114,13 +114,13 @@ def shape(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], *, 
         flat.index_fill_(0, places_P, NEVER)
         which_P = on_device(forbidden.spread(np.arange(len(forbidding))), device)
         has_others_R = logits_RV[on_device(forbidding, device)].amax(-1) > NEVER
-        flat[places_P] = there_P.masked_fill_(has_others_R[which_P], NEVER)  # to forbid all tokens forbids none
+        flat[places_P] = there_P.masked_fill_(has_others_R[which_P], NEVER)  # forbidding all tokens forbids none
     if bound:
         _refuse(logits_RV, bound, samples, threads)
 
 
 def _penalize(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
-    """Change the logits of the tokens that *rows* have had.
+    """Change the logits of the tokens that *rows* already have.
 
     On a CPU, `index_select` and `index_copy_` take half as long as brackets.
     """
@@ -143,7 +143,7 @@ def _penalize(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample])
     if repeated:
         places_P = repeated.on(device)
         factors_P = on_device(repeated.spread(np.array(factors, np.float32)), device)
-        there_P = flat.index_select(0, places_P)  # a place that is there twice gets the same number twice
+        there_P = flat.index_select(0, places_P)  # a place that comes twice gets the same number twice
         penalized_P = torch.where(there_P > 0, (there_P / factors_P).clamp_(max=MOST), there_P * factors_P)
         flat.index_copy_(0, places_P, penalized_P)
     if used:
@@ -154,7 +154,7 @@ def _penalize(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample])
 
 
 def _refuse(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], threads: int) -> None:
-    """Make the logits minus infinity of those tokens that *rows*, which have grammars, cannot have."""
+    """Set the logits of the tokens that *rows*, which have grammars, cannot have to minus infinity."""
     vocab_size = logits_RV.shape[1]
     masks_XW = [mask_of(samples[row], vocab_size) for row in rows]
     kernels = sampling.functions() if logits_RV.device.type == "cpu" else None

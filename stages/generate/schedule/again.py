@@ -1,4 +1,4 @@
-"""Steps of the journal, planned again: a pure fold that says where a plan is another one than the engine's."""
+"""Plans the steps of the journal again and returns where a plan differs from the engine's. A pure fold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 from pipeline.errors import MiniSGLError, UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
 from pipeline.log.entries import clipped
-from pipeline.log.journal import Step
+from pipeline.log.journal import JournalStep
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import LANDED, LITERAL, USUAL, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
@@ -24,12 +24,12 @@ class StepsMissing(MiniSGLError):
 
 
 class Again:
-    """Plans the steps of an engine again, from one with a snapshot on.
+    """Plans the steps of an engine again, beginning with a step that has a snapshot.
 
-    The tokens come from the journal, the prompts from *request_of*, which gives a request with n tokens of output.
+    The tokens come from the journal. *request_of* returns the request of a uid with its first n tokens of output.
     """
 
-    def __init__(self, first: Step, request_of: Callable[[str, int], NewRequest]) -> None:
+    def __init__(self, first: JournalStep, request_of: Callable[[str, int], NewRequest]) -> None:
         """*first* has a snapshot.
 
         Raises:
@@ -39,15 +39,15 @@ class Again:
         self.schedule = RecordedSchedule.restored(first.schedule, first.number, request_of)
         self._next = first.epoch, first.number
         self.plan = NOTHING
-        """That of the last step that has landed."""
+        """Plan of the last step that landed."""
         self._in_flight: deque[tuple[BatchPlan, list[StepRow]]] = deque()
-        """The plans that have not landed, and the marks of each that no step has told yet."""
+        """Plans that have not landed, and the marks of each that no step has had yet."""
 
-    def difference(self, step: Step) -> str:
-        """Plan *step*, which follows the one before; return the first thing that comes out differently, or "".
+    def difference(self, step: JournalStep) -> str:
+        """Plan *step*, which follows the one before; return the first difference, or "".
 
         Raises:
-            StepsMissing: It does not follow.
+            StepsMissing: *step* does not follow the one before.
         """
         if (step.epoch, step.number) != self._next:
             raise StepsMissing(f"the journal lacks the step {self._next[0]}-{self._next[1]}")
@@ -57,15 +57,15 @@ class Again:
                 return f"{what}: {clipped(told(mine))} is planned, {clipped(told(its))} was"
         return ""
 
-    def _checks(self, step: Step) -> Iterator[tuple[str, object, object]]:
-        """Yield pairs that must be equal: what is planned now, and what the journal says."""
+    def _checks(self, step: JournalStep) -> Iterator[tuple[str, object, object]]:
+        """Yield pairs that must be equal: what is planned now, and what the journal has."""
         if step.schedule:
             mine, its = orjson.loads(self.schedule.snapshot()), orjson.loads(step.schedule)
             for name in its:
                 yield f"the {name} of the snapshot", mine.get(name), its[name]
         marks: list[StepRow] = []
         figures = step.figures
-        said = step.given if not LITERAL.isdisjoint(step.given) else (*step.given, *USUAL)
+        said = step.inputs if not LITERAL.isdisjoint(step.inputs) else (*step.inputs, *USUAL)
         landed = not LANDED.isdisjoint(said)
         for word in said:
             match word.split():
@@ -101,7 +101,7 @@ class Again:
                     yield from self._counts(step)
                 case _:
                     raise UndecodableEvent(f"the step {step.id} was given {word!r}, which this MiniSGL does not know")
-        if not landed:  # the engine told that it took requests over, and their marks, before it computed anything
+        if not landed:  # a takeover: the engine committed it, with the plan's marks, before it computed anything
             for _, of_plan in self._in_flight:
                 marks += of_plan
                 of_plan.clear()
@@ -111,14 +111,14 @@ class Again:
         held = self.schedule.num_running, self.schedule.num_waiting, self.schedule.free_pages
         yield "running, waiting and free pages", held, (figures.running, figures.waiting, figures.free_pages)
 
-    def _budget(self, step: Step, said: Sequence[str]) -> int | None:
-        """Return the budget of a plan. The words say it if the plan was made while a step was in flight."""
+    def _budget(self, step: JournalStep, said: Sequence[str]) -> int | None:
+        """Return the budget of a plan. The words have it if the plan was made while a step was in flight."""
         if self._in_flight:
             return int(said[0]) if said else None
         return step.figures.mixed_prefill_length
 
     def _land(self, count: int) -> list[StepRow]:
-        """Forget the oldest plans in flight. Return their marks."""
+        """Remove the oldest plans in flight. Return their marks."""
         marks: list[StepRow] = []
         for at in range(count):
             plan, of_plan = self._in_flight.popleft()
@@ -126,7 +126,7 @@ class Again:
             marks += of_plan
         return marks
 
-    def _counts(self, step: Step) -> Iterator[tuple[str, object, object]]:
+    def _counts(self, step: JournalStep) -> Iterator[tuple[str, object, object]]:
         plan, figures = self.plan, step.figures
         prefills = plan.rows[plan.num_decode_rows :]
         counts = plan.num_decode_rows, len(prefills), sum(len(row.token_ids) for row in prefills)
@@ -142,14 +142,14 @@ class Again:
 
 
 def differences(
-    steps: Iterable[Step],
+    steps: Iterable[JournalStep],
     request_of: Callable[[str, int], NewRequest],
-    computed: Callable[[Step, BatchPlan], None] = lambda *_: None,
-) -> Iterator[tuple[Step, str]]:
-    """Plan *steps* again and yield each with what differs. It ends after the first difference. An engine's first step,
-    which has a snapshot, begins anew.
+    computed: Callable[[JournalStep, BatchPlan], None] = lambda *_: None,
+) -> Iterator[tuple[JournalStep, str]]:
+    """Plan *steps* again; yield each with its first difference, or "". Stop after the first difference. The first step
+    of an owner has a snapshot, with which planning begins again.
 
-    *computed* is called with each step that computed a plan, and with this plan.
+    *computed* is called with each step that has a forward pass, and with its plan.
     """
     again: Again | None = None
     for step in steps:
@@ -164,7 +164,7 @@ def differences(
 
 
 def _said(rows: Sequence[StepRow]) -> list[EventRow]:
-    """Return what a schedule says of requests. The engine says more: what failed, and what it took over."""
+    """Return the rows that a schedule makes. The engine adds others: failures and takeovers."""
     return [row for row in rows if isinstance(row, EventRow) and isinstance(row.event, Admitted | Preempted)]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens would complete a forbidden sequence. The prompt does not count, as in vLLM's `bad_words`."""
+"""Tokens that would complete a forbidden sequence. The prompt does not count, as in vLLM's `bad_words`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self.reach = max((len(word) - 1 for word in words), default=0)
-        """How many tokens of output, the last ones, a look-up needs."""
+        """Number of tokens at the end of the output that a look-up needs."""
         sequences = sorted((tuple(word[-2::-1]), word[-1]) for word in words if word)
         self._before = [before for before, _ in sequences]
-        """What each sequence has before its last token, backwards. Those with the same end follow each other."""
+        """The tokens of each sequence before its last one, backwards. Sequences with the same end follow each other."""
         self._last = tuple(last for _, last in sequences)
 
     def __bool__(self) -> bool:
@@ -25,7 +25,7 @@ class BadWords:
         """Return the tokens that complete a sequence after *output_ids*: the last `reach` tokens of the output."""
         found: tuple[int, ...] = ()
         before, first, end, depth = self._before, 0, len(self._before), 0
-        while first < end:  # these agree with the last *depth* tokens of the output, and the shortest ones come first
+        while first < end:  # first .. end agree with the last *depth* tokens of the output, shortest first
             if len(before[first]) == depth:
                 longer = bisect_right(before, depth, first, end, key=len)
                 found, first = found + self._last[first:longer], longer

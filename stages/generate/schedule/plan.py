@@ -1,11 +1,11 @@
 """The interface between the schedule and `forward`: the rows, tokens and pages of one step, and its result.
 
-Knows no tensors. A plan carries only what is new: every rank keeps the page tables, and a row adds pages to its own.
-Nobody changes a plan, a row or a result. They are not frozen because every step makes hundreds: frozen ones take twice
-as long. A sample is changed by its request alone, once the step that it was for has landed.
+Knows no tensors. A plan has only what is new: every rank keeps the page tables, and a row adds pages to its own. Plans,
+rows and results are never changed. They are not frozen because every step makes hundreds, and frozen ones take twice as
+long. Only the request changes its sample, once the sample's step has landed.
 
-A plan may be made before the tokens of the step before are known. Then a row has a placeholder in the place of such a
-token: -1 minus the index of the token among those that the step before samples.
+A plan may be made before the tokens of the step before are known. Then a row has a placeholder for such a token: -1
+minus the index of the token among those that the step before samples.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.seen import Seen
 
 NOT_A_NUMBER: Final = -1
-"""In place of a token: a logit is NaN, or the largest is infinite, so no token can follow."""
+"""Stands for a token: a logit is NaN, or the largest is infinite, so no token can follow."""
 
 Words = npt.NDArray[np.uint32]
-"""One bit for each token: bit t % 32 of word t // 32 is that of token t. There may be more bits than tokens."""
+"""One bit for each token: bit t % 32 of word t // 32 belongs to token t. There may be more bits than tokens."""
 
 
 class Matcher(Protocol):
@@ -33,15 +33,15 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it gave up; empty: it did not. It is known once `allowed` has returned."""
+        """The reason why the matcher gave up; empty: it did not. It is known once `allowed` has returned."""
         ...
 
     def advance(self, token: int) -> None:
-        """Take in the next token of the output, after which it goes on."""
+        """Take in the next token of the output, which is not its last."""
         ...
 
     def allowed(self) -> Words | None:
-        """Return for each token whether it may come next: 1 if so. Wait until that is known. None: it gave up."""
+        """Return one bit for each token, 1 if it may come next; None: the matcher gave up. Wait until that is known."""
         ...
 
 
@@ -56,23 +56,23 @@ class Sample:
     position: int
     """Index of the new token in prompt + output."""
     forbidden: tuple[int, ...]
-    """Token ids that must not come out: end-of-sequence and stop ids before `min_tokens`, and ends of bad words."""
+    """Token ids that must not be drawn: end-of-sequence and stop ids before `min_tokens`, and ends of bad words."""
     token_ids: Sequence[int] = ()
-    """Prompt + output, for `settled`; empty when it does not need them. It is the schedule's own list, and goes on."""
+    """Prompt + output, for `settled`; empty if it does not need them. It is the request's own list, which grows."""
     prompt_length: int = 0
     bad_words: BadWords | None = None
-    """What `settled` adds the ends of."""
+    """Sequences from which `settled` adds tokens to `forbidden`."""
     matcher: Matcher | None = None
-    """What `settled` asks for `allowed`."""
+    """Matcher from which `settled` takes `allowed`."""
     allowed: Words | None = None
-    """Which tokens the grammar allows; None: all."""
+    """Bits of the tokens that the grammar allows; None: all tokens."""
     seen: Seen | None = None
-    """The tokens that penalties apply to; None: there are no penalties. It is the request's own record: `settled`
-    counts the tokens before `position`, and a later sample counts on.
+    """Tokens that penalties apply to; None: there are no penalties. It is the request's own record: `settled` counts
+    the tokens before `position`, and a later sample counts on.
     """
 
     def settled(self) -> Sample:
-        """Return the sample as it is once all tokens before `position` are known."""
+        """Return the sample with what depends on the tokens before `position`, which are all known now."""
         if not self.token_ids and self.matcher is None:
             return self
         forbidden = self.forbidden
@@ -90,16 +90,16 @@ class Sample:
 
     @property
     def is_best_of_allowed(self) -> bool:
-        """Whether the token is the one with the model's own largest logit, of those that its grammar allows."""
+        """Whether the token is the one with the model's largest logit, among those that its grammar allows."""
         return self.allowed is not None and self.params.temperature == 0 and not self.params.shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Asks for the log-probabilities of a prompt's tokens."""
+    """A request for the log-probabilities of a prompt's tokens."""
 
     targets: tuple[int, ...]
-    """The token that follows each of the row's tokens; one fewer if the prompt ends with the row."""
+    """Token that follows each of the row's tokens; one fewer if the prompt ends with the row."""
     num_top: int
 
 
@@ -108,19 +108,19 @@ class PlanRow:
     """One request in one step: a decode row has one token, a prefill chunk one or more."""
 
     table: int
-    """Row of the page table, held by this request from its admission to its end: 0 <= table < max_running_requests."""
+    """Row of the page table that the request holds from admission to end: 0 <= table < max_running_requests."""
     start: int
-    """Position of the first token of `token_ids`; the keys and values of all positions before it are in the pages."""
+    """Position of the first token of `token_ids`. The keys and values of all positions before it are in the pages."""
     token_ids: tuple[int, ...]
-    """The only one of a decode row may be a placeholder."""
+    """Tokens to compute. The only token of a decode row may be a placeholder."""
     new_pages: tuple[int, ...]
-    """Pages appended to this table row before the step. When `start` is 0 they are the whole row."""
+    """Pages appended to this table row before the step. If `start` is 0, they are the whole row."""
     first_page: int
     """Index in the table row at which `new_pages` begin."""
     sample: Sample | None
-    """None: a chunk of a prompt that goes on in a later step, so no token is drawn."""
+    """How a token is drawn; None: a later step computes the rest of the prompt, so no token is drawn."""
     scoring: Scoring | None = None
-    """None: the client does not ask for log-probabilities of the prompt."""
+    """Log-probabilities of the prompt that the client asks for; None: it does not."""
 
 
 @dataclass(slots=True)
@@ -134,16 +134,16 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is there to compute, before a plan is made."""
+    """The work that there is before a plan is made."""
 
     streams: int
-    """Requests that decode."""
+    """Number of requests that decode."""
     context: int
-    """Positions that their next tokens attend to, of all together."""
+    """Number of positions that their next tokens attend to, summed."""
     prompts: int
-    """Requests whose prompts are not computed yet."""
+    """Number of requests whose prompts are not computed yet."""
     position: int
-    """Where the first of those goes on; 0 if none has begun."""
+    """Position where the first of these prompts continues; 0 if none has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class RowScores:
     """The log-probabilities of the tokens of one row."""
 
     token: Score | None = None
-    """Of the token that was drawn."""
+    """Score of the token that was drawn."""
     prompt: tuple[Score, ...] = ()
-    """One for each of `Scoring.targets`."""
+    """One score for each of `Scoring.targets`."""
 
 
 @dataclass(slots=True)
@@ -161,16 +161,16 @@ class Computed:
     """The result of a plan."""
 
     token_ids: Sequence[int]
-    """One for each row that samples, in row order; or NOT_A_NUMBER, which matters only if its request is still here."""
+    """One token for each row that samples, in row order; or NOT_A_NUMBER, which matters only if its request is here."""
     scores: Mapping[int, RowScores] = field(default_factory=dict)
-    """By `PlanRow.table`, for the rows that ask for them."""
+    """Scores by `PlanRow.table`, for the rows that ask for them."""
 
     def fits(self, plan: BatchPlan) -> None:
-        """Make sure that this can be the result of *plan*: nobody knows whose tokens they are otherwise.
+        """Raise if this cannot be the result of *plan*: then the tokens cannot be assigned to requests.
 
         Raises:
-            ValueError: There is not one token for each row that samples, or not one score for each token of a prompt
-                that asks for it, or there are scores of others.
+            ValueError: There is not one token for each row that samples, or one score for each token to score, or there
+                are scores of other rows.
         """
         num_samples = sum(row.sample is not None for row in plan.rows)
         if len(self.token_ids) != num_samples:
@@ -184,10 +184,10 @@ class Computed:
                 raise ValueError(f"the engine returned {num_scores} scores for {num_targets} tokens of a prompt")
 
     def checked(self) -> Computed:
-        """Return this result, which has a token for each row.
+        """Return this result if it has a token for each row.
 
         Raises:
-            ArithmeticError: It has not. Nobody knows which token should follow.
+            ArithmeticError: A row has no token, so it is unknown which should follow.
         """
         if NOT_A_NUMBER in self.token_ids:
             raise ArithmeticError("the model's output is not a number (NaN)")
@@ -195,8 +195,8 @@ class Computed:
 
 
 def filled(plan: BatchPlan, token_ids: Sequence[int]) -> BatchPlan:
-    """Return *plan* with its placeholders replaced by *token_ids*, which the step before has sampled; by 0 for a token
-    that is not one.
+    """Return *plan* with its placeholders replaced by *token_ids*, which the step before sampled. NOT_A_NUMBER becomes
+    0.
     """
     rows = [
         replace(row, token_ids=(max(token_ids[-1 - row.token_ids[0]], 0),)) if row.token_ids[0] < 0 else row

@@ -1,7 +1,7 @@
-"""A schedule that notes what it is told and what it plans, so that the journal can say it.
+"""A schedule that records its inputs and the chunks that it plans, for the journal.
 
-`StepCompleted.given` explains the words of a note. A snapshot is the whole schedule as JSON, but without tokens: those
-are in the histories. A page of the prefix cache has a digest of its tokens instead.
+`StepCompleted.inputs` explains the words of a record. A snapshot is the whole schedule as JSON, but without tokens:
+those are in the histories. Each page of the prefix cache has a digest of its tokens instead.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Chunk, Failed, StepRow, TokenRow
 from stages.generate.kvcache import cache_name, remade
-from stages.generate.kvcache.base import CacheSnapshot, Held, Holding, PrefixCache
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
 
 SNAPSHOT_EVERY: Final = 1000
-"""Steps from one snapshot to the next .."""
+"""Number of steps from one snapshot to the next .."""
 SNAPSHOT_EVERY_S: Final = 60.0
-""".. unless so much time is over: an engine with little to do makes few steps before they expire."""
+""".. unless this time is over: an engine with little to do makes few steps before they expire."""
 SNAPSHOT_VERSION: Final = 1
 LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
-"""A note without any of these words ends with the usual ones."""
+"""A record without any of these words ends with the usual ones."""
 USUAL: Final = ("plan", "complete")
 LANDED: Final = frozenset({"complete", "start over"})
-"""After one of these a step is no longer in flight."""
+"""Words after which a step is no longer in flight."""
 
 
 class RecordedSchedule(Schedule):
-    """A schedule that notes its calls until somebody asks for the note."""
+    """A schedule that records its calls until `note` returns them."""
 
     def __init__(self, cache: PrefixCache, limits: ScheduleLimits, eos_ids: Sequence[int], identity: Identity) -> None:
         super().__init__(cache, limits, eos_ids, identity)
         self._said: list[str] = []
         self._chunks: list[Chunk] = []
-        """Of the plan that is being made."""
+        """Chunks of the plan that is being made."""
         self._chunks_in_flight: deque[list[Chunk]] = deque()
-        """Of each step in flight, oldest first. Empty once a note has told them."""
+        """Chunks of each step in flight, oldest first. Empty once `note` has returned them."""
         self._chunks_landed: list[Chunk] = []
 
-    # what is noted
+    # the calls that are recorded
 
     def add(self, new: NewRequest) -> Failed | None:
         failed = super().add(new)
@@ -101,7 +101,7 @@ class RecordedSchedule(Schedule):
         return row
 
     def note(self) -> tuple[tuple[str, ...], tuple[Chunk, ...]]:
-        """Return `given` and `chunks` of a step, since the last call.
+        """Return `inputs` and `chunks` of a step, since the last call.
 
         The chunks are those of the step that has landed since; if none has, those of the steps in flight.
         """
@@ -121,17 +121,17 @@ class RecordedSchedule(Schedule):
         for _ in range(count):
             self._chunks_landed += self._chunks_in_flight.popleft()
 
-    # the whole of it
+    # snapshots
 
     @property
     def sampled(self) -> list[tuple[str, bool]]:
-        """The requests that the oldest step in flight samples, in its order: uids, and whether they are still here."""
+        """Uids of the rows that the oldest step in flight samples, in order, and whether the request is still here."""
         return [(request.uid, self._by_uid.get(request.uid) is request) for request, *_ in self._flights[0]]
 
     def snapshot(self) -> str:
-        """Return the schedule in JSON. No step is in flight."""
+        """Return the schedule as JSON. No step may be in flight."""
         assert not self._flights, "a snapshot has no place for tokens that are not known"
-        snapshot = self._cache.snapshot([request.holding for request in self._running])
+        snapshot = self._cache.snapshot([request.allocation for request in self._running])
         plain = {
             "v": SNAPSHOT_VERSION,
             "identity": dataclasses.asdict(self.identity),
@@ -162,10 +162,10 @@ class RecordedSchedule(Schedule):
         num_pages: int = 0,
         **other_limits: int,
     ) -> RecordedSchedule:
-        """Return the schedule of a snapshot, before step *number*. *request_of* gives a request with n output tokens.
+        """Return the schedule of a snapshot, before step *number*. *request_of* returns a request with n output tokens.
 
-        *num_pages* and *other_limits* replace those of the snapshot. With fewer pages, or where fewer requests may run,
-        those that came last wait, as if they had been preempted.
+        *num_pages* and *other_limits* replace the snapshot's. If there are fewer pages, or fewer requests may run, the
+        last ones wait, as if they had been preempted.
 
         Raises:
             UndecodableEvent: This code cannot read the snapshot.
@@ -176,18 +176,18 @@ class RecordedSchedule(Schedule):
                 raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
             parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
             cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests)
-            cache, holdings = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
+            cache, allocations = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
                 request.stands_still = stands_still
-                if at < len(holdings) and not schedule._tables:
-                    cache.end(holdings[at])
-                elif at < len(holdings):
+                if at < len(allocations) and not schedule._tables:
+                    cache.end(allocations[at])
+                elif at < len(allocations):
                     schedule._waiting.remove(request)
                     insort(schedule._running, request, key=by_order)
-                    request.table, request.holding = schedule._tables.popleft(), holdings[at]
+                    request.table, request.allocation = schedule._tables.popleft(), allocations[at]
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
             if 0 < num_pages < plain["num_pages"]:
@@ -197,10 +197,10 @@ class RecordedSchedule(Schedule):
         return schedule
 
     def _take_away(self, num_pages: int) -> None:
-        """Take so many pages for ever: unused prefixes go first, then requests are preempted, the last one first."""
+        """Remove pages for ever: unused prefixes go first, then requests are preempted, the last one first."""
         while self._cache.num_available < num_pages:
             self._preempt(self._running[-1], [], self.next_step)
-        self._cache.grow(Holding(), num_pages)
+        self._cache.grow(Allocation(), num_pages)
 
     def _put_back(self, new: NewRequest, arrival: int) -> Request:
         self._num_arrived = arrival
@@ -214,7 +214,7 @@ def snapshot_uids(snapshot: str) -> list[str]:
     """Return the uids of the requests in a snapshot.
 
     Raises:
-        UndecodableEvent: This code cannot read it.
+        UndecodableEvent: This code cannot read the snapshot.
     """
     try:
         return [uid for uid, *_ in orjson.loads(snapshot)["requests"]]

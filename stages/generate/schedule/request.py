@@ -1,6 +1,6 @@
-"""One request as the schedule remembers it: its tokens, how many of them are computed, how its next one is sampled.
+"""One request in the schedule: its tokens, how many of them are computed, how the next one is sampled.
 
-It knows nothing of other requests, of pages that are free, or of budgets.
+It knows nothing of other requests, free pages or budgets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.events import FinishReason, SamplingParams, Scores
-from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.base import Allocation
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import Matcher, Sample, Scoring
 from stages.generate.schedule.seen import Seen
@@ -17,25 +17,25 @@ from stages.generate.schedule.seen import Seen
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request as it comes from the log; `output_ids` is not empty when another owner of a slot had begun it."""
+    """A request from the log. `output_ids` is not empty if another owner of a slot began it."""
 
     uid: str
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    """Lower runs earlier; equal ones run in the order of their arrival."""
+    """Lower runs earlier. Requests with the same priority run in the order of their arrival."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that must not come out."""
+    """Sequences of tokens that must not be drawn."""
     reads_cache: bool = True
     """Whether its prompt may come from the prefix cache."""
     grammar: str = ""
-    """What its output must be, as in Tokenized; empty: anything."""
+    """Grammar of its output, see Tokenized; empty: any output."""
     grammar_param: str = ""
-    """The field of the request that asked for it."""
+    """Field of the request that asked for the grammar."""
     matcher: Matcher | None = None
-    """Follows the output through the grammar, and has taken in `output_ids`. None where nothing is computed: its tokens
-    are known, or it has no grammar."""
+    """Follows the output through the grammar, and has taken in `output_ids`. None if there is no grammar, or if nothing
+    is computed because its tokens are known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,43 +45,43 @@ class Request:
     uid: str
     priority: int
     arrival: int
-    """Counts up."""
+    """Ordinal of its arrival."""
     prompt_length: int
     token_ids: list[int]
     """Prompt + output. Tokens that steps in flight sample are placeholders, as in a plan."""
     limit: int
-    """Length at which it ends."""
+    """Length, prompt + output, at which it ends."""
     sampling: SamplingParams
     bad_words: BadWords
     reads_cache: bool = True
-    """As in NewRequest."""
+    """See NewRequest."""
     is_constrained: bool = False
-    """It has a grammar, so an end-of-sequence token comes only where the grammar is complete."""
+    """Whether it has a grammar, so an end-of-sequence token comes only where the grammar is complete."""
     grammar_param: str = ""
-    """As in NewRequest."""
+    """See NewRequest."""
     matcher: Matcher | None = None
-    """As in NewRequest."""
+    """See NewRequest."""
     table: int = -1
     """Its row of the page table; -1 while it waits."""
-    holding: Holding = field(default_factory=Holding)
+    allocation: Allocation = field(default_factory=Allocation)
     num_computed: int = 0
-    """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
+    """Number of first tokens whose keys and values are in the pages once the plans made so far have run."""
     chunks: int = 0
     """Prefill chunks planned since it was admitted; 0 once it decodes."""
     prompt_scores: Scores = field(default_factory=Scores)
-    """Of the prompt's tokens computed so far. They are told with the first token."""
+    """Scores of the prompt's tokens computed so far. The first token's row has them."""
     stands_still: bool = False
-    """It came with tokens of another engine: a client sees its stream stand still until it is computed."""
+    """Whether it came with tokens of another engine: its client's stream pauses until it is computed."""
     last_plan: int = 0
     """Ordinal of the last plan that has a row of it."""
     num_known: int = field(init=False)
-    """How many of `token_ids` are known. The others are placeholders."""
+    """Number of known tokens in `token_ids`. The others are placeholders."""
     is_plain: bool = field(init=False)
-    """No token before the next one says how that is sampled."""
+    """Whether the next token is sampled without looking at the tokens before."""
     seen: Seen | None = field(init=False)
-    """Of `token_ids`, for penalties. Only whoever draws tokens counts them there."""
+    """Record of `token_ids` for penalties. Only the sampler counts tokens there."""
     _samples: tuple[Sample, Sample] = field(init=False)
-    """If it is plain: of its even and of its odd positions, because two steps may be in flight."""
+    """Samples of a plain request, for even and odd positions, because two steps may be in flight."""
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
@@ -93,17 +93,17 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The lowest comes first, the highest is preempted first."""
+        """Sort key: the lowest comes first, the highest is preempted first."""
         return self.priority, self.arrival
 
     @property
     def num_output(self) -> int:
-        """How many tokens of output are known."""
+        """Number of known output tokens."""
         return self.num_known - self.prompt_length
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the logits of the prompt are wanted, so that none of it may come from the cache."""
+        """Whether the logits of the prompt are needed, so no page of it may come from the cache."""
         return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.prompt_length
 
     @property
@@ -124,7 +124,7 @@ class Request:
         return Scoring(tuple(self.token_ids[start + 1 : end + 1]), num_top)
 
     def sample(self, eos_ids: tuple[int, ...]) -> Sample:
-        """Return how the next token is sampled. It may change once the step after the next one is planned."""
+        """Return how the next token is sampled. The result may change once the step after the next one is planned."""
         sampling, position = self.sampling, len(self.token_ids)
         if self.is_plain:
             sample = self._samples[position % 2]

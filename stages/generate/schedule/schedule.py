@@ -1,17 +1,17 @@
 """The schedule: a pure fold. Requests and sampled tokens come in, plans and rows of the step log go out.
 
-It has no clock, random number, set order or torch: the same calls give the same plans. Decodes come first, then chunks
-of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running streams. The
-small one may be an argument of the plan, and is then decided by somebody who has a clock.
+It has no clock, random number, set order or torch: the same calls return the same plans. Decodes come first, then
+chunks of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running
+streams. The caller of `plan` may set the small one, from measured times for example.
 
 Requests are ordered by priority, then by arrival. Waiting requests are admitted and prompts are computed in this order.
 When pages run out, the last running request gives its pages back; a waiting request never displaces a running one. The
-first request waits only for those that run already, and is then computed in every step until it ends.
+first request waits only for those that run already. Then every step computes it until it ends.
 
-A plan may be made while the step before is in flight: its tokens are not known yet. Each token that it samples has a
-placeholder then, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`, `plan`,
-`complete`, `plan`, `complete`, .. A request that leaves while a step in flight has a row of it keeps its pages and its
-row of the page table until that step has landed: nothing else is written there before.
+A plan may be made while the step before is in flight, whose tokens are not known yet. Then each token that this step
+samples has a placeholder, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`,
+`plan`, `complete`, `plan`, `complete`, .. If a request leaves while a step in flight has a row of it, it keeps its
+pages and its row of the page table until that step has landed: nothing else is written there before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import chain
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
-from stages.generate.kvcache.base import Holding, PrefixCache
+from stages.generate.kvcache.base import Allocation, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import NewRequest, Request
@@ -32,7 +32,7 @@ from stages.generate.schedule.request import NewRequest, Request
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLimits:
-    """What bounds a plan; lengths are in tokens."""
+    """Bounds of a plan; lengths are in tokens."""
 
     context: int
     """The served context: prompt + output of one request. At most what the cache holds."""
@@ -41,11 +41,11 @@ class ScheduleLimits:
     max_running_requests: int
     vocab_size: int
     mixed_prefill_per_request: int = 0
-    """Raises `mixed_prefill_length` to this much for each request in hand: with many running a step is long anyway, and
-    with many waiting more gain from it."""
+    """Raises `mixed_prefill_length` to this many tokens for each request in hand: with many running a step is long
+    anyway, and with many waiting more requests gain from it."""
 
     def prefill_budget(self, num_streams: int, num_requests: int) -> int:
-        """Return the most prompt tokens of a step in which *num_streams* of *num_requests* decode."""
+        """Return the largest number of prompt tokens of a step in which *num_streams* of *num_requests* decode."""
         if not num_streams:
             return self.max_prefill_length
         for_all = min(self.mixed_prefill_per_request * num_requests, self.max_prefill_length)
@@ -54,20 +54,20 @@ class ScheduleLimits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The engine that computes, as the marks in the histories name it."""
+    """The engine that computes, for the marks in the histories."""
 
     engine: str
     epoch: int
     fingerprint: str
-    """Of the weights."""
+    """Fingerprint of the weights."""
     numerics: str = ""
     version: str = ""
-    """Of MiniSGL."""
+    """Version of MiniSGL."""
 
 
 by_order = attrgetter("order")
 MOST_TAKEN = 8
-"""The most new requests that an engine takes at a step, so that many engines share a burst."""
+"""Largest number of new requests that an engine takes at a step, so that many engines share a burst."""
 
 
 class Schedule:
@@ -79,7 +79,7 @@ class Schedule:
         self._cache = cache
         self._limits = limits
         self._eos_ids = tuple(eos_ids)
-        # Both in their order.
+        # Both are in order of priority and arrival.
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._by_uid: dict[str, Request] = {}
@@ -87,20 +87,20 @@ class Schedule:
         self._num_arrived = 0
         self._step = 0
         self._flights: deque[list[tuple[Request, int, int]]] = deque()
-        """What each step in flight samples, oldest first: requests, their chunks, and the positions of the tokens."""
+        """Tokens that each step in flight samples, oldest step first: requests, chunks, positions of tokens."""
         self._sampled: list[tuple[Request, int, int]] = []
-        """The same of the plan that is being made."""
+        """The same for the plan that is being made."""
         self._num_plans = self._num_landed = 0
-        """How many plans were made, and how many of them are no longer in flight."""
+        """Number of plans made, and of those no longer in flight."""
         self._leaving: list[Request] = []
-        """Requests that have left, and whose pages and tables a step in flight still uses."""
+        """Requests that have left, but a step in flight still uses their pages and tables."""
         self._alone: str | None = None
-        """The only request that may run."""
+        """The only request that may run; None: all may."""
 
-    # what goes in
+    # inputs
 
     def add(self, new: NewRequest) -> Failed | None:
-        """Queue a request; or return why it can never run here."""
+        """Queue a request; return a failure if it can never run here."""
         length = len(new.prompt_ids)
         strange = next((token for token in new.prompt_ids if not 0 <= token < self._limits.vocab_size), None)
         if strange is not None:
@@ -150,12 +150,12 @@ class Schedule:
     def drop(self, uid: str) -> bool:
         """Forget a request that ended elsewhere, and free its pages once no step in flight uses them.
 
-        Return False when the schedule does not have it.
+        Return False if the schedule does not have it.
         """
         request = self._by_uid.pop(uid, None)
         if request is None:
             return False
-        request.matcher = None  # what comes next does not matter any more
+        request.matcher = None  # what comes next does not matter now
         if request.table >= 0:
             self._leave(request)
         else:
@@ -163,13 +163,13 @@ class Schedule:
         return True
 
     def flush(self) -> int:
-        """Forget the prefixes that no running request holds; return how many pages that freed."""
+        """Remove the prefixes that no running request holds; return the number of freed pages."""
         return self._cache.flush()
 
     def misfits(self) -> list[tuple[str, int, str, str]]:
         """Return the requests of the oldest step in flight whose matchers gave up before their token was drawn: uids,
         numbers of output tokens, reasons, fields that asked for the grammar. They must leave before the step is
-        complete: their tokens are not meant.
+        complete: their tokens are invalid.
         """
         gave_up = [one for one, *_ in self._flights[0] if one.matcher is not None and one.matcher.error]
         here = [one for one in gave_up if self._by_uid.get(one.uid) is one]
@@ -178,9 +178,9 @@ class Schedule:
         ]
 
     def isolate(self, uid: str | None) -> list[StepRow]:
-        """Run only the request *uid*, which is here or comes next, until this is called with None.
+        """Run only the request *uid*, which is here or comes next, until the next call with None.
 
-        Return the marks of the requests that were preempted for it. No step is in flight.
+        Return the marks of the requests that were preempted for it. No step may be in flight.
         """
         self._alone = uid
         marks: list[StepRow] = []
@@ -189,7 +189,7 @@ class Schedule:
         return marks
 
     def num_output(self, uid: str) -> int | None:
-        """Return how many tokens a request has; None when it is not here."""
+        """Return how many output tokens a request has; None: it is not here."""
         request = self._by_uid.get(uid)
         return None if request is None else request.num_output
 
@@ -201,7 +201,7 @@ class Schedule:
         """Return the uid and the number of output tokens of the request that holds a row of the page table.
 
         Raises:
-            KeyError: No request holds it.
+            KeyError: No request holds the row.
         """
         for request in self._running:
             if request.table == table:
@@ -210,7 +210,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """How many new requests may be taken from the log now; 0 while taken ones wait for pages."""
+        """Number of new requests that may be taken from the log now; 0 while taken ones wait for pages."""
         if self._waiting:
             return 0
         return min(MOST_TAKEN, self._limits.max_running_requests - len(self._running))
@@ -237,9 +237,9 @@ class Schedule:
         return self._cache.num_pages
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the books; empty when all is well."""
+        """Return what is wrong with the page allocation; empty: nothing."""
         holders = [*self._running, *self._leaving]
-        found = self._cache.problems([request.holding for request in holders])
+        found = self._cache.problems([request.allocation for request in holders])
         if len(self._tables) + len(holders) != self._limits.max_running_requests:
             found.append(f"{len(self._tables)} tables free with {len(holders)} requests running or leaving")
         if self._leaving and not self._flights:
@@ -248,16 +248,16 @@ class Schedule:
             found.append(f"{len(self._by_uid)} uids, {len(self._running)} running, {len(self._waiting)} waiting")
         return found
 
-    # what comes out
+    # outputs
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some request has a prompt that is not computed yet."""
+        """Whether the prompt of a request is not computed yet."""
         return bool(self._waiting) or any(request.chunks > 0 for request in self._running)
 
     @property
     def work(self) -> Work:
-        """What is there to compute, before the next plan is made."""
+        """The work that there is before the next plan is made."""
         decoding = [request for request in self._running if request.decodes]
         begun = [request for request in self._running if request.chunks > 0]
         return Work(
@@ -268,12 +268,12 @@ class Schedule:
         )
 
     def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
-        """Return the next step and its marks (Admitted, Preempted); None when there is nothing to compute.
+        """Return the next step and its marks (Admitted, Preempted); None: there is nothing to compute.
 
-        While a step is in flight, None also says that it must land first: every request waits for it, or there are too
+        While a step is in flight, None also means that it must land first: every request waits for it, or there are too
         few pages. A request is preempted only once all its tokens are known.
 
-        *mixed_prefill_length*: the most prompt tokens beside streams, in place of what the limits say.
+        *mixed_prefill_length*: the largest number of prompt tokens beside streams, instead of the limits'.
         """
         assert len(self._flights) < 2, "a placeholder names a row of the step right before"
         if self._flights and self._is_short:
@@ -295,9 +295,9 @@ class Schedule:
 
     def start_over(self) -> list[StepRow]:
         """Undo the plan of the oldest step in flight, which failed, and the one after it: preempt every running request
-        and return their marks. The next plan has the number that follows the one that failed.
+        and return their marks. The next plan has the number after that of the failed one.
 
-        Also forget all prefixes, because the plans may not have filled them.
+        Also remove all prefixes, because the plans may not have filled their pages.
         """
         marks: list[StepRow] = []
         self._step -= len(self._flights) - 1
@@ -312,10 +312,10 @@ class Schedule:
         return marks
 
     def complete(self, token_ids: Sequence[int], scores: Mapping[int, RowScores] | None = None) -> list[TokenRow]:
-        """Fold the tokens sampled by the oldest step in flight, one for each row with a Sample; return them as rows of
-        the log.
+        """Fold the tokens that the oldest step in flight sampled, one for each row with a Sample; return them as rows
+        of the log.
 
-        *scores*: as `Computed.scores`.
+        *scores*: see `Computed.scores`.
         """
         rows: list[TokenRow] = []
         scores = scores or {}
@@ -327,14 +327,14 @@ class Schedule:
         for (request, chunks, position), token in zip(self._flights[0], token_ids, strict=True):
             end = request.learn(position, token, self._eos_ids)
             if self._by_uid.get(request.uid) is not request:
-                continue  # it ended while the step ran; its uid may have come again
+                continue  # the request ended while the step ran; its uid may have come again
             if request.num_computed > position and request.num_known % page_size == 0:
-                self._cache.fill(request.holding, request.token_ids, request.num_known)  # by the step in flight
-            if end is None and not chunks:  # to check a default takes as long as another value
+                self._cache.fill(request.allocation, request.token_ids, request.num_known)  # by the step in flight
+            if end is None and not chunks:  # pydantic checks defaults as slowly as other values
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token)
             else:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
-            if request.table in scores or request.prompt_scores:  # its last chunk may have had no token to score
+            if request.table in scores or request.prompt_scores:  # the last chunk may have had no token to score
                 score = scores[request.table].token if request.table in scores else None
                 told = {"score": score, "prompt_scores": request.prompt_scores or None}
                 request.prompt_scores = Scores()
@@ -349,7 +349,7 @@ class Schedule:
 
     @property
     def next_step(self) -> int:
-        """The number that the next plan will have."""
+        """Number that the next plan will have."""
         return self._step + 1
 
     def skip_step(self) -> int:
@@ -357,13 +357,13 @@ class Schedule:
         self._step += 1
         return self._step
 
-    # how
+    # parts
 
     def _prefill_budget(self, num_streams: int, mixed_prefill_length: int | None) -> int:
-        """Return the most prompt tokens of a step in which *num_streams* decode. The other one: as in `plan`."""
+        """Return the most prompt tokens of a step in which *num_streams* decode. *mixed_prefill_length*: see `plan`."""
         limits = self._limits
         if any(request.stands_still for request in (*self._waiting, *self._running)):
-            return limits.max_prefill_length  # one long step serves a stream that stands still best
+            return limits.max_prefill_length  # one long step serves a paused stream best
         if num_streams and mixed_prefill_length is not None:
             return min(mixed_prefill_length, limits.max_prefill_length)
         return limits.prefill_budget(num_streams, len(self._running) + len(self._waiting))
@@ -373,11 +373,11 @@ class Schedule:
         page_size, number = self._cache.page_size, self._num_plans + 1
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
-                continue  # an earlier one preempted it just now, or its prompt is not done
-            start, first_page = request.num_computed, len(request.holding.pages)
+                continue  # an earlier request preempted it just now, or its prompt is not done
+            start, first_page = request.num_computed, len(request.allocation.pages)
             if start < first_page * page_size and (start + 1) % page_size:
-                # As `_row`: its page has room, and is not full then, so nothing in the cache changes. Nearly every row
-                # of an engine is one of these.
+                # As `_row`, for the usual case: the page has room and does not become full, so the cache does not
+                # change.
                 request.stands_still = False
                 request.num_computed, request.last_plan = start + 1, number
                 sample, token = request.sample(self._eos_ids), request.token_ids[start]
@@ -390,17 +390,17 @@ class Schedule:
         return rows
 
     def _expect(self, request: Request, chunks: int) -> None:
-        """Give a request a placeholder for the token that the plan being made samples."""
+        """Append a placeholder to a request for the token that the plan being made samples."""
         self._sampled.append((request, chunks, len(request.token_ids)))
         request.token_ids.append(-len(self._sampled))
 
     def _pages_for(self, request: Request, marks: list[StepRow]) -> list[int] | None:
-        """Return the pages that the next token needs beyond those held; None when *request* itself was preempted.
+        """Return the pages that the next token needs beyond those held; None: *request* itself was preempted.
 
-        While there are none, the last request is preempted.
+        While too few pages are free, the last request is preempted.
         """
         missing = self._pages_missing(request, request.num_computed + 1)
-        while (pages := self._cache.grow(request.holding, missing)) is None:
+        while (pages := self._cache.grow(request.allocation, missing)) is None:
             last = self._running[-1]
             self._preempt(last, marks, self.next_step)
             if last is request:
@@ -409,7 +409,7 @@ class Schedule:
 
     def _plan_prefills(self, budget: int, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
-        # A request that was just preempted for a running one would only take back the pages that one needs.
+        # A request that was just preempted for a running one would only take back the pages that the running one needs.
         crowded = self._running and any(isinstance(one, EventRow) and isinstance(one.event, Preempted) for one in marks)
         begun = deque(request for request in self._running if request.chunks > 0)
         while budget > 0:
@@ -417,28 +417,28 @@ class Schedule:
             if following is not None and (not begun or following.priority < begun[0].priority):
                 crowded = not self._admit(following, marks)
                 if crowded:
-                    continue  # with those that have their pages
-                rows.append(self._chunk(following, budget, list(following.holding.pages), 0))
+                    continue  # the requests that have their pages go on
+                rows.append(self._chunk(following, budget, list(following.allocation.pages), 0))
             elif begun:
                 request = begun.popleft()
-                rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
+                rows.append(self._chunk(request, budget, [], len(request.allocation.pages)))
             else:
                 break
             budget -= len(rows[-1].token_ids)
         return rows
 
     def _admit(self, request: Request, marks: list[StepRow]) -> bool:
-        """Give a waiting request pages for all its tokens; False when there are not enough."""
-        holding = self._cache.begin(request.token_ids if request.may_read_cache else ())
-        request.holding = holding
-        if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
-            self._cache.end(holding)
+        """Allocate pages for all tokens of a waiting request; return False if there are not enough."""
+        allocation = self._cache.begin(request.token_ids if request.may_read_cache else ())
+        request.allocation = allocation
+        if self._cache.grow(allocation, self._pages_missing(request, len(request.token_ids))) is None:
+            self._cache.end(allocation)
             return False
         self._waiting.remove(request)
         request.table = self._tables.popleft()
-        request.num_computed = holding.cached_tokens
+        request.num_computed = allocation.cached_tokens
         insort(self._running, request, key=by_order)
-        marks.append(self._mark(request, self._admitted(holding)))
+        marks.append(self._mark(request, self._admitted(allocation)))
         return True
 
     def _next_waiting(self) -> Request | None:
@@ -456,7 +456,7 @@ class Schedule:
         last = end == len(request.token_ids)
         request.num_computed = end
         request.last_plan = self._num_plans + 1
-        self._cache.fill(request.holding, request.token_ids, min(end, request.num_known))
+        self._cache.fill(request.allocation, request.token_ids, min(end, request.num_known))
         row = PlanRow(
             table=request.table,
             start=start,
@@ -474,14 +474,14 @@ class Schedule:
 
     @property
     def _is_short(self) -> bool:
-        """Whether there are too few pages for the next tokens of those that decode."""
+        """Whether there are too few pages for the next tokens of the requests that decode."""
         free = self._cache.num_available
         if free >= len(self._running):
             return False
         return sum(self._pages_missing(one, one.num_computed + 1) for one in self._running if one.decodes) > free
 
     def _pages_missing(self, request: Request, length: int) -> int:
-        return -(-length // self._cache.page_size) - len(request.holding.pages)
+        return -(-length // self._cache.page_size) - len(request.allocation.pages)
 
     def _preempt(self, request: Request, marks: list[StepRow], step: int) -> None:
         assert request.last_plan <= self._num_landed, "its tokens are known, and its pages are free now"
@@ -494,21 +494,21 @@ class Schedule:
         marks.append(self._mark(request, event))
 
     def _leave(self, request: Request) -> None:
-        """Stop running a request, and give back what it holds once no step in flight has a row of it."""
+        """Stop running a request, and free its pages and table once no step in flight has a row of it."""
         self._running.remove(request)
         self._leaving.append(request)
         if request.last_plan <= self._num_landed:
             self._let_leave()
 
     def _let_leave(self) -> None:
-        """Give back what those hold that have left, and of which no step in flight has a row."""
+        """Free the pages and tables of leaving requests that no step in flight has a row of."""
         for request in [request for request in self._leaving if request.last_plan <= self._num_landed]:
             self._leaving.remove(request)
-            self._cache.end(request.holding)
+            self._cache.end(request.allocation)
             self._tables.append(request.table)
             request.table = -1
 
-    def _admitted(self, holding: Holding) -> Admitted:
+    def _admitted(self, allocation: Allocation) -> Admitted:
         identity = self.identity
         return Admitted(
             engine=identity.engine,
@@ -517,7 +517,7 @@ class Schedule:
             fingerprint=identity.fingerprint,
             numerics=identity.numerics,
             version=identity.version,
-            cached_tokens=holding.cached_tokens,
+            cached_tokens=allocation.cached_tokens,
         )
 
     def _mark(self, request: Request, event: Admitted | Preempted) -> EventRow:

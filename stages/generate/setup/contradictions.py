@@ -1,6 +1,6 @@
 """Refuses flags of an engine that contradict each other, or that this CPU cannot honour. Knows no model and no device.
 
-It imports no torch, so `serve` calls it before it starts anything; `resolve` has the checks that need more.
+It imports no torch, so `serve` can call it before it starts anything. `resolve` has the checks that need more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stages.generate.kernels import library
 from stages.generate.setup.config import EngineConfig
 
 MOST_COMMIT_INTERVAL_MS: Final = 1000
-"""While steps wait, the log thread hears of no new request."""
+"""Largest commit interval: while steps wait, the log thread learns of no new request."""
 
 
 def check_flags(config: EngineConfig) -> None:
@@ -42,7 +42,7 @@ def variant_of(config: EngineConfig) -> str:
 
 
 def needing_kernels(config: EngineConfig) -> str:
-    """Return the flag for which the CPU kernels must compute on every device; empty: none."""
+    """Return the flag that requires the CPU kernels on every device; empty: none does."""
     if config.quantization != "none":
         return f"--quantization {config.quantization}"
     variant = variant_of(config)

@@ -1,4 +1,4 @@
-"""How much memory a step takes, known before a model is loaded: as `lay_out` in work.c. A test compares the two."""
+"""Memory that a step takes, computed before a model is loaded: as `lay_out` in work.c. A test compares the two."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def step_bytes(
 ) -> int:
     """Return the bytes of a step of *num_tokens* tokens of *num_rows* requests, with the hidden states it returns.
 
-    If *spec* is a rank's part of a model, a rank also needs room for its own part of each sum and for all ranks' parts.
-    It may be a few per cent more than the kernels take. They keep the memory of the largest step.
+    If *spec* is a rank's part of a model, the rank also needs memory for its own part of each sum and for all ranks'
+    parts. The result may be a few per cent more than the kernels take. They keep the memory of the largest step.
     """
     narrow = bfloat16 and variant == "avx512"  # activations are pairs
     experts, hidden, queries = spec.experts, spec.hidden_size, spec.num_heads * spec.head_dim
@@ -64,5 +64,5 @@ def step_bytes(
 
 
 def _up(count: int, multiple: int = 64) -> int:
-    """Return *count*, rounded up: as ROW_MULTIPLE of kernels.h unless it is told."""
+    """Return *count*, rounded up to a multiple; the default is ROW_MULTIPLE of kernels.h."""
     return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""An engine, or one of its ranks, from settings that are settled, and what its process logs of it."""
+"""Loads an engine, or one of its ranks, as resolved settings say, and logs how it computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_engine(
     report: Callable[[float], None],
     collectives: Collectives = ALONE,
 ) -> Engine:
-    """Load the model, or the part of a rank, as *settings* says, and log how it computes."""
+    """Load the model, or a rank's part of it, and log how it computes."""
     dtype = str(settings.dtype).removeprefix("torch.")
     if settings.why_torch:
         logger.info("kernels_unavailable", reason=settings.why_torch)
@@ -88,7 +88,7 @@ def load_engine(
 
 
 def _heads_of(spec: ModelSpec, settings: Settings) -> dict[str, int]:
-    """Return what the line of a loaded engine says of its ranks' KV heads; nothing if it is a single rank."""
+    """Return the fields of the log line "engine_loaded" about ranks; none if there is a single rank."""
     num_ranks = settings.num_ranks
     if num_ranks == 1:
         return {}

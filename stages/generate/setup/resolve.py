@@ -1,4 +1,4 @@
-"""The one place where `auto` becomes a value, from the engine's config, the model and the machine."""
+"""Turns `auto` into values, from the engine's config, the model and the machine. No other module does."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from stages.generate.setup.contradictions import check_flags, in_place_of_kernel
 from stages.generate.setup.kernel_memory import step_bytes
 
 MOST_GRAPH_ROWS: Final = 256
-"""Where no flag says it. A larger step keeps the device busy without a graph."""
+"""Default of `--graph`. A larger step keeps the device busy without a graph."""
 
 logger = structlog.get_logger()
 
 WHOLE: Final = ShareConfig()
-"""The share of a single engine."""
+"""Share of a single engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,58 +42,58 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     attention: str
-    """The backend of torch, or `kernels`: their own."""
+    """Attention backend of torch, or `kernels` for their own."""
     cache: str
     threads: int
     page_size: int
     num_pages: int
     limits: ScheduleLimits
     kernels: str
-    """The variant of the kernels that computes the model, or `torch`."""
+    """Variant of the kernels that computes the model, or `torch`."""
     quantization: str
     """`none`, or `int8`."""
     why_torch: str = ""
-    """The reason why no kernels can compute, where flags and device ask for them."""
+    """Reason why the kernels cannot compute although flags and device ask for them; else empty."""
     context_flag: str = "--max-seq-len"
-    """The flag that bounds the served context."""
+    """Flag that bounds the served context."""
     mixed_prefill_is_auto: bool = False
     overlap: bool = False
     """Whether the next step is planned and launched before the tokens of the last one are known."""
     num_ranks: int = 1
-    """How many processes compute the model together."""
+    """Number of processes that compute the model together."""
     cpus: Set[int] = frozenset()
-    """The CPUs that the engine keeps to; empty: any."""
+    """CPUs that the engine may use; empty: any."""
     graph: int = 0
-    """Decode steps of up to so many rows are recorded as CUDA graphs."""
+    """Largest number of rows of a decode step that is recorded as a CUDA graph."""
     commit_interval_s: float = 0.0
-    """How long a step may wait for the next ones, to be committed with them."""
+    """Longest time that a step waits for the next ones, to be committed together."""
     deterministic: bool = False
-    """Whether torch, too, computes a row with the same bits whatever is computed beside it."""
+    """Whether torch, too, computes the same bits for a row in any batch."""
     gpu: str = ""
-    """Where torch is deterministic: the name of the GPU, which chooses the kernels, and the version of FlashInfer."""
+    """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
     fused: tuple[str, ...] = ()
-    """The modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
+    """Modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
 
     @property
     def paced(self) -> bool:
-        """Whether measured times decide how many prompt tokens come beside streams. Chunks differ from run to run then,
-        and must not change tokens.
+        """Whether measured times decide how many prompt tokens are computed beside streams. Then chunks differ from run
+        to run, which must not change tokens.
         """
         return self.batch_invariant and self.mixed_prefill_is_auto and self.device.type == "cpu"
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a request gets the same tokens, bit for bit, whatever is computed beside it."""
+        """Whether a request gets the same tokens, bit for bit, in any batch."""
         return self.kernels != "torch" or self.deterministic
 
     @property
     def numerics(self) -> str:
-        """Name everything that may change a token although the weights are the same.
+        """Everything that may change a token although the weights are the same.
 
-        With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal ones
-        compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance, which is no
-        promise unless it is deterministic: that adds the page size and the GPU. FlashInfer's operations in the layers
-        add the names of their modules. Several ranks add their number at the end.
+        With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal numerics
+        compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance. These guarantee
+        equal bits only if torch is deterministic; then the page size and the GPU are added. FlashInfer's operations in
+        the layers add the names of their modules. Several ranks add their number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -113,7 +113,7 @@ class Settings:
 
     @property
     def of_all_ranks(self) -> str:
-        """Name what must be the same on all ranks. The number of pages is not in it: ranks agree on that."""
+        """Everything that must be the same on all ranks, but for the number of pages: ranks agree on that."""
         limits = self.limits
         return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}"
 
@@ -122,7 +122,7 @@ class Settings:
         return replace(self, fused=modules)
 
     def with_pages(self, num_pages: int) -> Settings:
-        """Return the settings of an engine with *num_pages* pages, which are not more than these."""
+        """Return the settings of an engine with *num_pages* pages, at most as many as now."""
         context = min(self.limits.context, num_pages * self.page_size)
         flag = "--num-pages" if context < self.limits.context else self.context_flag
         limits = replace(self.limits, context=context)
@@ -134,8 +134,8 @@ def resolve(
 ) -> Settings:
     """Return the settings of an engine on this machine, or of one of its ranks.
 
-    *ranks_here* of them are on this machine and divide its threads and memory; 0: all are. *share*: the engine's part
-    of what is free here.
+    *ranks_here*: number of its ranks on this machine, which divide its threads and memory; 0: all. *share*: the
+    engine's part of the machine's free resources.
 
     Raises:
         ConfigError: Flags, model and machine do not fit together.
@@ -219,12 +219,12 @@ def resolve(
 
 
 def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:
-    """On a CPU the engine shares its cores with all that a commit wakes."""
+    """Return the interval. It is long on a CPU, where the engine shares its cores with all that a commit wakes."""
     return config.commit_interval_ms if config.commit_interval_ms >= 0 else 2 if cuda else 25
 
 
 def _device_of(local_rank: int, ranks_here: int) -> torch.device:
-    """Return the GPU of a rank. Raises ConfigError if this machine has too few for its ranks."""
+    """Return the GPU of a rank. Raise ConfigError if this machine has too few for its ranks."""
     if (count := torch.cuda.device_count()) < ranks_here:
         raise ConfigError(
             f"--tp: {ranks_here} ranks on this machine need {ranks_here} GPUs, but torch sees {count}; pass a smaller "
@@ -234,10 +234,10 @@ def _device_of(local_rank: int, ranks_here: int) -> torch.device:
 
 
 def _gpu(config: EngineConfig, attention: str, device: torch.device) -> str:
-    """Return on which GPU an engine is deterministic, and with which FlashInfer; empty where that decides nothing.
+    """Return the GPU and the version of FlashInfer of a deterministic engine; empty: they change no token.
 
     Raises:
-        ConfigError: It cannot be deterministic there.
+        ConfigError: An engine cannot be deterministic there.
     """
     if not config.deterministic or device.type != "cuda":
         return ""
@@ -261,7 +261,7 @@ def _available_bytes(device: torch.device, share: ShareConfig) -> int:
 
 
 def _cpus(share: ShareConfig) -> Set[int]:
-    """Return the CPUs of a NUMA node that an engine keeps to; empty if it may use all."""
+    """Return the CPUs of the NUMA node that an engine must use; empty: it may use all."""
     every = usable_cpus()
     cpus, _ = cpus_of(share.engine, share.num_engines, every)
     return cpus if cpus != every else frozenset()
@@ -284,11 +284,11 @@ def resolve_threads(config: EngineConfig, kernels: str, ranks_here: int = 1, sha
 
 
 def default_threads(num_ranks: int = 1, share: ShareConfig = WHOLE) -> int:
-    """Return how many threads a rank uses: its part of OMP_NUM_THREADS, or of all cores but one of every four.
+    """Return the number of threads of a rank: its part of OMP_NUM_THREADS, or of all cores but one of every four.
 
-    Several engines divide them, too. If there are several NUMA nodes, each divides those of its node.
+    Several engines divide them, too. If there are several NUMA nodes, the engines of a node divide its cores.
 
-    Of two cores it uses both: the engine would lose more without the second one than the other processes need of it.
+    Of two cores a rank uses both: without the second core the engine would lose more than the other processes gain.
     """
     if "OMP_NUM_THREADS" in os.environ:
         first = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
@@ -306,7 +306,7 @@ def _three_of_four(cores: int) -> int:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `--device` means. Raises ConfigError if torch sees none."""
+    """Return the device that `--device` means. Raise ConfigError if torch does not see it."""
     if name == "cuda" and not torch.cuda.is_available():
         if torch.version.cuda is None:
             raise ConfigError(
@@ -321,7 +321,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, str]:
-    """Return the variant of the kernels that computes, or `torch`, and why torch if no flag and no device says so.
+    """Return the variant of the kernels that computes, or `torch` with the reason if it was not asked for.
 
     Raises:
         ConfigError: The flags contradict each other, or this machine lacks what they ask for.
@@ -370,10 +370,10 @@ def resolve_attention(name: str, shape: AttentionShape) -> str:
 def resolve_graph(
     config: EngineConfig, spec: ModelSpec, attention: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return up to how many rows decode steps are recorded as CUDA graphs, 0: none.
+    """Return the largest number of rows of a decode step that is recorded as a CUDA graph; 0: none.
 
     Raises:
-        ConfigError: `--graph` asks for more than can be.
+        ConfigError: `--graph` asks for more than is possible.
     """
     reason, remedy = "", "leave it out, or pass --graph 0"
     if attention not in ("fi", "fa,fi"):

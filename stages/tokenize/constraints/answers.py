@@ -17,7 +17,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Calls
 from pipeline.sampling import Constraint
 from stages.tokenize.constraints.asked import Asked, Wanted, wanted_calls
-from stages.tokenize.constraints.calls import CallRules, Tool, call_rules, header_end, marker
+from stages.tokenize.constraints.calls import CallableTool, CallRules, call_rules, header_end, marker
 from stages.tokenize.constraints.grammars import (
     UNFORCED,
     answered,
@@ -209,7 +209,7 @@ class _Answer:
             function = tool["function"]
             if not said.names or function["name"] in said.names:
                 is_bound = self.wanted == "must" or function.get("strict") is True
-                tools.append(Tool(place, function["name"], function.get("parameters"), is_bound))
+                tools.append(CallableTool(place, function["name"], function.get("parameters"), is_bound))
         if not tools:
             raise RequestError("tool_choice: names no tool of `tools`", param="tool_choice")
         return call_rules(rules, self.dialect, self.asked.markup.tools, tools, parallel=said.parallel)

@@ -48,7 +48,7 @@ IN_PYTHON: Final = ("pythonic", "lfm2", "minicpm")
 
 
 @dataclass(frozen=True)
-class Tool:
+class CallableTool:
     """A function that may be called."""
 
     place: int
@@ -90,7 +90,9 @@ class CallRules:
     """Without a trigger: the letter that begins them."""
 
 
-def call_rules(rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> CallRules:
+def call_rules(
+    rules: Rules, dialect: Dialect, form: ToolFormat, tools: Sequence[CallableTool], *, parallel: bool
+) -> CallRules:
     """Add the *rules* for one call or, with *parallel*, for more; return how they begin.
 
     Raises:
@@ -150,7 +152,7 @@ def _repeated(first: str, other: str, parallel: bool) -> str:
     return f"{first} ({other})*" if parallel else first
 
 
-def _check_alone(write: _Writer, form: ToolFormat, tool: Tool) -> None:
+def _check_alone(write: _Writer, form: ToolFormat, tool: CallableTool) -> None:
     """Raise RequestError if the call of one tool cannot be enforced."""
     try:
         alone = Rules()
@@ -172,40 +174,40 @@ class _Writer:
         """Return the item of a rule for a marker: an added token by its id, as their text alone never is them."""
         return marker(self.dialect, text)
 
-    def json_object(self, before: str, tool: Tool, after: str) -> str:
+    def json_object(self, before: str, tool: CallableTool, after: str) -> str:
         return self.rules.add(f"{before} {json_of(tool.schema)} {after}")
 
-    def hermes(self, tool: Tool) -> str:
+    def hermes(self, tool: CallableTool) -> str:
         return self.json_object(quoted(f'{{"name": {quoted(tool.name)}, "arguments": '), tool, quoted("}"))
 
-    def llama(self, tool: Tool) -> str:
+    def llama(self, tool: CallableTool) -> str:
         return self.json_object(quoted(f'{{"name": {quoted(tool.name)}, "parameters": '), tool, quoted("}"))
 
-    def mistral(self, tool: Tool) -> str:
+    def mistral(self, tool: CallableTool) -> str:
         if not self.dialect.is_newer:
             return self.hermes(tool)
         return self.json_object(f"{quoted(tool.name)} {self.marker(NAMED_ARGUMENTS)}", tool, "")
 
-    def kimi(self, tool: Tool) -> str:
+    def kimi(self, tool: CallableTool) -> str:
         _, begin, arguments, end, _ = map(self.marker, MARKERS["kimi_k2"])
         return self.json_object(f"{begin} {quoted(f'functions.{tool.name}:')} /[0-9]{{1,3}}/ {arguments}", tool, end)
 
-    def deepseek(self, tool: Tool) -> str:
+    def deepseek(self, tool: CallableTool) -> str:
         _, begin, separator, end, _ = map(self.marker, MARKERS["deepseek"])
         if self.dialect.is_newer:
             return self.json_object(f"{begin} {quoted(tool.name)} {separator}", tool, end)
         fence = quoted(f"{tool.name}\n{FENCE}\n")
         return self.json_object(f'{begin} "function" {separator} {fence}', tool, f"{quoted(chr(10) + '```')} {end}")
 
-    def apertus(self, tool: Tool) -> str:
+    def apertus(self, tool: CallableTool) -> str:
         return self.json_object(quoted(f"{{{quoted(tool.name)}: "), tool, quoted("}"))
 
-    def harmony(self, tool: Tool) -> str:
+    def harmony(self, tool: CallableTool) -> str:
         return self.json_object(
             f"{quoted(f'commentary to=functions.{tool.name}')} {header_end(self.dialect)}", tool, ""
         )
 
-    def glm(self, tool: Tool) -> str:
+    def glm(self, tool: CallableTool) -> str:
         key, key_end, begin, end = map(self.marker, MARKERS["glm"][2:])
         token = end if MARKERS["glm"][-1] in self.dialect.added.ids else ""
         values = TaggedValues(self.rules, tool.schema, MARKERS["glm"][-1], json_of, token)
@@ -223,7 +225,7 @@ class _Writer:
             items.append(written if is_required else f"({written})?")
         return self.rules.add(f"{quoted(tool.name)} {gap} {' '.join(items)}")
 
-    def tagged(self, tool: Tool) -> str:
+    def tagged(self, tool: CallableTool) -> str:
         values = TaggedValues(self.rules, tool.schema, TAG_END, json_of)
         begin, end = quoted(f"<function={tool.name}>\n"), quoted("</function>")
         if "properties" not in tool.schema and tool.schema.get("additionalProperties") is not False:
@@ -240,7 +242,7 @@ class _Writer:
             items.append(item if is_required else f"{item}?")
         return self.rules.add(f"{begin} {' '.join(items)} {end}")
 
-    def pythonic(self, tool: Tool) -> str:
+    def pythonic(self, tool: CallableTool) -> str:
         if not re.fullmatch(r"[A-Za-z_][\w.]*", tool.name, re.ASCII):
             raise ValueError(f"the name {tool.name!r} is no name in Python, as this model writes calls")
         begin = quoted(f"{tool.name}(")
@@ -254,7 +256,7 @@ class _Writer:
         return self.rules.add(f'{begin} {PythonLiterals(self.rules, tool.schema).arguments(tool.schema)} ")"')
 
 
-_WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, Tool], str]]] = {
+_WRITERS: Final[Mapping[ToolFormat, Callable[[_Writer, CallableTool], str]]] = {
     "hermes": _Writer.hermes,
     "qwen3_coder": _Writer.tagged,
     "llama3_json": _Writer.llama,

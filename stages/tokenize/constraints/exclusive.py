@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
-from pipeline.json_schema import OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, mapped
+from pipeline.grammars import OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, mapped
 
 TYPES: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
 OBJECT: Final = frozenset({"object"})

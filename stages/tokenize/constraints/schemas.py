@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipeline.json_schema import COUNTS, OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, is_countable, mapped
+from pipeline.grammars import COUNTS, OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, is_countable, mapped
 from stages.tokenize.constraints.exclusive import Unions, segments, unions_of
 
 FORMATS: Final = frozenset(

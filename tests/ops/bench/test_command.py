@@ -56,12 +56,8 @@ import minisgl
         ("tail --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
         ("cost --of tea", "'tea': must be one of journal, archive"),
         ("cost --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
-        ("gpu --phases machine,kernels", "'kernels': no such phase; expected some of machine,probes"),
-        ("gpu --phases ,", "must be phases with commas between them"),
+        ("gpu --only models,kernels", "'kernels': no such group; expected some of attention,models"),
         ("gpu --budget 0", "must be a number of seconds above 0"),
-        ("gpu --json /nowhere/a.json", "--json /nowhere/a.json: not a file in a folder that exists"),
-        ("gpu --size huge", "--size"),
-        ("gpu --wheels /nowhere", "--wheels /nowhere: no wheels there"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

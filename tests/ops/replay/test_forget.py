@@ -25,10 +25,9 @@ from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Cancelled, Replay, SamplingParams, Submitted, new_uid
-from pipeline.log.archivers import ended_inbox
 from pipeline.log.config import LogConfig
 from pipeline.log.drivers import Driver
-from pipeline.log.forgetting import Told
+from pipeline.log.forgetting import Unconsumed, ended_inbox
 from pipeline.log.protocol import DeadLetter, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import ARCHIVE, WEB, Names, base_uid, sibling_uids
@@ -191,7 +190,7 @@ def scene(server: EmbeddedRedis, tmp_path: Path) -> Iterator[Scene]:
         log.drop_dead(letters[people["bob"][1]])
         put(log, NAMES.dead, {"uid": "x", "error": SECRET})
         log.drop_dead(log.dead_letters(1)[0].id)  # its bytes stay beside the others
-        lived.let_go()
+        lived.released()
         until(lambda: log.backlog(ended_inbox(NAMES)) == 0)
         folder_of_redis = Path(server.url.removeprefix("unix://")).parent
         yield Scene(url, folder_of_redis, folder, log, lived, archiver, people["ann"], people["bob"])
@@ -199,7 +198,7 @@ def scene(server: EmbeddedRedis, tmp_path: Path) -> Iterator[Scene]:
 
 
 def nothing_is_left(scene: Scene, uids: Sequence[str]) -> bool:
-    """Say whether no byte of a text of *uids* is left, and no uid but where a tombstone keeps it."""
+    """Return whether no byte of a text of *uids* is left, and no uid but where a tombstone keeps it."""
     log, secret = scene.log, SECRET.encode()
     keys = [key for key in command(scene.url, "KEYS", "*") if not key.startswith(NAMES.request("").encode())]
     values = b"".join(command(scene.url, "DUMP", key) or b"" for key in keys if b":ended" not in key)
@@ -255,7 +254,7 @@ def test_a_copy_of_a_request_that_another_server_has_is_removed(scene: Scene) ->
     elsewhere = new_uid()
     copy = scene.lived.running(labels={COPY_OF: f"{elsewhere}.1"})
     scene.lived.ended(copy, Cancelled(by="client"))
-    scene.lived.let_go()
+    scene.lived.released()
     assert scene.forget(elsewhere, elsewhere=True) == 0
     assert scene.log.begins([copy])[copy].fields["by"] == "forget"
 
@@ -335,7 +334,7 @@ def test_while_a_worker_has_a_request_something_may_be_left_and_it_is_run_again(
     assert scene.forget(uid, elsewhere=True) == 1
     out, err = capsys.readouterr()
     assert "left: tokenized: workers still have it" in err and "1 request forgotten in part" in out
-    scene.lived.let_go()
+    scene.lived.released()
     assert scene.forget(uid, elsewhere=True) == 0
     assert scene.log.begins([uid])[uid].fields["by"] == "forget"
 
@@ -381,7 +380,7 @@ def test_while_a_sibling_goes_on_nothing_of_its_body_is_removed(
 
 def test_letters_that_do_not_say_whose_they_are_are_named(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     uid = scene.lived.dead(prompt="large " * 20_000)
-    scene.lived.let_go()
+    scene.lived.released()
     until(lambda: scene.log.backlog(ended_inbox(NAMES)) == 0)
     Writer(scene.folder, "archive-7", 1).forget({uid})
     command(scene.url, "DEL", NAMES.request(uid))  # only the letter is left
@@ -399,7 +398,7 @@ def test_as_long_as_the_archiver_gets_on_it_is_waited_for_and_then_it_is_said(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(forget, "ARCHIVE_PATIENCE_S", 0.2)
-    answers = [Told("1-1", 2), Told("1-1", 1), Told("2-1", 1)]
+    answers = [Unconsumed("1-1", 2), Unconsumed("1-1", 1), Unconsumed("2-1", 1)]
     monkeypatch.setattr(RedisLog, "told", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     assert scene.forget(scene.anns[0], elsewhere=True) == 1
     assert "left: ended: 1 request, on which archivers still work; wait" in capsys.readouterr().err
@@ -418,7 +417,7 @@ def test_without_an_archiver_its_files_are_left_and_it_is_said(
 ) -> None:
     uid, other = scene.lived.running(), tmp_path / "other"
     scene.lived.ended(uid, Cancelled(by="client"))
-    scene.lived.let_go()
+    scene.lived.released()
     make_archive(other, "minisgl")
     Writer(other, "archive-0", 1).write([Recording(uid, tuple(scene.log.histories([uid])[0]))])
     until(lambda: scene.log.backlog(ended_inbox(NAMES)) == 0)

@@ -18,6 +18,7 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Logprob,
     Preempted,
     SamplingParams,
     Submitted,
@@ -25,8 +26,7 @@ from pipeline.events import (
     Timings,
     Tokenized,
     TokensProduced,
-    ToldCandidate,
-    ToldScore,
+    TopLogprob,
     Usage,
 )
 from pipeline.log.protocol import Entry
@@ -40,10 +40,10 @@ BEGUN: Sequence[tuple[str, AnyEvent]] = (
 )
 FIRST = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="w", numerics="a/b", version="1", ms=1002)
 SECOND = FIRST.model_copy(update={"epoch": 2, "numerics": "c/d", "ms": 1020})
-SCORE = ToldScore(token=12, text="l", logprob=-0.5, top=(ToldCandidate(token=12, text="l", logprob=-0.5),))
+SCORE = Logprob(token=12, text="l", logprob=-0.5, top=(TopLogprob(token=12, text="l", logprob=-0.5),))
 
 
-def token(n: int, text: str, ms: int = 0, epoch: int = 1, score: ToldScore | None = None) -> tuple[str, TokensProduced]:
+def token(n: int, text: str, ms: int = 0, epoch: int = 1, score: Logprob | None = None) -> tuple[str, TokensProduced]:
     scores = () if score is None else (score,)
     return f"{n}-0", TokensProduced(tokens=(10 + n,), text=text, step=f"{epoch}-{n}", ms=ms, scores=scores)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from support.log_contract import put
 
 from ops.replay.show import why
-from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
+from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
 from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry
@@ -22,7 +22,7 @@ def log_of(chunks: Sequence[int]) -> MemoryLog:
     for number, count in enumerate(chunks, 1):
         step = StepCompleted(
             rows=(TokenRow(uid="a", n=number, token=5),),
-            figures=Figures(forward_ms=900),
+            figures=StepStats(forward_ms=900),
             chunks=(Chunk(uid="p", start=0, count=count),) if count else (),
         )
         entry = Entry(f"3-{number}", {"ms": str(1000 * number)} | encode(step))

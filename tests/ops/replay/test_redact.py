@@ -17,16 +17,16 @@ from pipeline.events import (
     Event,
     Failed,
     Finished,
+    Logprob,
     Presentation,
+    PromptInfo,
     SamplingParams,
     Submitted,
     Templating,
     Timings,
     Tokenized,
     TokensProduced,
-    ToldPrompt,
-    ToldScore,
-    ToldToken,
+    TokenText,
     Usage,
     decode,
     encode,
@@ -48,7 +48,7 @@ def recorded(*events: tuple[str, Event]) -> Recording:
 
 def conversation(said: str, ids: Sequence[int], answer: str, answer_ids: Sequence[int]) -> Recording:
     """Return a request that has every field with words in it."""
-    score = ToldScore(token=answer_ids[0], text=answer, logprob=-1.0)
+    score = Logprob(token=answer_ids[0], text=answer, logprob=-1.0)
     submitted = Submitted(
         endpoint="/v1/chat/completions",
         frontend="web-0",
@@ -77,8 +77,8 @@ def conversation(said: str, ids: Sequence[int], answer: str, answer_ids: Sequenc
         labels={"user": said, "metadata": {said: said}},
         deadline_ms=600_005,
     )
-    told = ToldPrompt(
-        num_tokens=len(ids), cached_tokens=1, token_ids=tuple(ids), text=said, first=ToldToken(token=ids[0], text=said)
+    told = PromptInfo(
+        num_tokens=len(ids), cached_tokens=1, token_ids=tuple(ids), text=said, first=TokenText(token=ids[0], text=said)
     )
     usage = Usage(prompt_tokens=len(ids), completion_tokens=len(answer_ids))
     return recorded(

@@ -13,14 +13,14 @@ from minisgl import main
 from ops.replay.source import History
 from pipeline.events import (
     Chunk,
-    Figures,
+    Logprob,
     SamplingParams,
     StepCompleted,
+    StepStats,
     Submitted,
     TokenRow,
     TokensProduced,
-    ToldCandidate,
-    ToldScore,
+    TopLogprob,
     encode,
     new_uid,
 )
@@ -71,7 +71,7 @@ def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
 ) -> None:
     uid = finished(lived)
     row, chunk = TokenRow(uid=uid, n=3, token=43), Chunk(uid="other", start=0, count=6000)
-    step = StepCompleted(rows=(row,), chunks=(chunk,), figures=Figures(forward_ms=1))
+    step = StepCompleted(rows=(row,), chunks=(chunk,), figures=StepStats(forward_ms=1))
     entry = Entry("1-3", {"ms": str(show.json(uid)["submitted_ms"] + 5000)} | encode(step))
     fields = JournalWriter().fields(entry, step)
     command(redis_url, "XADD", Names().journal("generate-0"), entry.id, *itertools.chain(*fields.items()))
@@ -92,7 +92,7 @@ def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_st
 
     def journalled(number: int, *, schedule: str = "", chunks: tuple[Chunk, ...] = ()) -> None:
         rows = tuple(TokenRow(uid=each, n=number, token=40 + number) for each in (uid, *others))
-        figures = Figures(decode_rows=11, prefill_rows=len(chunks), prefill_tokens=9 * len(chunks), free_pages=13)
+        figures = StepStats(decode_rows=11, prefill_rows=len(chunks), prefill_tokens=9 * len(chunks), free_pages=13)
         step = StepCompleted(rows=rows, chunks=chunks, figures=figures, schedule=schedule)
         entry = Entry(f"1-{number}", {"ms": str(show.json(uid)["submitted_ms"] + number)} | encode(step))
         fields = writer.fields(entry, step)
@@ -160,8 +160,8 @@ def test_a_token_says_when_the_engine_made_it_and_when_the_client_got_it(
 
 def test_recorded_log_probabilities_are_shown(lived: LivedRequests, show: Tool) -> None:
     uid = lived.running()
-    top = (ToldCandidate(token=41, text="He", logprob=-0.25), ToldCandidate(token=9, text="\x1b", logprob=-2))
-    score = ToldScore(token=41, text="He", logprob=-0.25, top=top)
+    top = (TopLogprob(token=41, text="He", logprob=-0.25), TopLogprob(token=9, text="\x1b", logprob=-2))
+    score = Logprob(token=41, text="He", logprob=-0.25, top=top)
     event = TokensProduced(tokens=(41,), text="He", step="1-1", scores=(score,))
     assert lived._detokenizer.say(Produced(uid, "1-0", 1, event, "web-0"))
     lines = show(uid)

@@ -9,7 +9,7 @@ import pytest
 from support.journalled import Life, live
 
 from ops.replay.schedule import fitted, lived_again, measured, parts_of
-from pipeline.log.journal import Step, steps
+from pipeline.log.journal import JournalStep, steps
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 PER_PART = (2.0, 0.25, 0.001, 0.05, 0.0)
@@ -21,11 +21,11 @@ def life() -> Life:
 
 
 @pytest.fixture
-def journal(life: Life) -> list[Step]:
+def journal(life: Life) -> list[JournalStep]:
     return list(steps(life.journal()))
 
 
-def lived(journal: Sequence[Step], life: Life, **limits: int) -> tuple[int, int, float]:
+def lived(journal: Sequence[JournalStep], life: Life, **limits: int) -> tuple[int, int, float]:
     time_of = fitted([(1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 0, 1, 0)], [2, 3, 4], [1])
     outcome = lived_again(journal, life.request_of, life.made, time_of, **limits)
     return outcome.tokens, outcome.steps, max(outcome.step_ms)
@@ -51,27 +51,27 @@ def test_parts_of_a_step_are_counted_from_its_plan() -> None:
     assert parts_of(BatchPlan(1, rows, 1)) == (1, 1, 7, 2, 10)
 
 
-def test_requests_that_live_again_get_the_same_tokens(life: Life, journal: list[Step]) -> None:
+def test_requests_that_live_again_get_the_same_tokens(life: Life, journal: list[JournalStep]) -> None:
     tokens, _, _ = lived(journal, life)
     new = sum(len(life.made[uid]) - len(life.came[uid].output_ids) for uid in life.came)
     assert tokens >= new == measured(journal).tokens
 
 
-def test_a_smaller_limit_makes_more_and_shorter_steps(life: Life, journal: list[Step]) -> None:
+def test_a_smaller_limit_makes_more_and_shorter_steps(life: Life, journal: list[JournalStep]) -> None:
     small, large = (lived(journal, life, max_prefill_length=limit, mixed_prefill_length=2) for limit in (4, 64))
     assert small[0] == large[0]
     assert small[1] > large[1]
     assert small[2] < large[2]
 
 
-def test_times_of_a_journal_are_measured(life: Life, journal: list[Step]) -> None:
+def test_times_of_a_journal_are_measured(life: Life, journal: list[JournalStep]) -> None:
     outcome = measured(journal)
     assert len(outcome.first_token_ms) + len(outcome.pause_ms) <= outcome.tokens
     assert outcome.total_ms > 0
     assert {"first_token_p50_ms", "pause_p99_ms"} < outcome.told().keys()
 
 
-def test_a_request_without_a_known_token_gets_one_and_leaves(life: Life, journal: list[Step]) -> None:
+def test_a_request_without_a_known_token_gets_one_and_leaves(life: Life, journal: list[JournalStep]) -> None:
     time_of = fitted([(1, 0, 0, 0, 0)], [2], [1])
     outcome = lived_again(journal[:1], life.request_of, {"r0": []}, time_of)
     assert (outcome.tokens, outcome.steps) == (1, 1)

@@ -119,12 +119,12 @@ def test_a_frame_that_is_damaged_or_holds_something_else_is_named_when_several_a
     content, places = volume.frames.read_bytes(), volume.places()
     archive, asked = Archive(tmp_path), [each.uid for each in some]
     volume.frames.write_bytes(content[: places[2].offset + 20] + b"damaged" + content[places[2].offset + 27 :])
-    with pytest.raises(ArchiveDamaged, match=f"damaged at byte {places[2].offset}"):
+    with pytest.raises(ArchiveDamaged, match=str(places[2].offset)):
         archive.read(asked)
     volume.frames.write_bytes(content)
     places[2] = dataclasses.replace(places[2], offset=0, size=places[0].size)
     volume.index.write_bytes(b"".join(place.line() for place in places))
-    with pytest.raises(ArchiveDamaged, match=f"{some[2].uid} is not in the frame at byte 0"):
+    with pytest.raises(ArchiveDamaged, match=some[2].uid):
         archive.read(asked)
 
 
@@ -238,7 +238,7 @@ def test_damage_in_the_middle_costs_the_frame_that_it_is_in(tmp_path: Path, writ
     content = bytearray(volume.frames.read_bytes())
     content[place.offset + 20] ^= 1
     volume.frames.write_bytes(content)
-    with pytest.raises(ArchiveDamaged, match=f"damaged at byte {place.offset}"):
+    with pytest.raises(ArchiveDamaged, match=str(place.offset)):
         Archive(tmp_path).read([place.uid])
     volume.index.unlink()
     writer.begin()
@@ -258,7 +258,7 @@ def test_the_file_of_a_writer_in_the_middle_of_its_work_is_left_alone(tmp_path: 
         size = volume.frames.stat().st_size
         Writer(tmp_path, "archive-1", 1, clock_s=lambda: NOW_S).begin()
         assert volume.frames.stat().st_size == size
-        with pytest.raises(VolumeBusy, match="another process writes to it"):
+        with pytest.raises(VolumeBusy):
             volume.append([request(2)])
     writer.begin()
     assert uids(tmp_path) == [uid_of(1)] and volume.frames.stat().st_size == volume.places()[-1].size
@@ -421,7 +421,7 @@ def test_archiving_stops_before_the_disk_is_full_and_goes_on_when_there_is_room(
                 writer.write([request(number, text=os.urandom(20_000).hex())])
                 written.append(uid_of(number))
 
-        with pytest.raises(ArchiveFull, match="must stay free; make room"):
+        with pytest.raises(ArchiveFull):
             fill()
         assert len(written) > 10 and shutil.disk_usage(small_disk).free > 50_000
         assert uids(small_disk) == written
@@ -443,7 +443,7 @@ def test_forgetting_takes_half_of_what_must_stay_free_and_no_more(small_disk: Pa
         free, size = shutil.disk_usage(small_disk).free, only_volume(small_disk).num_bytes()
         for left in (size + 45_000, size - 90_000):
             (small_disk / "other").write_bytes(bytes(free - left))
-            with pytest.raises(ArchiveFull, match="are needed for a moment"):
+            with pytest.raises(ArchiveFull):
                 writer.forget({some[0].uid})
         with pytest.raises(OSError, match="No space left"):
             only_volume(small_disk).leave_out({some[0].uid})
@@ -483,5 +483,5 @@ def test_a_folder_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be an archive: Not a directory"):
+    with pytest.raises(ConfigError, match="Not a directory"):
         make_archive(tmp_path / "file" / "b", "minisgl")

@@ -15,6 +15,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
@@ -22,7 +23,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from support.certified_histories import certified_token, history_problems
 from support.commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, RedisGround
 from support.commit_oracle import CommitOracle, State, who_lives, without_clock
 from support.histories import entries_of
@@ -69,7 +69,9 @@ from pipeline.names import (
     GENERATE,
     LASTING,
     SEAL,
+    SUBMITTED_ID,
     TOKENIZE,
+    TOKENIZED_ID,
     base_uid,
     parse_id,
     sibling_uids,
@@ -78,6 +80,53 @@ from pipeline.names import (
     tokens_id,
 )
 from pipeline.views.history import copied_history
+
+
+def certified_token(nonce: int, prompt: Sequence[int], before: Sequence[int]) -> int:
+    """Return a token that no other call returns and that says which tokens it was computed from."""
+    computed_from = repr((nonce, tuple(prompt), tuple(before))).encode()
+    return nonce << 32 | int.from_bytes(blake2b(computed_from, digest_size=4).digest(), "big")
+
+
+def is_computed_from(token: int, prompt: Sequence[int], before: Sequence[int]) -> bool:
+    return token == certified_token(token >> 32, prompt, before)
+
+
+def history_problems(history: Sequence[Entry]) -> list[str]:
+    """Return what a history breaks of the promises: one end at most and nothing after it, tokens 1 to n without a hole,
+    each computed from exactly those before it.
+    """
+    problems: list[str] = []
+    prompt: tuple[int, ...] = ()
+    tokens: list[int] = []
+    for place, entry in enumerate(history):
+        event = decode(entry.fields)
+        n = parse_id(entry.id)[0]
+        match event:
+            case Submitted():
+                expected = SUBMITTED_ID if place == 0 else "one at the start"
+            case Tokenized():
+                expected = TOKENIZED_ID if place == 1 else "one after the start"
+                prompt = event.token_ids
+            case TokensProduced():
+                expected = tokens_id(len(tokens) + event.count)
+                for token in event.tokens:
+                    if not is_computed_from(token, prompt, tokens):
+                        problems.append(f"token {len(tokens) + 1} was computed from others than those before it")
+                    tokens.append(token)
+            case Finished() | Failed() | Cancelled():
+                expected = SEAL
+                if event.n != len(tokens):
+                    problems.append(f"the end says {event.n} tokens after {len(tokens)}")
+                if place != len(history) - 1:
+                    problems.append(f"there is {history[place + 1].id} after the end")
+            case _:
+                expected = f"{len(tokens)}-{parse_id(entry.id)[1]}"
+        if entry.id != expected:
+            problems.append(f"a {event.kind} has the id {entry.id}, expected {expected}, with {len(tokens)} tokens")
+            del tokens[n:]
+    return problems
+
 
 T = TypeVar("T")
 
@@ -600,8 +649,8 @@ class Story(RuleBasedStateMachine):
         running, steps = dict(engine.running), list[Step]()
         for number in range(1, count + 1):
             rows: list[StepRow] = list(engine.marks) if number == 1 else []
-            let_go = dict(engine.gone) if number == 1 else {}
-            ended = [entry.id for entry in let_go.values()]
+            released = dict(engine.gone) if number == 1 else {}
+            ended = [entry.id for entry in released.values()]
             for place, (uid, request) in enumerate(running.items()):
                 bit = 1 << place % 8
                 n = len(request.tokens)
@@ -614,7 +663,7 @@ class Story(RuleBasedStateMachine):
                     rows += [row, row] if again and row.end is None else [row]
                     ended += [request.entry.id] if row.end else []
                     running[uid] = Running(request.entry, request.prompt, (*request.tokens, token))
-            event = StepCompleted(rows=tuple(rows), let_go=tuple(let_go))
+            event = StepCompleted(rows=tuple(rows), released=tuple(released))
             steps.append(Step(engine.number + number, event, tuple(ended)))
         return tuple(steps)
 
@@ -637,7 +686,7 @@ class Story(RuleBasedStateMachine):
     def go_on(self, engine: Engine, step: Step) -> None:
         engine.number = step.number
         engine.marks = engine.marks[sum(isinstance(row, EventRow) for row in step.event.rows) :]
-        for uid in step.event.let_go:
+        for uid in step.event.released:
             engine.gone.pop(uid, None)
         for row in step.event.rows:
             request = engine.running.get(row.uid)
@@ -649,7 +698,7 @@ class Story(RuleBasedStateMachine):
     def hear(self, engine: Engine, said: Taken | StepCommitted) -> None:
         engine.cursor = said.control_cursor
         for uid in said.ended:
-            self.let_go(engine, uid)
+            self.released(engine, uid)
 
     def look_who_lives(self, engine: Engine) -> None:
         """Let go of what has ended, as when `control` lost its entry."""
@@ -657,9 +706,9 @@ class Story(RuleBasedStateMachine):
         alive = self.ask(lambda log: log.alive(uids))
         for uid in uids:
             if uid not in alive:
-                self.let_go(engine, uid)
+                self.released(engine, uid)
 
-    def let_go(self, engine: Engine, uid: str) -> None:
+    def released(self, engine: Engine, uid: str) -> None:
         if uid in engine.running:
             engine.gone[uid] = engine.running.pop(uid).entry
             engine.marks = [row for row in engine.marks if row.uid != uid]

@@ -148,7 +148,7 @@ def test_a_node_without_the_log_is_refused_at_the_start_in_one_line_that_names_t
 def test_a_node_that_hands_the_log_over_is_refused_at_the_start(cluster: Cluster) -> None:
     command(cluster.second, "CLUSTER", "SETSLOT", cluster.slot, "IMPORTING", cluster.node(cluster.first))
     command(cluster.first, "CLUSTER", "SETSLOT", cluster.slot, "MIGRATING", cluster.node(cluster.second))
-    with pytest.raises(ConfigError, match=r"a node of a cluster that does not have the log .* \(ASK "):
+    with pytest.raises(ConfigError, match="ASK "):
         check_server(cluster.first, 0, "test")
 
 
@@ -170,7 +170,7 @@ def test_while_a_cluster_moves_the_log_all_wait(cluster: Cluster) -> None:
         command(cluster.first, "CLUSTER", "SETSLOT", cluster.slot, "MIGRATING", cluster.node(cluster.second))
         with pytest.raises(LogUnavailable, match=r"^TRYAGAIN "):
             scene.submit("b")
-        with pytest.raises(LogReadOnly, match="at the moment: ASK "):
+        with pytest.raises(LogReadOnly, match="ASK "):
             log.histories(["b"])
         cluster.say("SETSLOT", cluster.slot, "STABLE")
         assert scene.submit("b") is Submission.ACCEPTED

@@ -169,7 +169,7 @@ def test_a_server_that_is_silent_for_long_is_unavailable(log: RedisLog, monkeypa
     async def act(front: AsyncRedisLog) -> None:
         heard = Heard()
         async with following(front, heard) as task:
-            with pytest.raises(LogUnavailable, match="no reply within"):
+            with pytest.raises(LogUnavailable):
                 await task
 
     with_front(log.url, act)

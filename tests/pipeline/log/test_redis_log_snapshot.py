@@ -17,8 +17,7 @@ from pipeline.log.operations.workers import SLOTS_PER_LOOK
 from pipeline.log.protocol import Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
-from pipeline.names import JANITOR, SEAL, Names, slot_name
-from pipeline.readable import UNREADABLE
+from pipeline.names import JANITOR, SEAL, UNREADABLE, Names, slot_name
 from pipeline.stage.slots import Status
 
 NAMES = Names("a*[b]-^c\\")

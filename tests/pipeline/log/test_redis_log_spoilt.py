@@ -15,8 +15,7 @@ from pipeline.log.operations import workers
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryQuery
-from pipeline.names import SERVING_STAGES
-from pipeline.readable import UNREADABLE
+from pipeline.names import SERVING_STAGES, UNREADABLE
 from pipeline.serving import Served, Serving
 
 DAMAGED = Failed(status=500, code="log_damaged", message="It could not be read.")

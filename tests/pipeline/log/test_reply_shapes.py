@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.selection import by_night
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 HERE = Path(__file__).parent
-CONTRACT = sorted(HERE.glob(by_night("test_redis_log.py", "test_redis_log*.py")))
+CONTRACT = sorted(HERE.glob("test_redis_log*.py"))
 WITHOUT_HIREDIS = "import sys; sys.modules['hiredis'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 WITH_HIREDIS = "import sys; import hiredis, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
@@ -22,13 +21,12 @@ WITH_HIREDIS = "import sys; import hiredis, pytest; sys.exit(pytest.main(sys.arg
     ("program", "query"),
     [
         pytest.param(WITHOUT_HIREDIS, "?protocol=3", id="RESP3 without hiredis"),
-        pytest.param(WITHOUT_HIREDIS, "?protocol=2", id="RESP2 without hiredis", marks=pytest.mark.night),
-        pytest.param(WITH_HIREDIS, "?protocol=3", id="RESP3", marks=pytest.mark.night),
+        pytest.param(WITHOUT_HIREDIS, "?protocol=2", id="RESP2 without hiredis"),
+        pytest.param(WITH_HIREDIS, "?protocol=3", id="RESP3"),
     ],
 )
 def test_the_log_is_the_same_in_every_shape_of_replies(program: str, query: str) -> None:
-    one_server = ["-k", "not [path and not [oldest"]  # the shapes are a matter of the client
-    arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *by_night(one_server, []), *map(str, CONTRACT)]
+    arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, CONTRACT)]
     environment = os.environ | {"MINISGL_TEST_REDIS_QUERY": query}
     ended = subprocess.run(
         [sys.executable, "-c", program, *arguments],

@@ -14,15 +14,15 @@ from pipeline.events import (
     AnyEvent,
     Chunk,
     EventRow,
-    Figures,
     Preempted,
     SamplingParams,
+    StepStats,
     Submitted,
     TakenOver,
     Tokenized,
     TokensProduced,
 )
-from pipeline.log.journal import Row, Step
+from pipeline.log.journal import JournalStep, Row
 from pipeline.names import SEAL
 from pipeline.recording import Recording
 from pipeline.views.company import MOST_WAITS, Company, late_tokens, spans_of
@@ -53,9 +53,9 @@ def made(n: int, ms: int, *, epoch: int = 1) -> TokensProduced:
 
 def step(
     number: int, ms: int, *rows: tuple[str, int], chunks: tuple[tuple[str, int], ...] = (), epoch: int = 1, **more: Any
-) -> Step:
+) -> JournalStep:
     """Return a step with tokens for rows of (uid, n), and chunks of (uid, tokens)."""
-    figures = Figures(
+    figures = StepStats(
         decode_rows=len(rows),
         prefill_rows=len(chunks),
         prefill_tokens=sum(count for _, count in chunks),
@@ -63,22 +63,22 @@ def step(
         free_pages=9,
         forward_ms=5,
     )
-    return Step(
+    return JournalStep(
         epoch,
         number,
         ms,
         rows=tuple(Row(uid, n, 7, None, 0) for uid, n in rows),
         events=more.get("events", ()),
-        let_go=(),
+        released=(),
         figures=figures,
-        given=(),
+        inputs=(),
         chunks=tuple(Chunk(uid=uid, start=0, count=count) for uid, count in chunks),
         schedule="",
         said_made_ms=more.get("made_ms", 0),
     )
 
 
-def told(of: History, *steps: tuple[str, Step]) -> dict[str, Any]:
+def told(of: History, *steps: tuple[str, JournalStep]) -> dict[str, Any]:
     company = Company(of)
     for engine, each in steps:
         company.take(engine, each)
@@ -130,7 +130,9 @@ def test_late_tokens_have_the_reason_and_others_none() -> None:
     assert plain["waits"][1]["why"][0] == "a prompt of 500 tokens was prefilled in 1 chunk"
 
 
-def grouped(made_ms: Mapping[int, int], came_ms: Mapping[int, int], *, age: bool = True) -> tuple[History, list[Step]]:
+def grouped(
+    made_ms: Mapping[int, int], came_ms: Mapping[int, int], *, age: bool = True
+) -> tuple[History, list[JournalStep]]:
     """Return a request and its steps; token n was made at *made_ms* and committed at *came_ms* of n."""
     events = {
         n: made(n, ms).model_copy(update={"age_ms": ms - made_ms[n] if age else None}) for n, ms in came_ms.items()

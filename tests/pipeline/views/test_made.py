@@ -21,19 +21,19 @@ def made(*said: tuple[int, int | None]) -> list[int]:
 def test_tokens_that_were_committed_together_have_the_times_at_which_they_were_made() -> None:
     told = times_made(moments_of(tokens((1000, 1), (1020, 11), (1020, 8), (1020, 5), (1030, 2))))
     assert told == {
-        1: Made(999, True, 1, 1),
-        2: Made(1009, True, 2, 4),
-        3: Made(1012, True, 2, 4),
-        4: Made(1015, True, 2, 4),
-        5: Made(1028, True, 5, 5),
+        1: Made(999, False, 1),
+        2: Made(1009, False, 2),
+        3: Made(1012, False, 2),
+        4: Made(1015, False, 2),
+        5: Made(1028, False, 5),
     }
 
 
 def test_in_an_older_history_the_tokens_of_a_commit_divide_the_pause_before_it() -> None:
     told = times_made(moments_of(tokens((1000, None), *4 * [(1014, None)], *2 * [(1020, None)])))
     assert [each.ms for each in told.values()] == [1000, 1003, 1007, 1010, 1014, 1017, 1020]
-    assert not any(each.is_known for each in told.values())
-    assert (told[2].first, told[2].last) == (2, 5)
+    assert [each.is_estimate for each in told.values()] == [False, *6 * [True]]
+    assert [each.first for each in told.values()] == [1, 2, 2, 2, 2, 6, 6]
 
 
 def test_tokens_that_came_with_the_first_one_have_its_time() -> None:
@@ -48,8 +48,8 @@ def test_of_several_tokens_in_one_event_the_last_has_its_time_and_the_others_div
     first = TokensProduced(tokens=(7,), text="x", step="1-1", ms=1000, age_ms=0)
     more = TokensProduced(count=3, tokens=(7, 8, 9), text="x", step="1-2", ms=1040, age_ms=10)
     told = times_made(moments_of([("1-0", first), ("4-0", more)]))
-    assert {n: (each.ms, each.is_known) for n, each in told.items()} == {
-        1: (1000, True), 2: (1010, False), 3: (1020, False), 4: (1030, True),
+    assert {n: (each.ms, each.is_estimate) for n, each in told.items()} == {
+        1: (1000, False), 2: (1010, True), 3: (1020, True), 4: (1030, False),
     }  # fmt: skip
 
 

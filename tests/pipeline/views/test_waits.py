@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.events import Admitted, Chunk, EventRow, Figures, Preempted, TakenOver
-from pipeline.log.journal import Step
-from pipeline.views.waits import spoken, why_waited
+from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepStats, TakenOver
+from pipeline.log.journal import JournalStep
+from pipeline.views.company import spoken, why_waited
 
 PREEMPTED = Preempted(engine="generate-0", epoch=1, step=1)
 ADMITTED = Admitted(engine="generate-0", epoch=2, step=1, fingerprint="w")
 AGAIN = "it was preempted because the pages ran out, and computed again"
 
 
-def step(ms: int, *, forward_ms: float = 10, chunks: tuple[tuple[str, int], ...] = (), **fields: Any) -> Step:
+def step(ms: int, *, forward_ms: float = 10, chunks: tuple[tuple[str, int], ...] = (), **fields: Any) -> JournalStep:
     computed = tuple(Chunk(uid=uid, start=0, count=count) for uid, count in chunks)
-    empty: dict[str, Any] = {"rows": (), "events": (), "let_go": (), "given": (), "schedule": ""}
-    return Step(1, ms, ms, figures=Figures(forward_ms=forward_ms), chunks=computed, **(empty | fields))
+    empty: dict[str, Any] = {"rows": (), "events": (), "released": (), "inputs": (), "schedule": ""}
+    return JournalStep(1, ms, ms, figures=StepStats(forward_ms=forward_ms), chunks=computed, **(empty | fields))
 
 
 def preempted(*uids: str) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def test_times_below_a_second_are_said_in_milliseconds(ms: float, said: str) -> 
         ([step(1300, forward_ms=290, **preempted("b", "b"))], 5, "1 other request was preempted"),
     ],
 )
-def test_what_happened_between_two_tokens_is_said(steps: list[Step], n: int, said: str) -> None:
+def test_what_happened_between_two_tokens_is_said(steps: list[JournalStep], n: int, said: str) -> None:
     assert str(why_waited(steps, "a", n, since_ms=1000)).partition(": ")[2] == said

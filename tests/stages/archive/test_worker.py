@@ -27,9 +27,8 @@ from pipeline.archive.volume import volumes
 from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, GroupLost, LogUnavailable
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, new_uid
-from pipeline.log.archivers import ArchiverLog, ended_inbox
 from pipeline.log.config import LogConfig
-from pipeline.log.forgetting import ForgettingLog
+from pipeline.log.forgetting import ArchiverLog, ForgettingLog, ended_inbox
 from pipeline.log.protocol import RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures

@@ -15,7 +15,6 @@ from pipeline.events import (
     Cancelled,
     EventRow,
     Failed,
-    Figures,
     Finished,
     FinishReason,
     Markup,
@@ -26,10 +25,11 @@ from pipeline.events import (
     Scores,
     StepCompleted,
     StepRow,
+    StepStats,
     Submitted,
     Tokenized,
     TokensProduced,
-    ToldToken,
+    TokenText,
     Usage,
 )
 from pipeline.log.protocol import Produced
@@ -60,8 +60,8 @@ def history(
     ]
 
 
-def completed(*rows: StepRow, ms: int = 1010, let_go: tuple[str, ...] = (), forward_ms: float = 0) -> StepCompleted:
-    return StepCompleted(ms=ms, rows=rows, let_go=let_go, figures=Figures(forward_ms=forward_ms))
+def completed(*rows: StepRow, ms: int = 1010, released: tuple[str, ...] = (), forward_ms: float = 0) -> StepCompleted:
+    return StepCompleted(ms=ms, rows=rows, released=released, figures=StepStats(forward_ms=forward_ms))
 
 
 class Fold(DetokenizeFold):
@@ -167,7 +167,7 @@ def test_what_comes_after_a_stop_string_is_dropped_until_the_engine_lets_go() ->
     fold.says("x")
     late = completed(token_row("a", 2, "y"))
     assert fold.unknown(late) == [] and fold.apply(late, "1-2") == []
-    fold.step(let_go=("a",))
+    fold.step(released=("a",))
     assert fold.unknown(late) == ["a"]
 
 
@@ -224,7 +224,7 @@ def test_after_a_hole_nothing_is_said_or_asked_until_the_engine_lets_go() -> Non
     fold.step(token_row("a", 3, "z"))
     late = completed(token_row("a", 4, "z"))
     assert fold.unknown(late) == [] and fold.apply(late, "1-4") == []
-    fold.step(let_go=("a",))
+    fold.step(released=("a",))
     assert fold.num_known == 0
 
 
@@ -316,7 +316,7 @@ def test_nothing_is_remembered_of_ended_requests() -> None:
         uid, stops = str(number), number % 2 == 1
         fold.learn(uid, moments_of(history(stop=["q"] if stops else [])))
         fold.step(token_row(uid, 1, "q", end=None if stops else "length"))
-        fold.step(let_go=(uid,) if stops else ())
+        fold.step(released=(uid,) if stops else ())
     assert fold.num_known == 0
 
 
@@ -355,13 +355,13 @@ def test_a_prompt_is_told_of_with_the_first_token_alone_and_by_whoever_folds_it(
         told = tokens(fold.step(first)).prompt
         assert told is not None and tokens(fold.step(token_row("a", 2))).prompt is None
         assert (told.num_tokens, told.cached_tokens, told.token_ids, told.text) == (3, 2, (97, 98, 99), "abc")
-        assert told.first == ToldToken(token=97, text="a")
+        assert told.first == TokenText(token=97, text="a")
         assert [(score.text, score.logprob) for score in told.scores] == [("b", -1), ("c", -2)]
 
 
 def test_the_only_token_of_a_prompt_is_told_where_its_scores_are_wanted() -> None:
     told = tokens(Fold(prompt_ids=(97,), prompt_logprobs=0).says("x")).prompt
-    assert told is not None and told.first == ToldToken(token=97, text="a") and not told.scores
+    assert told is not None and told.first == TokenText(token=97, text="a") and not told.scores
 
 
 @pytest.mark.parametrize(("truncate", "repeated"), [(None, "as it was sent"), (2, "\x01\x02\x03")])

@@ -14,10 +14,10 @@ from pipeline.events import (
     Cancelled,
     EventRow,
     Failed,
-    Figures,
     SamplingParams,
     StepCompleted,
     StepRow,
+    StepStats,
     Submitted,
     Tokenized,
 )
@@ -68,9 +68,9 @@ class Rig:
             (TOKENIZED_ID, Tokenized(ms=BEGAN_MS, token_ids=(1,) * prompt_tokens, fingerprint="f", by="tokenize-0")),
         ]
 
-    def step(self, at_ms: int, *rows: StepRow, forward_ms: float = 0, let_go: Sequence[str] = ()) -> None:
-        figures = Figures(forward_ms=forward_ms)
-        step = StepCompleted(ms=BEGAN_MS + at_ms, rows=rows, let_go=tuple(let_go), figures=figures)
+    def step(self, at_ms: int, *rows: StepRow, forward_ms: float = 0, released: Sequence[str] = ()) -> None:
+        figures = StepStats(forward_ms=forward_ms)
+        step = StepCompleted(ms=BEGAN_MS + at_ms, rows=rows, released=tuple(released), figures=figures)
         self._number += 1
         for uid in self.fold.unknown(step):
             moments = moments_of(self.histories[uid])
@@ -167,7 +167,7 @@ def test_what_comes_after_a_stop_string_is_no_token_of_the_request(rig: Rig) -> 
     rig.step(10, token_row("a", 1))
     rig.step(20, token_row("a", 2, "y"))
     rig.step(30, token_row("a", 3))
-    rig.step(40, let_go=["a"])
+    rig.step(40, released=["a"])
     assert rig.count(REQUEST_SUCCESS, "stop") == 1
     assert rig.count(BETWEEN_TOKENS_SECONDS) == 1 and rig.totals(REQUEST_GENERATION_TOKENS) == [2]
     assert rig.meter.num_known == 0
@@ -177,7 +177,7 @@ def test_a_request_that_others_ended_is_forgotten_and_counted_by_them(rig: Rig) 
     rig.submit("a", 0)
     rig.step(10, token_row("a", 1))
     assert rig.meter.num_known == 1
-    rig.step(20, let_go=["a"])
+    rig.step(20, released=["a"])
     assert rig.meter.num_known == 0
     rig.submit("b", 0)
     rig.histories["b"].append((SEAL, Cancelled(by="client")))

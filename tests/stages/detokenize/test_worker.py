@@ -131,7 +131,7 @@ def test_only_tokens_of_its_own_tokenizer_become_text(rig: Rig, tokenizer: str, 
     if tokenizer == "another":
         failed = rig.last_reply()
         assert isinstance(failed, Failed) and failed.code == "other_model"
-        assert "(tokenizer f), this server has another" in failed.message
+        assert "tokenizer f" in failed.message
 
 
 def test_a_successor_continues_from_the_histories(rig: Rig) -> None:
@@ -172,7 +172,7 @@ def test_steps_before_one_that_cannot_be_told_are_said(rig: Rig) -> None:
     rig.worker.handle(entries)
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
     (letter,) = rig.log.dead_letters(9)
-    assert "cannot be told" in letter.fields["error"] and "3" in letter.fields["entry"]
+    assert "3" in letter.fields["entry"]
 
 
 @pytest.mark.parametrize("is_done", [True, False], ids=["its reply was lost", "it never took place"])
@@ -298,7 +298,7 @@ def test_a_row_that_cannot_be_told_ends_its_request_and_no_other_of_its_step(rig
             rows = [strange, row(2, "b", uid=other)] if number == 2 else [row(number, "abc"[number - 1], uid=other)]
             rig.worker.handle([rig.step(number, *rows)])
     failed = rig.last_reply()
-    assert isinstance(failed, Failed) and failed.code == "log_damaged" and "cannot be told" in failed.message
+    assert isinstance(failed, Failed) and failed.code == "log_damaged"
     assert rig.text(other) == "abc" and rig.log.alive([UID, other]) == {other} and rig.log.backlog(rig.inbox) == 0
     assert count_of(rig.measures, UNREADABLE_ENTRIES, "steps") == 1 == rig.counted()[-1]
     (line,) = [line for line in lines if line["event"] == "entry_buried"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from support import checkpoints
 from support.engine_rig import Scene
 from support.selection import rest_at_night
@@ -19,9 +20,14 @@ def scene(another_log: Callable[[], StreamLog]) -> Scene:
     return Scene(another_log)
 
 
-@pytest.fixture(params=[*rest_at_night(library.available()), "torch"])
+@pytest.fixture(
+    params=[*rest_at_night(library.available()), "torch", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What computes in the engines of a test: the kernels that this machine can use, and torch."""
+    """What computes in the engines of a test: the kernels that this machine can use, torch, and torch on a GPU."""
     chosen: str = request.param
+    if chosen == "cuda":
+        monkeypatch.setattr(checkpoints, "DEVICE", torch.device("cuda"))
+        chosen = "torch"
     monkeypatch.setattr(checkpoints, "KERNELS", chosen)
     return chosen

@@ -28,7 +28,8 @@ from support.web_site import seal_of
 
 from pipeline.names import Names
 
-pytestmark = pytest.mark.slow
+# By day test_origins.py has what a server answers to such headers.
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 PAGES = Path(__file__).parents[1] / "pages"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -104,7 +104,7 @@ class Scene:
             assert json.loads(client.answer().body)["cancelled"]
 
     def holds_nothing(self) -> bool:
-        """Say whether the server has no socket, no connection and no listener but those of the long stream."""
+        """Return whether the server has no socket, no connection and no listener but those of the long stream."""
         left = json.loads(self.get("/left").body)
         process = psutil.Process(self.server.process.pid)
         sockets = sum(one.laddr.port == self.server.port and bool(one.raddr) for one in process.net_connections("tcp"))
@@ -540,7 +540,7 @@ def test_a_signal_ends_short_endless_and_unread_streams_in_time(redis_url: str, 
             assert client.head().status == 200
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.status("/ready") == 503)
-        stand_in.let_go.set()
+        stand_in.released.set()
         *_, last = short.chunks()
         assert b'"finish_reason":"stop"' in last and last.endswith(b"data: [DONE]\n\n")
         *_, last = endless.chunks()
@@ -565,7 +565,7 @@ def test_a_stream_as_long_as_nobody_ends_it_survives(scene: Scene) -> None:
     assert b'"content":"Hel"' in next(said)
     while time.monotonic() - scene.began_s < LONG_S:
         assert next(said) == b"\n"
-    scene.stand_in.let_go.set()
+    scene.stand_in.released.set()
     rest = b"".join(said)
     assert b'"content":"lo!"' in rest and rest.endswith(b"data: [DONE]\n\n")
     scene.long_stream.close()

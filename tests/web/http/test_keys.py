@@ -172,7 +172,7 @@ def test_keys_of_one_name_own_the_same_requests_and_are_counted_together(tmp_pat
 
 def test_an_admin_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
     for bad in ("", "two words"):
-        with pytest.raises(ConfigError, match="--admin-key: must be 1 to 255 visible ASCII") as caught:
+        with pytest.raises(ConfigError, match="--admin-key") as caught:
             read_keys([ANN], "", bad)
         assert not bad or bad not in str(caught.value)
 
@@ -180,10 +180,8 @@ def test_an_admin_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> N
 def test_the_admin_key_has_no_table_and_no_key_is_a_name(tmp_path: Path) -> None:
     file = tmp_path / "limits.toml"
     for name, key, expected in (
-        ("", ADMIN, "has the key of --admin-key, which has no limits; remove its [[key]]"),
-        (f'name = "{BOB[:6]}"', ANN, "a name is one of the keys"),
-        (f'name = "{ADMIN}"', ANN, "a name is one of the keys"),
-        (f'name = "{ANN}"', ANN, "a name is one of the keys"),
+        ("", ADMIN, "has the key of --admin-key"),
+        *((f'name = "{name}"', ANN, "a name") for name in (BOB[:6], ADMIN, ANN)),
     ):
         file.write_text(f'[[key]]\nkey = "{key}"\n{name}\n')
         with pytest.raises(ConfigError) as caught:
@@ -222,78 +220,52 @@ def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 KEY_LINE = f'key = "{ANN}"'
 SPOILT = [
-    ("[default]\n requests_per_minute 5", "is no TOML: at line 2, column 22"),
-    ("[default", "is no TOML: at end of document"),
-    ("= 5", "is no TOML: Invalid statement (at line 1, column 1)"),
-    (f"{KEY_LINE}\n{KEY_LINE}", "is no TOML: Cannot overwrite a value (at "),
-    (f'["{ANN}"]\n["{ANN}"]', "is no TOML: at line 2"),
-    (f'x = {{"{ANN}" = 1, "{ANN}" = 2}}', "is no TOML: at line 1"),
-    ("x = " + "9" * 5000, "is no TOML: "),
-    ("x = " + "[" * 100_000, "is no TOML: "),
-    ("keys = 1", "keys is unknown; expected [default] and [[key]]"),
-    (f'["{ANN}"]\nrequests_per_minute = 1', "a name is unknown; expected [default] and [[key]]"),
-    ("default = 1", "default is no table"),
-    ("[[default]]", "default is no table"),
-    (f"[key]\n{KEY_LINE}", "key is no table of its own; write [default] and, for each key, [[key]]"),
-    ("key = [1]", "key is no table"),
-    (
-        "[default]\nrequests_per_second = 1",
-        "[default]: requests_per_second is unknown; expected one of requests_per_minu",
-    ),
-    ("[default]\nkey = 'x'", "[default]: key is unknown"),
-    (f'[default]\n"{ANN}" = 1', "[default]: a name is unknown"),
-    (f"[[key]]\n{KEY_LINE}\nburst = 1", "[[key]] 1: burst is unknown; expected one of requests_per_minute, conc"),
-    (f"[[key]]\n{KEY_LINE}\n[[key]]\n", "[[key]] 2: has no key"),
-    ("[[key]]\nkey = 5", "[[key]] 1: has a bad key"),
-    ("[[key]]\nkey = ''", "[[key]] 1: has a bad key"),
-    (f"[[key]]\nkey = '{ANN} {ANN}'", '[[key]] 1: has a bad key; key = "..." must be 1 to 255 visible'),
+    ("[default]\n requests_per_minute 5", "at line 2, column 22"),
+    (f"{KEY_LINE}\n{KEY_LINE}", "TOML"),
+    (f'["{ANN}"]\n["{ANN}"]', "at line 2"),
+    (f'x = {{"{ANN}" = 1, "{ANN}" = 2}}', "at line 1"),
+    *((text, "TOML") for text in ("= 5", "[default", "x = " + "9" * 5000, "x = " + "[" * 100_000)),
+    ("keys = 1", "keys"),
+    (f'["{ANN}"]\nrequests_per_minute = 1', "a name"),
+    *((text, "default") for text in ("default = 1", "[[default]]")),
+    *((text, "[[key]]") for text in (f"[key]\n{KEY_LINE}", "key = [1]")),
+    ("[default]\nrequests_per_second = 1", "[default]: requests_per_second"),
+    ("[default]\nkey = 'x'", "[default]: key"),
+    (f'[default]\n"{ANN}" = 1', "[default]: a name"),
+    (f"[[key]]\n{KEY_LINE}\nburst = 1", "[[key]] 1: burst"),
+    (f"[[key]]\n{KEY_LINE}\n[[key]]\n", "[[key]] 2: "),
+    *((f"[[key]]\nkey = {bad}", "[[key]] 1: ") for bad in ("5", "''", f"'{ANN} {ANN}'")),
     (f"[[key]]\n{KEY_LINE}\n[[key]]\nkey = 'b'\n[[key]]\n{KEY_LINE}", "[[key]] 3: has the key of [[key]] 1"),
     *(
-        (f"[[key]]\n{KEY_LINE}\nname = {bad}", '[[key]] 1: has a bad name; name = "..." must be 1 to 64 letters')
+        (f"[[key]]\n{KEY_LINE}\nname = {bad}", "[[key]] 1: has a bad name")
         for bad in ("1", "''", "'a b'", "'-a'", "'a:b'", "'é'", f"'{'x' * 65}'", f"'{hash_of(ANN)}'", '"a\\n"')
     ),
     (
         f"[[key]]\n{KEY_LINE}\nname = 'a'\n[[key]]\nkey = 'b'\nname = 'a'\nconcurrent_requests = 1",
-        "[[key]] 2: has the name of [[key]] 1, so they are counted together; give both the same limits",
+        "[[key]] 2: has the name of [[key]] 1",
     ),
     *(
-        (f"[[key]]\n{KEY_LINE}\n{name} = {value}", f"[[key]] 1: {name}: {seen} given, expected a whole number")
+        (f"[[key]]\n{KEY_LINE}\n{name} = {value}", f"[[key]] 1: {name}: ")
         for name in ("requests_per_minute", "concurrent_requests", "log_bytes")
-        for value, seen in (
-            ("0", "0"),
-            ("-1", "-1"),
-            ("1.5", "1.5"),
-            ("true", "True"),
-            ("nan", "nan"),
-            (f"'{ANN}'", "something else"),
-            ("[]", "something else"),
-        )
+        for value in ("0", "-1", "1.5", "true", "nan", f"'{ANN}'", "[]")
     ),
-    ("[default]\nrequests_per_minute = 0", "[default]: requests_per_minute: 0 given"),
-    ("[default]\nrequests_per_minute = 1", "limits are per key, and there is none; add a [[key]] or pass --api-key"),
-    ("", "limits are per key, and there is none"),
+    ("[default]\nrequests_per_minute = 0", "[default]: requests_per_minute: 0"),
+    *((text, "--api-key") for text in ("[default]\nrequests_per_minute = 1", "")),
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), SPOILT, ids=[str(number) for number in range(len(SPOILT))])
-def test_a_file_that_is_wrong_is_refused_in_one_line_that_shows_no_key(
-    tmp_path: Path, text: str, expected: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        keys_of(tmp_path, text)
-    message = str(caught.value)
-    assert message.startswith(f"--limits {tmp_path / 'limits.toml'}: ")
-    assert expected in message
-    assert "\n" not in message and ANN not in message
+def test_a_file_that_is_wrong_is_refused_in_one_line_that_shows_no_key(tmp_path: Path) -> None:
+    for text, expected in SPOILT:
+        with pytest.raises(ConfigError) as caught:
+            keys_of(tmp_path, text)
+        message = str(caught.value)
+        assert message.startswith(f"--limits {tmp_path / 'limits.toml'}: ") and expected in message, text
+        assert "\n" not in message and ANN not in message
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"# \xff")
-    for name, expected in (
-        ("nowhere", "cannot be read: No such file or directory; pass a TOML file"),
-        (".", "cannot be read: Is a directory"),
-        ("latin", "is not UTF-8"),
-    ):
+    for name, expected in (("nowhere", "No such file"), (".", "Is a directory"), ("latin", "UTF-8")):
         with pytest.raises(ConfigError) as caught:
             read_keys([ANN], str(tmp_path / name))
         assert str(caught.value).startswith(f"--limits {tmp_path / name}: ") and expected in str(caught.value)
@@ -507,16 +479,6 @@ async def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_ur
         assert await in_one_minute(act) == [200, 200, 200, 429]
 
 
-async def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
-        uids = []
-        for key in (ANN, ANN, BOB):
-            response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
-            uids.append(response.headers["x-minisgl-uid"])
-        assert uids[0] == uids[1] != uids[2]
-    assert len(stand_in.requests()) == 2
-
-
 # the official client
 
 
@@ -545,7 +507,7 @@ async def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: st
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await ask(client)
                 assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
-                assert "not one of this server" in caught.value.message and "sk-wrong" not in caught.value.message
+                assert "sk-wrong" not in caught.value.message
             async with client_of(here, ANN) as client:
                 assert isinstance(await ask(client), ChatCompletion)
     statuses = [line["status"] for line in lines if line["event"] == "request"]
@@ -576,3 +538,13 @@ async def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_t
 
         again_s = await in_one_minute(act)
         assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5
+
+
+async def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+        uids = []
+        for key in (ANN, ANN, BOB):
+            response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
+            uids.append(response.headers["x-minisgl-uid"])
+        assert uids[0] == uids[1] != uids[2]
+    assert len(stand_in.requests()) == 2

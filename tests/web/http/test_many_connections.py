@@ -57,7 +57,7 @@ def scene(redis_servers: Servers, tmp_path: Path, request: pytest.FixtureRequest
 
 
 def is_closed(client: Client) -> bool:
-    """Say whether the server has closed a connection, once what it had sent is read."""
+    """Return whether the server has closed a connection, once what it had sent is read."""
     client.connection.settimeout(0.1)
     try:
         while client.connection.recv(1 << 16):
@@ -91,7 +91,7 @@ def test_idle_connections_lock_nobody_out_and_streams_go_on(scene: Scene, sent: 
             clients[-1].send(sent)
             assert len(clients) < 2 * NUM_IDLE
         assert psutil.Process(scene.server.process.pid).num_fds() < FILES
-        scene.stand_in.let_go.set()
+        scene.stand_in.released.set()
         assert b"[DONE]" in b"".join(chunks)
         assert "invalid_http" not in scene.printed.read_text()  # the half of a head that was cut
     line, *_ = scene.lines("too_many_connections")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import cast
@@ -11,7 +10,6 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from support.accessibility import problems
 from support.browser import PHONE, Browser
-from support.histories import entries_of
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import SAY, StandIn
@@ -26,36 +24,26 @@ from pipeline.events import (
     SamplingParams,
     Submitted,
     TakenOver,
+    Tokenized,
     TokensProduced,
-    decode,
 )
-from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.views.history import story
-from pipeline.views.made import times_made
-from pipeline.walk import walk
+from web.wire.frames import ClientEvent
+from web.wire.story import StoryFrames
 
 NUM_TOKENS = 4000
 DRAWN_MS = 500.0
 DRAW = """
 const { Timeline } = await import("/pages/js/timeline/model.js");
 const { Chart } = await import("/pages/js/timeline/chart.js");
-const at = { endpoint: "/v1/chat/completions", frontend: "web-0", sampling: {} };
-const lines = [["0-1", { ms: 1e12, kind: "submitted", ...at }],
-  ["0-2", { ms: 1e12 + 9, kind: "tokenized", token_ids: [1, 2], fingerprint: "f", by: "tokenize-0" }],
-  ["0-3", { ms: 1e12 + 20, kind: "admitted", engine: "generate-0", epoch: 1, step: 1, fingerprint: "w" }]];
 const steps = new Map();
-for (let n = 1; n <= rest[0]; n++) {
-  const ms = 1e12 + 20 + n * 13 + (n % 97 ? 0 : 200);
-  lines.push([`${n}-0`, { ms, kind: "tokens", tokens: [n], text: " word", step: `1-${n}` }]);
-  steps.set(`generate-0/1-${n}`, { id: `1-${n}`, engine: "generate-0", ms: ms - 4, made_ms: ms - 4, forward_ms: 8,
+for (let n = 1; n <= rest[0].length - 3; n++)
+  steps.set(`generate-0/1-${n}`, { id: `1-${n}`, engine: "generate-0", ms: 13 * n, made_ms: 13 * n, forward_ms: 8,
     companions: [] });
-}
-const texts = lines.map(([id, event]) => [id, JSON.stringify(event)]);
 const begunMs = performance.now();
 const timeline = new Timeline("x");
-for (const [id, text] of texts) timeline.hear(id, JSON.parse(text));
+for (const text of rest[0]) timeline.take("0-1", JSON.parse(text));
 const chart = new Chart({ onPick() {} });
 document.querySelector("#main").replaceChildren(chart.node);
 chart.show(timeline, 0, steps);
@@ -63,18 +51,8 @@ await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done
 const drawn = chart.node.querySelector("canvas").getContext("2d").getImageData(200, 45, 1, 1).data[3];
 return [performance.now() - begunMs, drawn, timeline.tokens.length];
 """
-"""Draws a timeline of so many tokens; returns how long that took, whether its line has colour, and how many."""
-
-FOLD = """
-const { Timeline, pauseClass } = await import("/pages/js/timeline/model.js");
-const timeline = new Timeline("x");
-for (const [id, text] of rest[0]) timeline.hear(id, JSON.parse(text));
-const { tokens, usualPauseMs, moments } = timeline;
-return { usualMs: usualPauseMs, clientMs: timeline.longestClientPauseMs, moments,
-  late: tokens.filter(token => token.n > 1 && pauseClass(token.pauseMs, usualPauseMs)).map(token => token.n),
-  tokens: tokens.map(token => [token.n, token.madeMs, token.isKnown, token.commit.first, token.commit.last]) };
-"""
-"""Folds events into a timeline; returns what it says of pauses."""
+"""Draws a timeline from the frames of its stream; returns how long that took, whether its line has colour, and how many
+tokens there are."""
 
 AWAY = """
 const real = fetch;
@@ -86,7 +64,7 @@ SHUT_DOWN = """
 const real = fetch;
 let left = 1;
 const said = { error: { message: "The server was shut down.", code: "shutting_down" } };
-window.fetch = (path, ...given) => String(path).includes("format=events") && left-- > 0
+window.fetch = (path, ...given) => String(path).includes("format=story") && left-- > 0
   ? Promise.resolve(new Response(`data: ${JSON.stringify(said)}\\n\\ndata: [DONE]\\n\\n`)) : real(path, ...given);
 """
 """The first stream of the page is one of a server that shuts down."""
@@ -322,44 +300,26 @@ def test_nothing_that_a_request_says_is_executed(browser: Browser, lived: LivedR
         assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_tokens_that_were_committed_together_are_no_pauses(browser: Browser, server: Server, is_known: bool) -> None:
-    """And the page tells of them what `trace` and `replay show` tell. One is late, after a hole and a takeover."""
-    made_ms = {n: 1100 + 10 * n + (100 if n > 30 else 0) for n in range(1, 50) if n != 22}
-    came_ms = {n: made_ms[n + (1 - n) % 4] + 3 for n in made_ms}
-    entries: list[tuple[str, AnyEvent]] = [
-        ("0-1", Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), ms=1000))
+def frames_of(num_tokens: int) -> list[str]:
+    """Return the frames of a request that gets a token every 13 ms, and seldom one later."""
+    asked = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="x", sampling=SamplingParams(), ms=1000)
+    frames = StoryFrames()
+    told: list[tuple[str, int, AnyEvent]] = [
+        ("0-1", 0, asked),
+        ("0-2", 0, Tokenized(token_ids=(1, 2), fingerprint="f", by="tokenize-0", ms=1009)),
+        ("0-3", 0, Admitted(engine="generate-0", epoch=1, step=1, fingerprint="w", ms=1020)),
     ]
-    for n, ms in came_ms.items():
-        age_ms = ms - made_ms[n] if is_known else None
-        entries.append((f"{n}-0", TokensProduced(tokens=(n,), text="x", step=f"1-{n}", ms=ms, age_ms=age_ms)))
-        if n in (13, 40):
-            entries.append((f"{n}-1", TakenOver(engine="generate-0", epoch=1, ms=ms)))
-    told = entries_of(entries)
-    browser.allow("status of 40")
-    browser.open(url(server, "nobody"))
-    browser.find(".notice.bad")
-    said = browser.wait(FOLD, [(entry.id, json.dumps(plain(entry))) for entry in told])
-    made = times_made(walk(told, over_holes=True))
-    assert [tuple(each) for each in said["tokens"] if each[0] != 22] == [(n, *each) for n, each in made.items()]
-    assert (said["usualMs"], said["clientMs"]) == (10, 140)
-    assert said["late"] == ([31] if is_known else [30, 31, 32, 33])
-    names = ("what", "first_n", "n", "longest_pause_ms", "longest_client_pause_ms")
-    moments = story("x", told)["moments"]
-    assert [[each.get(name) for name in names] for each in said["moments"]] == [
-        [each.get(name) for name in names] for each in moments
-    ]
-
-
-def plain(entry: Entry) -> dict[str, object]:
-    """Return an entry as the server sends it."""
-    return decode(entry.fields).model_dump(mode="json", exclude_unset=True)
+    for n in range(1, num_tokens + 1):
+        ms = 1020 + n * 13 + (0 if n % 97 else 200)
+        told.append((f"{n}-0", n, TokensProduced(tokens=(n,), text=" word", step=f"1-{n}", ms=ms, age_ms=1)))
+    return [frames.of(ClientEvent(*each)).decode().split("data: ")[1] for each in told]
 
 
 def test_a_timeline_of_4000_tokens_is_drawn_at_once(browser: Browser, server: Server, lasting: StandIn) -> None:
+    frames = frames_of(NUM_TOKENS)
     browser.open(url(server, submitted(server, "say: x")))
     browser.has("h1 .badge", "finished")
-    drawn = [browser.wait(DRAW, NUM_TOKENS) for _ in range(5)]
+    drawn = [browser.wait(DRAW, frames) for _ in range(5)]
     assert all(colour and count == NUM_TOKENS for _, colour, count in drawn)
     assert min(took_ms for took_ms, _, _ in drawn) < DRAWN_MS, drawn
 

@@ -6,10 +6,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
 from support.web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
+import web.routes.answers
 from pipeline.archive.volume import volumes
 from pipeline.archive.writer import Writer
 from pipeline.log.redis import RedisLog
@@ -38,14 +40,16 @@ async def shown(here: Site, path: str, **headers: str) -> bytes:
 
 
 async def test_an_archived_request_is_told_and_streamed_as_before(
-    redis_url: str, stand_in: StandIn, tmp_path: Path
+    redis_url: str, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(web.routes.answers, "FRAMED_AT_ONCE", 2)
     async with site(redis_url, archive=str(tmp_path)) as here:
         for body in (chat(model="demo"), chat("break", stream_options={"include_usage": True})):
             response = await here.post(body | {"stream": True}, headers=IDS)
             uid = response.headers["x-minisgl-uid"]
             full = await response.get_data(as_text=False)
-            paths = [f"/v1/requests/{uid}", f"/v1/requests/{uid}/events?format=events"]
+            stream = f"/v1/requests/{uid}/events?format="
+            paths = [f"/v1/requests/{uid}", f"{stream}events", f"{stream}story", f"{stream}story&starting_after=1-0"]
             before = [await shown(here, path) for path in paths]
             resumed = await shown(here, f"/v1/requests/{uid}/events?starting_after=1-0")
             await archive(here, tmp_path, uid)

@@ -21,7 +21,7 @@ from pipeline.events import Submitted, decode, new_uid
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.views.letters import plain_letter
+from pipeline.views.history import plain_letter
 
 
 @pytest.fixture

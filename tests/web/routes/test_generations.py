@@ -17,7 +17,7 @@ import web.live.listener
 import web.live.open_request
 import web.routes.generations
 from ops.sse_reader import frames_in
-from pipeline.events import Failed, Submitted, ToldCandidate, ToldPrompt, ToldScore, ToldScores, ToldToken, new_uid
+from pipeline.events import Failed, Logprob, Logprobs, PromptInfo, Submitted, TokenText, TopLogprob, new_uid
 from web.wire.pieces import PIECE_BYTES
 
 
@@ -91,11 +91,11 @@ async def test_a_byte_order_mark_before_a_body_is_left_out(
         assert response.status_code == 200, await response.get_data()
 
 
-def scored(num_tokens: int, num_top: int) -> ToldPrompt:
-    top = tuple(ToldCandidate(token=token, text=f"é{token}", logprob=-token / 8) for token in range(num_top))
-    score = ToldScore(token=99, text="\u2028", logprob=-0.5, top=top)
-    first = ToldToken(token=99, text="\u2028")
-    return ToldPrompt(num_tokens=num_tokens, text="Dear", scores=ToldScores([score] * (num_tokens - 1)), first=first)
+def scored(num_tokens: int, num_top: int) -> PromptInfo:
+    top = tuple(TopLogprob(token=token, text=f"é{token}", logprob=-token / 8) for token in range(num_top))
+    score = Logprob(token=99, text="\u2028", logprob=-0.5, top=top)
+    first = TokenText(token=99, text="\u2028")
+    return PromptInfo(num_tokens=num_tokens, text="Dear", scores=Logprobs([score] * (num_tokens - 1)), first=first)
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "stream": True}])
@@ -103,7 +103,7 @@ async def test_choices_share_the_scores_of_their_prompt_and_a_long_answer_comes_
     redis_url: str, stand_in: StandIn, asked: dict[str, Any]
 ) -> None:
     def says(event: Submitted) -> Script:
-        own = ToldPrompt(num_tokens=500, text="Dear") if event.presentation.echo else None
+        own = PromptInfo(num_tokens=500, text="Dear") if event.presentation.echo else None
         first = event.sampling.prompt_logprobs is not None
         yield from [None] * 3 if first else ()  # the other one is faster
         yield 1, tokens(1).model_copy(update={"prompt": scored(500, 20) if first else own})

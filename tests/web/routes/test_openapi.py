@@ -9,8 +9,7 @@ from typing import Any
 
 from support.web_site import site
 
-from web.routes.openapi import METHODS
-from web.routes.unsupported import PATHS
+from web.routes.openapi import METHODS, PATHS
 
 PAGE = Path(__file__).parents[3] / "docs" / "http-api.md"
 

@@ -30,9 +30,9 @@ from support.web_site import (
     until,
 )
 
+import web.live.counts
 import web.live.listener
 import web.live.open_request
-import web.live.readers
 from pipeline.events import Markup, SamplingParams, Submitted, new_uid
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
@@ -324,6 +324,27 @@ async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see
         assert (await received(reader, DONE)).count(b"id: ") == 2
 
 
+# the story as it comes
+
+
+async def test_the_changes_come_to_the_story_and_a_client_resumes_after_any(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat(user="ann"))
+        stream = await read(here, events(uid, "?format=story"))
+        story = await (await here.get(f"/v1/requests/{uid}")).get_json()
+        said = documents(stream)
+        facts = {name: value for each in said for name, value in each.items() if name in story and name != "moments"}
+        moments = {place: moment for each in said for place, moment in each.get("moments", ())}
+        told = [token for each in said for token in each.get("tokens", ())]
+        text = "".join(token["text"] for token in told)
+        assert facts | {"uid": uid, "text": text, "moments": [*moments.values()]} == story
+        assert [token["n"] for token in told] == [1, 2, 3] and said[0]["labels"] == {"user": "ann"}
+        frames = split(stream)
+        for cut, frame in enumerate(frames[:-1], 1):
+            rest = await read(here, events(uid, "?format=story"), **{"Last-Event-ID": id_of(frame)})
+            assert rest == b"".join(frames[cut:])
+
+
 # what is not there
 
 
@@ -402,7 +423,7 @@ async def test_stories_of_siblings_that_are_too_long_together_are_asked_for_one_
         refused = await here.get(f"/v1/requests/{other}")
         error = (await refused.get_json())["error"]
         assert (refused.status_code, error["code"]) == (400, "several_requests")
-        assert f"ask for the story of each, from {other}.0 to {other}.19" in error["message"]
+        assert f"{other}.0" in error["message"] and f"{other}.19" in error["message"]
         assert (await here.get(f"/v1/requests/{other}.7")).status_code == 200
 
 
@@ -480,7 +501,7 @@ async def test_a_history_with_a_hole_ends_the_stream_before_the_hole(redis_url: 
 async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
     redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web.live.readers, "REFRESH_S", 0.05)
+    monkeypatch.setattr(web.live.counts, "REFRESH_S", 0.05)
     uid = await begun(stages)
     key = Names().reader(uid)
     async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:

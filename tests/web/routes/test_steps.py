@@ -11,10 +11,9 @@ from support.lived_requests import LivedRequests
 from support.log_contract import put
 from support.web_site import Site, code_of, site
 
-import web.live.company
 import web.live.folding
 from ops.replay.show import why
-from pipeline.events import Chunk, Figures, StepCompleted, TokenRow, encode
+from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
@@ -44,7 +43,7 @@ class Journalled:
             step = StepCompleted(
                 rows=tuple(TokenRow(uid=uid, n=n + index, token=7) for uid, n in running.items() if n),
                 chunks=tuple(Chunk(uid=uid, start=0, count=5) for uid, n in running.items() if not n),
-                figures=Figures(decode_rows=sum(n > 0 for n in running.values()), forward_ms=9, free_pages=100),
+                figures=StepStats(decode_rows=sum(n > 0 for n in running.values()), forward_ms=9, free_pages=100),
             )
             entry = Entry(f"1-{self._number}", {"ms": str(began_ms + 10 * index)} | encode(step))
             put(self._log, self._log.names.journal(ENGINE), self._writer.fields(entry, step), entry.id)
@@ -73,7 +72,7 @@ def lived_with(log: RedisLog, texts: int, *, owner: str = "") -> str:
 async def test_the_steps_are_those_of_the_journal_however_they_are_read(
     redis_url: str, log: RedisLog, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(web.live.company, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(web.live.folding, "READ_AT_ONCE", at_once)
     monkeypatch.setattr(web.live.folding, "LONG", at_once)
     uid, other = lived_with(log, 7), new_uid()
     now_ms = int(log.histories([uid])[0][0].fields["ms"])
@@ -88,7 +87,7 @@ async def test_the_steps_are_those_of_the_journal_however_they_are_read(
 async def test_rows_that_a_step_does_not_repeat_are_found_before_the_first_one(
     redis_url: str, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web.live.company, "READ_AT_ONCE", 3)
+    monkeypatch.setattr(web.live.folding, "READ_AT_ONCE", 3)
     lived = LivedRequests(log)
     uid, other = lived.running(), new_uid()
     now_ms = int(log.histories([uid])[0][0].fields["ms"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.json_schema import LARGEST_NUMBER
+from pipeline.grammars import LARGEST_NUMBER
 from web.wire.openai.schemas import parse_chat
 from web.wire.sglang.schemas import SGLangRequest, parse_generate
 from web.wire.submit import chat_events

@@ -13,13 +13,13 @@ from support.chunks import UID, documents, ended, finished, put_together, split
 from pipeline.events import (
     Calls,
     FinishReason,
+    Logprob,
     Markup,
     Presentation,
     SamplingParams,
     Submitted,
     Templating,
     TokensProduced,
-    ToldScore,
 )
 from pipeline.markup import ToolFormat
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -251,7 +251,7 @@ def test_an_id_of_kimi_has_the_name_and_the_number_of_the_call_in_the_conversati
 
 
 def test_logprobs_and_token_ids_come_with_tokens_that_show_nothing_yet() -> None:
-    scores = (ToldScore(token=5, text="<tool", logprob=-0.5),)
+    scores = (Logprob(token=5, text="<tool", logprob=-0.5),)
     first = TokensProduced(tokens=(5,), text="<tool", step="1-1", markup=Markup(tools="hermes"), scores=scores)
     frames = stream_of([chat(token_ids=True)])
     _, held = documents(frames.of(ClientEvent("1-0", 1, first)))

@@ -164,7 +164,7 @@ def test_parts_of_the_responses_api_are_text_and_a_result_of_nothing_is_empty() 
 
 
 def test_a_part_that_is_not_supported_is_told_which_are() -> None:
-    with pytest.raises(RequestError, match=r"Part 1 .* `text` with .*, `input_text` .*, `refusal` .*, `thinking` "):
+    with pytest.raises(RequestError, match=r"`text`.*`input_text`.*`refusal`.*`thinking`"):
         taken([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}])
 
 

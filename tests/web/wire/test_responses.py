@@ -19,15 +19,15 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Logprob,
+    Logprobs,
     Presentation,
+    PromptInfo,
     SamplingParams,
     Submitted,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldScores,
-    ToldToken,
+    TokenText,
+    TopLogprob,
 )
 from pipeline.names import SEAL
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, body_of, frames_for
@@ -141,9 +141,9 @@ def test_a_cancelled_request_has_a_status_that_no_client_retries() -> None:
     assert error_of(Cancelled(by="operator")).status == 499
 
 
-def score(text: str, logprob: float, *top: tuple[str, float]) -> ToldScore:
-    others = tuple(ToldCandidate(token=token_of(other), text=other, logprob=less) for other, less in top)
-    return ToldScore(token=token_of(text), text=text, logprob=logprob, top=others)
+def score(text: str, logprob: float, *top: tuple[str, float]) -> Logprob:
+    others = tuple(TopLogprob(token=token_of(other), text=other, logprob=less) for other, less in top)
+    return Logprob(token=token_of(text), text=text, logprob=logprob, top=others)
 
 
 TOKENS = {"r ": 5, "you": 6, "x": 1, "me": 2}
@@ -154,12 +154,12 @@ def token_of(text: str) -> int:
     return TOKENS.get(text) or zlib.crc32(text.encode()) % 2**31
 
 
-PROMPT = ToldPrompt(
+PROMPT = PromptInfo(
     num_tokens=2,
     token_ids=(8, 9),
     text="Dear ",
-    scores=ToldScores((score("r ", -3.0, ("x", -0.5)),)),
-    first=ToldToken(token=8, text="Dea"),
+    scores=Logprobs((score("r ", -3.0, ("x", -0.5)),)),
+    first=TokenText(token=8, text="Dea"),
 )
 
 
@@ -223,8 +223,8 @@ def test_a_token_begins_where_its_text_does_and_one_that_is_not_shown_where_the_
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True)
     first, *rest = pieces
     scores = tuple(score(piece, -1.0) for piece in rest)
-    prompt = ToldPrompt(
-        num_tokens=len(pieces), text=text, scores=ToldScores(scores), first=ToldToken(token=1, text=first)
+    prompt = PromptInfo(
+        num_tokens=len(pieces), text=text, scores=Logprobs(scores), first=TokenText(token=1, text=first)
     )
     answer = json.loads(whole([event], "!", scores=(score("!", -1.0),), prompt=prompt))["choices"][0]
     assert answer["text"] == text + "!" and answer["logprobs"]["text_offset"] == [*offsets, len(text)]
@@ -328,7 +328,7 @@ def test_one_of_several_is_read_by_its_own_uid_with_its_own_index_and_ids() -> N
 
 def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
     frames = frames_of(stream=True, include_usage=True, continuous_usage=True)
-    prompt = ToldPrompt(num_tokens=7, cached_tokens=4)
+    prompt = PromptInfo(num_tokens=7, cached_tokens=4)
     stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(tokens(2, "b")) + frames.of(ended(finished()))
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
     counts = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
@@ -337,7 +337,7 @@ def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
 
 @pytest.mark.parametrize("endpoint", [CHAT_ENDPOINT, COMPLETIONS_ENDPOINT])
 def test_where_cached_tokens_were_is_told_once_where_it_is_asked_for(endpoint: str) -> None:
-    event, prompt = submitted(endpoint=endpoint, cache_details=True), ToldPrompt(num_tokens=7, cached_tokens=4)
+    event, prompt = submitted(endpoint=endpoint, cache_details=True), PromptInfo(num_tokens=7, cached_tokens=4)
     frames = stream_of([event])
     stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(ended(finished()))
     told = [chunk["sglext"] for chunk in documents(stream) if "sglext" in chunk]
@@ -347,7 +347,7 @@ def test_where_cached_tokens_were_is_told_once_where_it_is_asked_for(endpoint: s
 
 
 def test_a_prompt_of_one_token_has_that_one_without_a_score() -> None:
-    prompt = ToldPrompt(num_tokens=1, text="A", first=ToldToken(token=8, text="A"))
+    prompt = PromptInfo(num_tokens=1, text="A", first=TokenText(token=8, text="A"))
     completion = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, prompt_scores=True)
     parsed = json.loads(whole([completion], "you", scores=(score("you", -1.0),), prompt=prompt))["choices"][0]
     assert (parsed["logprobs"]["tokens"], parsed["logprobs"]["token_logprobs"]) == (["A", "you"], [None, -1.0])

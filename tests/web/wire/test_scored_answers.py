@@ -13,14 +13,14 @@ from pipeline.events import (
     Cancelled,
     Failed,
     Finished,
+    Logprob,
+    Logprobs,
+    PromptInfo,
     Submitted,
     Timings,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldScores,
-    ToldToken,
+    TokenText,
+    TopLogprob,
     Usage,
 )
 from pipeline.names import SEAL
@@ -70,16 +70,16 @@ WAYS: list[tuple[ToEvents, Body]] = [
 ]
 
 
-def score(token: int, *others: int) -> ToldScore:
-    top = tuple(ToldCandidate(token=each, text=f"<{each}>", logprob=-each / 8) for each in others)
-    return ToldScore(token=token, text=f"<{token}>", logprob=-token / 8, top=top)
+def score(token: int, *others: int) -> Logprob:
+    top = tuple(TopLogprob(token=each, text=f"<{each}>", logprob=-each / 8) for each in others)
+    return Logprob(token=token, text=f"<{token}>", logprob=-token / 8, top=top)
 
 
-def scored(prompt: int, length: int = 3, width: int = 1) -> ToldPrompt:
+def scored(prompt: int, length: int = 3, width: int = 1) -> PromptInfo:
     scores = [score(prompt + place, *range(width)) for place in range(1, length)]
-    first = ToldToken(token=prompt, text=f"<{prompt}>")
-    return ToldPrompt(
-        num_tokens=length, token_ids=(7,) * length, text=f"prompt {prompt}", scores=ToldScores(scores), first=first
+    first = TokenText(token=prompt, text=f"<{prompt}>")
+    return PromptInfo(
+        num_tokens=length, token_ids=(7,) * length, text=f"prompt {prompt}", scores=Logprobs(scores), first=first
     )
 
 
@@ -88,9 +88,9 @@ def told(events: list[Submitted], *, each_scored: bool) -> list[list[ClientEvent
     histories = []
     for index, event in enumerate(events):
         shown, per_prompt = event.presentation, event.presentation.choices
-        prompt: ToldPrompt | None = scored(10 * (1 + index // per_prompt))
+        prompt: PromptInfo | None = scored(10 * (1 + index // per_prompt))
         if index % per_prompt and not each_scored:  # as the detokenizer tells it
-            unscored = ToldPrompt(**{**vars(prompt), "scores": (), "first": None})
+            unscored = PromptInfo(**{**vars(prompt), "scores": (), "first": None})
             prompt = unscored if shown.tells_prompt else None
         scores = (score(1, 2),) if event.sampling.logprobs is not None else ()
         token = TokensProduced(tokens=(5,), text=f"answer {index}", step="1-1", prompt=prompt, scores=scores)
@@ -173,13 +173,13 @@ def test_a_long_answer_comes_in_pieces_of_which_each_is_made_when_it_is_due(
     if stream and to_events is chat:
         pytest.skip("prompt_logprobs is not streamed")
     rows: list[int] = []
-    row_of = ToldScores._row
+    row_of = Logprobs._row
 
-    def counted(scores: ToldScores, first: int, end: int) -> Row:
+    def counted(scores: Logprobs, first: int, end: int) -> Row:
         rows.append(first)
         return row_of(scores, first, end)
 
-    monkeypatch.setattr(ToldScores, "_row", counted)
+    monkeypatch.setattr(Logprobs, "_row", counted)
     body = {name: value[0] if name in ("text", "prompt") else value for name, value in body.items()}
     events = to_events({**body, "stream": stream})
     (history,) = told(events, each_scored=True)

@@ -17,16 +17,16 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Logprob,
+    Logprobs,
     Presentation,
+    PromptInfo,
     SamplingParams,
     Submitted,
     Timings,
     TokensProduced,
-    ToldCandidate,
-    ToldPrompt,
-    ToldScore,
-    ToldScores,
-    ToldToken,
+    TokenText,
+    TopLogprob,
     Usage,
 )
 from pipeline.names import SEAL, sibling_uids
@@ -309,16 +309,16 @@ def ended(event: End, index: int = 0) -> ClientEvent:
     return ClientEvent(SEAL, 0, event, index)
 
 
-def score(token: int, text: str, logprob: float, *top: tuple[int, str, float]) -> ToldScore:
-    others = tuple(ToldCandidate(token=other, text=word, logprob=less) for other, word, less in top)
-    return ToldScore(token=token, text=text, logprob=logprob, top=others)
+def score(token: int, text: str, logprob: float, *top: tuple[int, str, float]) -> Logprob:
+    others = tuple(TopLogprob(token=other, text=word, logprob=less) for other, word, less in top)
+    return Logprob(token=token, text=text, logprob=logprob, top=others)
 
 
-PROMPT = ToldPrompt(
+PROMPT = PromptInfo(
     num_tokens=4,
     cached_tokens=1,
-    first=ToldToken(token=1, text="A"),
-    scores=ToldScores(
+    first=TokenText(token=1, text="A"),
+    scores=Logprobs(
         (
             score(2, "b", -2.0, (9, "x", -0.5)),
             score(3, "bytes:\\xe4\\xbd", -3.0, (9, "x", -0.25)),
@@ -410,7 +410,7 @@ LOGPROBS: dict[str, Any] = {"text": "a", "return_logprob": True}
 
 
 def test_logprobs_are_value_token_and_null_and_of_the_answer_alone() -> None:
-    first = tokens(1, "x", scores=(score(101, "x", -0.5),), prompt=ToldPrompt(num_tokens=4))
+    first = tokens(1, "x", scores=(score(101, "x", -0.5),), prompt=PromptInfo(num_tokens=4))
     meta = whole(LOGPROBS, first, ANSWER[1], ended(finished()))["meta_info"]
     assert meta["output_token_logprobs"] == [[-0.5, 101, None], [-1.5, 102, None]]
     assert meta["input_token_logprobs"] == []

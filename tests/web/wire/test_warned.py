@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.events import SamplingParams, Submitted
 from web.wire.fields import MOST_SHOWN
-from web.wire.warned import warnings_of
+from web.wire.submit import warnings_of
 
 BOS = "<s>"
 

@@ -7,7 +7,9 @@
 //   icon("copy")                     a drawing of 16 x 16 in the text's colour, hidden from screen readers
 //   button("Stop", {icon: "stop", class: "danger", click})   with text: false only the icon is visible
 //   table(["name", ..], rows, properties)   a table with these columns, or <th>; rows: its <tr>, or its <tbody>
+//   tabs(label, names, choose, at)   buttons of which one is pressed; *choose* is given its place
 //   fill(node, ...children)          replaces what the node holds      say(node, text)   only if it says something else
+//   keep(node, children)             makes these its children, and moves only those that are elsewhere
 //   find(selector, root), all(selector, root)   find throws if there is none
 //   announce(text)                   says it to screen readers      toast(text)   shows it for a while, and says it
 //   copy(text)                       to the clipboard, with a toast
@@ -65,6 +67,25 @@ export function table(names, rows, properties = {}) {
   return el("table.table", properties, el("thead", el("tr", head)), rows instanceof Node ? rows : el("tbody", rows));
 }
 
+export function tabs(label, names, choose, pressed = 0) {
+  const take = at => {
+    buttons.forEach((each, place) => each.setAttribute("aria-pressed", String(place === at)));
+    choose(at);
+  };
+  const buttons = names.map((name, at) =>
+    el("button", { type: "button", aria: { pressed: at === pressed }, click: () => take(at) }, name),
+  );
+  return el("div.tabs", { role: "group", aria: { label } }, buttons);
+}
+
+export function keep(parent, nodes) {
+  const wanted = new Set(nodes);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  nodes.forEach((node, index) => {
+    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
+  });
+}
+
 export function find(selector, root = document) {
   const found = root.querySelector(selector);
   if (!found) throw new Error(`nothing matches ${selector}`);
@@ -91,16 +112,13 @@ const ICONS = {
   system: "M2 3h12v8H2zM5.5 13.5h5",
   key: "M6.5 9.5a3.5 3.5 0 1 1 .6-.6L12 13.5h2v-2M9.5 11h2",
   code: "M5.5 4L2 8l3.5 4M10.5 4L14 8l-3.5 4",
-  clock: "M8 2a6 6 0 1 0 0 12A6 6 0 0 0 8 2M8 4.5V8l2.5 1.5",
   left: "M10 3.5L5.5 8l4.5 4.5",
   right: "M6 3.5L10.5 8 6 12.5",
-  down: "M3.5 6L8 10.5 12.5 6",
   save: "M8 2.5v8M4.5 7L8 10.5 11.5 7M2.5 13.5h11",
   open: "M8 10.5v-8M4.5 6L8 2.5 11.5 6M2.5 13.5h11",
   search: "M7 2.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 0 0 0-9M10.5 10.5l3.5 3.5",
   play: "M4.5 3v10l8-5z",
   pause: "M5 3v10M11 3v10",
-  warning: "M8 2.5L14.5 13.5h-13zM8 6.5v3.5M8 11.5v.5",
   link: "M6.5 9.5l3-3M7 4.5l1.5-1.5a3.2 3.2 0 0 1 4.5 4.5L11.5 9M9 11.5L7.5 13A3.2 3.2 0 0 1 3 8.5L4.5 7",
 };
 

@@ -3,6 +3,16 @@
 //   count(12345) "12,345"    short(12345) "12.3k"    duration(1530) "1.53 s"    ago(ms since) "3 min"
 //   bytes(4096) "4 KiB"      percent(0.25) "25 %"    clock(ms since 1970) "14:03:21.120"
 
+// Classes of badges for states of requests.
+export const BADGES = {
+  finished: "ok",
+  failed: "bad",
+  unreadable: "bad",
+  cancelled: "warn",
+  preempted: "warn",
+  running: "info",
+};
+
 const NUMBER = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
 
 export const count = number => NUMBER.format(number);

@@ -9,7 +9,7 @@ from typing import Final
 
 from web.wire.markup.mistral import word
 from web.wire.markup.pythonic import quoted
-from web.wire.markup.source import Sink, Source, Steps, Tool
+from web.wire.markup.source import Sink, Source, Steps, ToolParameters
 from web.wire.markup.typed_text import member, types_of
 
 BEGIN: Final = "<tool_call>"
@@ -45,7 +45,7 @@ class Glm:
         return True
 
     @staticmethod
-    def _arguments(source: Source, sink: Sink, tool: Tool | None) -> Steps[None]:
+    def _arguments(source: Source, sink: Sink, tool: ToolParameters | None) -> Steps[None]:
         before = "{"
         while True:
             key = yield from source.until(KEY_END)

@@ -65,7 +65,7 @@ def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Step
 
 
 def _is_here(word: str, text: str, place: int) -> bool:
-    """Say whether *text* has *word* at *place*, or ends with its beginning there."""
+    """Return whether *text* has *word* at *place*, or ends with its beginning there."""
     return word.startswith(text[place : place + len(word)])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from web.wire.markup.pythonic import quoted
-from web.wire.markup.source import Sink, Source, Steps, Tool
+from web.wire.markup.source import Sink, Source, Steps, ToolParameters
 from web.wire.markup.typed_text import member, types_of
 
 BEGIN: Final = "<tool_call>"
@@ -40,7 +40,7 @@ class Qwen3Coder:
         return True
 
     @staticmethod
-    def _parameters(source: Source, sink: Sink, tool: Tool | None) -> Steps[None]:
+    def _parameters(source: Source, sink: Sink, tool: ToolParameters | None) -> Steps[None]:
         before = "{"
         while True:
             yield from source.space()

@@ -21,7 +21,7 @@ from web.wire.markup.llama3_json import Llama3Json
 from web.wire.markup.mistral import Mistral
 from web.wire.markup.pythonic import Pythonic
 from web.wire.markup.qwen3_coder import Qwen3Coder
-from web.wire.markup.source import SPACE, Family, Source, Steps, Tool
+from web.wire.markup.source import SPACE, Family, Source, Steps, ToolParameters
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "hermes": Hermes(),
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     """Which call of the answer it belongs to, from 0; -1: none."""
 
 
-def reader_for(markup: Markup, request: Submitted, tools: Callable[[], Mapping[str, Tool]]) -> Reader | None:
+def reader_for(markup: Markup, request: Submitted, tools: Callable[[], Mapping[str, ToolParameters]]) -> Reader | None:
     """Return the fold of an answer to *request*; None if its text is all content. *tools* returns those of `tools_of`,
     which siblings share."""
     calls, thinks = request.calls or Calls(choice="none"), request.presentation.reasoning != "inline"
@@ -67,21 +67,21 @@ def reader_for(markup: Markup, request: Submitted, tools: Callable[[], Mapping[s
     return Reader(read, calls, tools()) if read.tools or read.think or read.channels else None
 
 
-def tools_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
+def tools_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, ToolParameters]:
     """Return what a reader has to know about the *tools* of a request, by their names."""
     found = {}
     for tool in tools:
         schema = tool["function"].get("parameters") or {}
         known = [schema.get(name) for name in ("properties", "$defs", "definitions")]
         properties, new, old = (each if isinstance(each, dict) else {} for each in known)
-        found[tool["function"]["name"]] = Tool(properties, {**old, **new})
+        found[tool["function"]["name"]] = ToolParameters(properties, {**old, **new})
     return found
 
 
 class Reader:
     """Takes the text of an answer and returns what it consists of. It is also the Sink of its family."""
 
-    def __init__(self, markup: Markup, calls: Calls, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, markup: Markup, calls: Calls, tools: Mapping[str, ToolParameters]) -> None:
         """*calls* and *tools* are those of the request."""
         self.tools = tools
         self.format = markup.tools

@@ -75,7 +75,7 @@ class Source:
         return before
 
 
-class Tool(NamedTuple):
+class ToolParameters(NamedTuple):
     """What a parser has to know about a tool."""
 
     properties: Mapping[str, Any]
@@ -87,10 +87,10 @@ class Tool(NamedTuple):
 class Sink(Protocol):
     """Takes what a family's parser finds. What it has taken is never taken back."""
 
-    tools: Mapping[str, Tool]
+    tools: Mapping[str, ToolParameters]
 
     def allows(self, name: str, *, bare: bool = False) -> bool:
-        """Say whether a call of *name* counts. A *bare* one, which nothing marks as a call, needs a known tool."""
+        """Return whether a call of *name* counts. A *bare* one, which nothing marks as a call, needs a known tool."""
         ...
 
     def begin(self, name: str) -> None:

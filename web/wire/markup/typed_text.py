@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from web.wire.markup.json_text import parsed
 from web.wire.markup.pythonic import literal, quoted
-from web.wire.markup.source import Sink, Source, Steps, Tool
+from web.wire.markup.source import Sink, Source, Steps, ToolParameters
 
 MOST_SCHEMAS: Final = 64
 """Most schemas that are looked at for the type of one parameter."""
@@ -60,7 +60,7 @@ def as_json(value: str, types: set[str]) -> str:
     return quoted(value) if "string" in types or other[:1] == '"' else other
 
 
-def types_of(key: str, tool: Tool | None) -> set[str]:
+def types_of(key: str, tool: ToolParameters | None) -> set[str]:
     """Return the types that a parameter may have; none: any. One that the tool does not have is a string."""
     if tool is None or key not in tool.properties:
         return {"string"}

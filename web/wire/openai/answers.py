@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipeline.events import Finished, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore, ToldScores
+from pipeline.events import Finished, Logprob, Logprobs, Presentation, PromptInfo, Submitted, TokensProduced
 from pipeline.names import sibling_uids
 from web.wire.frames import ClientEvent
 from web.wire.markup.reader import Piece, Reader, reader_for, tools_of
-from web.wire.markup.source import Tool
+from web.wire.markup.source import ToolParameters
 
 
 class AnswerPart(NamedTuple):
@@ -21,7 +21,7 @@ class AnswerPart(NamedTuple):
 
     text: str
     token_ids: tuple[int, ...] = ()
-    scores: Sequence[ToldScore] = ()
+    scores: Sequence[Logprob] = ()
     pieces: Sequence[Piece] = ()
     """What the text consists of, if it has markup."""
 
@@ -30,7 +30,7 @@ class Chat(NamedTuple):
     """A request with a conversation."""
 
     request: Submitted
-    tools: Callable[[], Mapping[str, Tool]]
+    tools: Callable[[], Mapping[str, ToolParameters]]
     """Returns what readers have to know about its tools. Siblings share it."""
 
 
@@ -62,8 +62,8 @@ class Choice:
     reader: Reader | None = None
     """Reads the markup, if there is any; known with the first token."""
     token_ids: list[int] = field(default_factory=list)
-    scores: ToldScores = field(default_factory=ToldScores)
-    prompt: ToldPrompt | None = None
+    scores: Logprobs = field(default_factory=Logprobs)
+    prompt: PromptInfo | None = None
     finished: Finished | None = None
     scorer: Choice | None = None
     """The first choice of the same prompt, if that has the scores of the prompt for all of them."""
@@ -73,7 +73,7 @@ class Choice:
         return "".join(self.texts)
 
     @property
-    def told_prompt(self) -> ToldPrompt | None:
+    def told_prompt(self) -> PromptInfo | None:
         """What the client is told of the prompt."""
         if self.scorer is None or self.scorer.prompt is None:
             return self.prompt
@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def waits(self) -> bool:
-        """Say whether another choice has not told yet what belongs to this one."""
+        """Return whether another choice has not told yet what belongs to this one."""
         return self.scorer is not None and self.scorer.prompt is None and self.scorer.finished is None
 
     @property
@@ -153,7 +153,7 @@ class Choice:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts: while the answer runs those so far, at the end those of the log."""
         if self.finished is None:
-            prompt = self.prompt or ToldPrompt(num_tokens=0)
+            prompt = self.prompt or PromptInfo(num_tokens=0)
             usage = _usage(prompt.num_tokens, len(self.token_ids), prompt.cached_tokens)
             return usage | _of_reasoning([self])
         return usage_of([self])

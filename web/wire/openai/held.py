@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.json_schema import Path, holds_schemas, is_countable, mapped, numbers_in
+from pipeline.grammars import Path, holds_schemas, is_countable, mapped, numbers_in
 from web.wire.openai.strict import INT64_MAX, kept_exactly
 
 

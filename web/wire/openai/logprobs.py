@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from pipeline.events import ToldPrompt, ToldScore, ToldScores
+from pipeline.events import Logprob, Logprobs, PromptInfo
 from pipeline.scores import Pair, Row
 from web.wire.pieces import Slices, sliced
 
@@ -16,7 +16,7 @@ MOST_SKIPPED: Final = 4
 """Most characters of a text between two tokens that are in none: a tokenizer may have written them another way."""
 
 
-def chat_logprobs(scores: Sequence[ToldScore], *, as_ids: bool = False) -> dict[str, Any]:
+def chat_logprobs(scores: Sequence[Logprob], *, as_ids: bool = False) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat completion. With *as_ids*, tokens are `token_id:<id>`, as in vLLM."""
     content = (
         _with_bytes(token, as_ids) | {"top_logprobs": [_with_bytes(other, as_ids) for other in top]}
@@ -26,7 +26,7 @@ def chat_logprobs(scores: Sequence[ToldScore], *, as_ids: bool = False) -> dict[
 
 
 def completion_logprobs(
-    prompt: ToldPrompt | None, scores: Sequence[ToldScore], text: str, offset: int, *, as_ids: bool = False
+    prompt: PromptInfo | None, scores: Sequence[Logprob], text: str, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a completion: first the prompt, if it is given, then the answer.
 
@@ -56,7 +56,7 @@ def completion_logprobs(
     }
 
 
-def prompt_logprobs(prompt: ToldPrompt) -> Slices | list[Any]:
+def prompt_logprobs(prompt: PromptInfo) -> Slices | list[Any]:
     """Return vLLM's `prompt_logprobs`: null for the first token, then token id -> log-probability and text."""
     scored = (
         {str(one.token): {"logprob": one.logprob, "decoded_token": one.text} for one in (token, *top)}
@@ -65,23 +65,23 @@ def prompt_logprobs(prompt: ToldPrompt) -> Slices | list[Any]:
     return _listed(itertools.chain((None,), scored), prompt.scores)
 
 
-def prompt_rows(prompt: ToldPrompt, start: int = 0) -> Iterator[Row]:
+def prompt_rows(prompt: PromptInfo, start: int = 0) -> Iterator[Row]:
     """Yield the tokens of a scored prompt from *start* on. The first one has no log-probability."""
     if prompt.first and start == 0:
         yield Pair(prompt.first.token, prompt.first.text, None), []
     yield from prompt.scores.rows(max(start - bool(prompt.first), 0))
 
 
-def prompt_tokens(prompt: ToldPrompt, start: int = 0) -> Iterator[Pair]:
+def prompt_tokens(prompt: PromptInfo, start: int = 0) -> Iterator[Pair]:
     """As `prompt_rows`, without the most probable tokens."""
     if prompt.first and start == 0:
         yield Pair(prompt.first.token, prompt.first.text, None)
     yield from prompt.scores.tokens(max(start - bool(prompt.first), 0))
 
 
-def rows_of(scores: Sequence[ToldScore]) -> Iterator[Row]:
+def rows_of(scores: Sequence[Logprob]) -> Iterator[Row]:
     """Yield what *scores* say."""
-    if isinstance(scores, ToldScores):
+    if isinstance(scores, Logprobs):
         yield from scores.rows()
         return
     for score in scores:
@@ -89,17 +89,17 @@ def rows_of(scores: Sequence[ToldScore]) -> Iterator[Row]:
         yield token, top
 
 
-def tokens_of(scores: Sequence[ToldScore]) -> Iterator[Pair]:
+def tokens_of(scores: Sequence[Logprob]) -> Iterator[Pair]:
     """As `rows_of`, without the most probable tokens."""
-    if isinstance(scores, ToldScores):
+    if isinstance(scores, Logprobs):
         yield from scores.tokens()
     else:
         yield from (Pair(score.token, score.text, score.logprob) for score in scores)
 
 
-def _listed(items: Iterable[Any], scores: Sequence[ToldScore]) -> Slices | list[Any]:
+def _listed(items: Iterable[Any], scores: Sequence[Logprob]) -> Slices | list[Any]:
     """Return *items*, which are made of *scores*: those of few tokens as they are, and those of many in slices."""
-    if not isinstance(scores, ToldScores):
+    if not isinstance(scores, Logprobs):
         return list(items)
     return sliced(items, max(scores.num_pairs // max(len(scores), 1), 1))
 

@@ -277,7 +277,7 @@ class GenerationRequest(SamplingFields):
 
     @property
     def repeats_prompt(self) -> bool:
-        """Say whether each answer tells the client about its prompt."""
+        """Return whether each answer tells the client about its prompt."""
         return bool(self.return_token_ids) or self.prompt_logprobs is not None
 
     @property

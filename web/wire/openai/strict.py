@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipeline.errors import RequestError
-from pipeline.json_schema import numbers_in
+from pipeline.grammars import numbers_in
 from web.wire.fields import Field
 from web.wire.openai.bulk import refuse_bulk
 

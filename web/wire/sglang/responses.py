@@ -100,7 +100,7 @@ class WholeTextFrames(Frames):
                     yield self.error(error_of(ended), self.id_of(each))
 
     def _is_news(self, text: str) -> bool:
-        """Say whether the client lacks the frame in which *text* is new."""
+        """Return whether the client lacks the frame in which *text* is new."""
         if self._known is not None:
             self._known.rest(text)
         return self._known is None or self._known.are_over

@@ -140,7 +140,7 @@ class SGLangRequest(Strict):
 
     @property
     def in_list(self) -> bool:
-        """Say whether the answer is a list: also if the only prompt is in a list."""
+        """Return whether the answer is a list: also if the only prompt is in a list."""
         return self.num_choices > 1 or isinstance(self.text, list) or lists_or_one(self.input_ids) == PROMPT_KINDS[3]
 
     @property

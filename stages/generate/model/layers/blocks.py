@@ -1,4 +1,4 @@
-"""Functions of rows, computed so many rows at a time: then their sums do not depend on how many rows there are.
+"""Computes functions a fixed number of rows at a time: then their sums do not depend on how many rows there are.
 
 A library chooses how it multiplies and sums by the shape of a matrix. Here every call has one shape, so a row gets the
 same bits alone and among others. It knows neither models nor attention.
@@ -14,17 +14,17 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 BLOCK_ROWS: Final = 128
-"""Of `--deterministic`. A GPU reads the weights for so many rows in about the time that it takes for one; with more,
-a step of few rows would be slower, with fewer a long prompt."""
+"""Rows of a block with `--deterministic`. A GPU reads the weights for so many rows in about the time that it takes for
+one; larger blocks would make steps of few rows slower, smaller ones long prompts."""
 
 OfRows: TypeAlias = Callable[..., tuple[Tensor, ...]]
-"""Takes and returns tensors that have as many rows as each other; a row of the result depends on that row alone."""
+"""Takes and returns tensors with equal numbers of rows; a row of the result depends on that row alone."""
 
 
 def by_rows(num_rows: int, function: OfRows, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return what *function* makes of *tensors*, always of *num_rows* rows: rows of zeros pad the last ones.
+    """Return the result of *function* for *tensors*, called with *num_rows* rows at a time: zeros pad the last ones.
 
-    0: of all rows at once.
+    0: with all rows at once.
     """
     if not num_rows:
         return function(*tensors)
@@ -35,5 +35,5 @@ def by_rows(num_rows: int, function: OfRows, *tensors: Tensor) -> tuple[Tensor, 
 
 
 def padded(tensor: Tensor, num_rows: int) -> Tensor:
-    """Return *tensor* with so many rows of zeros after its own."""
+    """Return *tensor* with *num_rows* rows of zeros after its own."""
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, num_rows)) if num_rows else tensor

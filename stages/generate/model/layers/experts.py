@@ -18,7 +18,7 @@ from stages.generate.model.layers.mlp import Mlp, gated
 
 LEAST_CAPABILITY = (8, 0)
 ALIGNMENT_BYTES = 16
-"""Of each row of a matrix that torch multiplies in groups."""
+"""Alignment of each row of a matrix that torch multiplies in groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Experts:
     experts_per_token: int
     normalize: bool
     one_shape: bool = False
-    """Each expert multiplies T rows, however many of them are its own: then their sums do not depend on the others."""
+    """Whether each expert multiplies T rows, however many are its own: then their sums do not depend on the others."""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return y_TE.

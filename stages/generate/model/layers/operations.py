@@ -1,4 +1,4 @@
-"""What a layer computes between its matrices, in torch. `attention/fused.py` has FlashInfer's functions for the same,
+"""Operations of a layer between its matrices, in torch. `attention/fused.py` has FlashInfer's functions for the same,
 which launch fewer kernels.
 """
 
@@ -53,13 +53,13 @@ class Operations:
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
     """(x_TE, added_TE, weight_E, eps) -> (the sum, its norm). It may write to x_TE and added_TE."""
     norm_heads: Callable[[Tensor, Tensor, int, float], Tensor] = norm_heads
-    """(qk_TND, weight_ND, H, eps) -> qk_TND. All query heads have the same weights, and so have all kv heads."""
+    """(qk_TND, weight_ND, H, eps) -> qk_TND. All query heads have the same weights, and all kv heads, too."""
     rope_tables: Callable[[Rope, Tensor, torch.dtype], tuple[Tensor, Tensor]] = rope_tables
     """(rope, positions_T, dtype) -> the last two arguments of `rotate`, for all layers of a step."""
     rotate: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
     """(qk_TND, H, ..) -> (q_THD, k_TKD)."""
     gated: Callable[[Tensor], Tensor] = gated
-    """gate_up_TO -> y_TI, which goes through the last matrix of an MLP."""
+    """gate_up_TO -> y_TI, the input of the last matrix of an MLP."""
 
 
 TORCH: Final = Operations()

@@ -19,7 +19,7 @@ from stages.generate.model.spec import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rope and what can be computed before the first step."""
+    """A rope and its values that do not depend on a step."""
 
     spec: RopeSpec
     exponent_F: Tensor
@@ -42,10 +42,10 @@ def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
 
 
 def rope_tables(rope: Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos_T1D and sin_T1D for one step, as `apply_rope` takes them: the first half of the sines is negated.
+    """Return cos_T1D and sin_T1D for one step, for `apply_rope`: the first half of the sines is negated.
 
-    Computed in float32 (bfloat16 cannot count beyond 256), cast at the end. Computed in each step, because a table for
-    131,072 positions would take much memory and save little time.
+    Compute in float32 (bfloat16 cannot count beyond 256), and cast at the end. Compute in each step, because a table
+    for 131,072 positions would take much memory and save little time.
     """
     angle_T1F = angles(rope, positions_T)[:, None]
     cos_T1F, sin_T1F = angle_T1F.cos(), angle_T1F.sin()
@@ -69,13 +69,13 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 def dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
     """Return freq_TF: the token at position p has the frequencies that transformers uses for p + 1 tokens.
 
-    So the result is that of transformers when it computes token by token. When transformers computes a prompt at once
-    that is longer than the context of the training, it uses the frequencies of the last token for all. An engine that
-    shares pages between requests cannot do that.
+    So the result equals that of transformers when it computes token by token. When transformers computes a prompt at
+    once that is longer than the context of the training, it uses the frequencies of the last token for all tokens. An
+    engine that shares pages between requests cannot do that.
     """
     spec = rope.spec
     trained = spec.original_max_positions
-    length_T = (positions_T + 1).clamp(min=trained).double()  # rounded at the end: the same in any company
+    length_T = (positions_T + 1).clamp(min=trained).double()  # rounded at the end: the same in any batch
     head_dim = 2 * len(rope.exponent_F)
     stretch_T = (spec.factor * length_T / trained - (spec.factor - 1)) ** (head_dim / (head_dim - 2))
     stretched_TF = (1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F.double()).float()
@@ -83,16 +83,16 @@ def dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
 
 
 def _llama3_kept(spec: RopeSpec, freq_F: Tensor) -> Tensor:
-    """Llama 3.1: waves with many turns in the training context are kept, those with few are stretched."""
+    """Return the ramp of Llama 3.1: keep waves with many turns in the training context, stretch those with few."""
     turns_F = spec.original_max_positions * freq_F / (2 * math.pi)
     return ((turns_F - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
 
 
 def _yarn_kept(spec: RopeSpec, head_dim: int) -> Tensor:
-    """YaRN (https://arxiv.org/abs/2309.00071): as Llama 3.1, but the ramp is over the dimensions, not the turns."""
+    """Return the ramp of YaRN (https://arxiv.org/abs/2309.00071), over the dimensions. Llama 3.1's is over turns."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose wave makes so many *turns* in the training context."""
+        """Return the dimension whose wave makes this many *turns* in the training context."""
         return head_dim * math.log(spec.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)

@@ -10,8 +10,7 @@ import pytest
 from support.log_contract import CANCELLED, FAILED, FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens
 
 from pipeline.errors import Fenced
-from pipeline.log.archivers import ArchiverLog, ended_inbox
-from pipeline.log.forgetting import ForgettingLog
+from pipeline.log.forgetting import ArchiverLog, ForgettingLog, ended_inbox
 from pipeline.log.protocol import Entry, StreamLog
 
 

@@ -13,8 +13,7 @@ from pipeline.errors import Fenced, LogUnavailable, NewerVersion, UndecodableEve
 from pipeline.events import Failed
 from pipeline.log.entries import request_of
 from pipeline.log.protocol import Entry, Inbox, StreamLog
-from pipeline.names import SEAL
-from pipeline.readable import UNREADABLE
+from pipeline.names import SEAL, UNREADABLE
 
 DAMAGED = Failed(status=500, code="log_damaged", message="It could not be read.")
 INBOXES = {"submitted": SUBMITTED, "tokenized": TOKENIZED, "steps": STEPS}
@@ -176,11 +175,11 @@ def test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing(
     scene.step(engine, 1)
     put(log, STEPS.stream, {"gar": "bage"}, entry_id)
     for _ in range(2):
-        with pytest.raises(LogUnavailable, match="that no engine wrote"):
+        with pytest.raises(LogUnavailable):
             scene.step(engine, 2)
     first, bad = log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)
     assert bury(log, STEPS, bad) == ()
-    with pytest.raises(LogUnavailable, match="that no engine wrote"):  # Redis knows the last id still
+    with pytest.raises(LogUnavailable):  # Redis knows the last id still
         scene.step(engine, 2)
     assert detokenizer.commit(first)
     assert scene.step(engine, 2).steps_length == scene.step(engine, 2).steps_length == 1

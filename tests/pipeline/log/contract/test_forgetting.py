@@ -12,11 +12,9 @@ from support.log_contract import FINISHED, Detokenizer, Scene, limits, put, say_
 from support.redis_servers import until
 
 from pipeline.events import StepCompleted, TokenRow, encode, new_uid
-from pipeline.log.archivers import ended_inbox
-from pipeline.log.forgetting import FORGETTING, FORGOTTEN, ForgettingLog, Purged, Told
+from pipeline.log.forgetting import FORGETTING, FORGOTTEN, ForgettingLog, Purged, Unconsumed, ended_inbox
 from pipeline.log.journal import JournalWriter
-from pipeline.log.past import Forgotten
-from pipeline.log.protocol import Entry, StreamLog, Submission
+from pipeline.log.protocol import Entry, Forgotten, StreamLog, Submission
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 
 A, B, C = (f"0190000000007000800000000000000{digit}" for digit in "abc")
@@ -126,7 +124,9 @@ def test_how_requests_begin(forgetting: ForgettingLog, scene: Scene) -> None:
 def test_where_workers_find_a_request(forgetting: ForgettingLog, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.log.operations.forgetting.KEYS_PER_LOOK", 1)
     forgetting.open_archive("one")
-    assert forgetting.at_work([A]) == [] and forgetting.told([A]) == Told("", 0) and forgetting.unread_steps() == {}
+    assert (
+        forgetting.at_work([A]) == [] and forgetting.told([A]) == Unconsumed("", 0) and forgetting.unread_steps() == {}
+    )
     scene.submit(A)
     scene.submit(B)
     assert forgetting.at_work([C, A]) == ["submitted"]

@@ -7,8 +7,7 @@ from support.log_contract import CANCELLED, FINISHED, LONG_MS, SHORT_MS, Detoken
 from support.redis_servers import until
 
 from pipeline.events import new_uid
-from pipeline.log.past import NotWhole
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.protocol import Entry, NotWhole, StreamLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 
 ODD = 'a "quoted"\nline,\x00 a tab\t, \\u0000 and \U0001f600 \u2028'

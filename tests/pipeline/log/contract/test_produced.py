@@ -101,7 +101,7 @@ def test_several_steps_are_consumed_in_one_commit_and_told_in_one_reply(
 
 
 def put_in_one_entry(log: StreamLog, cursor: str) -> bool:
-    """Say whether all that a frontend was told came as one entry, for which it wakes once."""
+    """Return whether all that a frontend was told came as one entry, for which it wakes once."""
     last, replies = log.read_replies("web-0", cursor, block_ms=0)
     return bool(replies) and log.read_replies("web-0", before(last), block_ms=0)[1] == replies
 

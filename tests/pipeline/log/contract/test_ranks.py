@@ -167,7 +167,7 @@ def test_an_entry_that_is_no_formation_is_said(ranks: RankLog, scene: Scene) -> 
     found = to_join(ranks, owner)
     assert found is not None
     ranks.joined(owner, "g", [found[0]])
-    with pytest.raises(UndecodableEvent, match="a formation of ranks does not decode"):
+    with pytest.raises(UndecodableEvent):
         to_join(ranks, owner)
 
 

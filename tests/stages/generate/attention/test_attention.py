@@ -33,7 +33,7 @@ pytestmark = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(autouse=True)
 def flashinfer_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
-    """Its calls are held against the contract here; its kernels are held against float64 on a GPU, by gpu-check."""
+    """Its calls are held against the contract here, and its kernels against float64 on a GPU by test_on_pages.py."""
     version = name.partition(" ")[2]
     library = Double(version if version in VERSIONS else VERSIONS[0])
     monkeypatch.setitem(sys.modules, "flashinfer", library)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.attention_cases import make_case, make_plan
 from support.pretend_cuda import CUDA, OnDevice, pretend_cuda
 
-from ops.bench.gpu.pages import make_case, make_plan
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.torch import TorchAttention
 from stages.generate.batch import build_batch

@@ -167,7 +167,7 @@ def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_l
     assert line["log_level"] == "warning" and len(line["reason"]) <= 300
     assert line["reason"].startswith("RuntimeError: CUDA error: operation not permitted when stream is capturing see")
     assert engine.graph == 0 and tokens_of(engine) == expected
-    with pytest.raises(ConfigError, match=r"--graph 2: the decode steps cannot be recorded here \(RuntimeError: CUDA"):
+    with pytest.raises(ConfigError, match="--graph 2"):
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
@@ -252,7 +252,7 @@ def test_too_little_memory_is_told_with_the_numbers_and_what_to_do(
         f"page 0.0: no page fits; {REMEDY}"
     )
     monkeypatch.setattr(Engine, "_draw", no_memory)
-    with pytest.raises(ConfigError, match=r"the largest step does not fit beside the weights \(CUDA out"):
+    with pytest.raises(ConfigError, match="CUDA out"):
         engine_on(device, folders["qwen3"], "fi", 2, measure=Measure(50, 0.5))
 
 

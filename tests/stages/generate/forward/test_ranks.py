@@ -184,11 +184,11 @@ def test_every_rank_refuses_a_token_beyond_the_vocabulary_and_goes_on(folders: F
     row = Request(0, list(PROMPT), shuffled_pages()).row(64)
     before_RV = ranks.logits(plan(row))
     for token in (497, 498, -1):
-        with pytest.raises(ValueError, match="vocabulary has 497"):
+        with pytest.raises(ValueError, match="497"):
             ranks.logits(plan(replace(row, token_ids=(*row.token_ids[:5], token))))
     assert torch.equal(ranks.logits(plan(row)), before_RV)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="--tp 4: the model has 6 query heads"):
+    with pytest.raises(ConfigError, match="--tp 4"):
         Ranks(4, folders("odd"))

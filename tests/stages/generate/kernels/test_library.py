@@ -61,7 +61,7 @@ def test_a_variant_that_cannot_be_used_has_a_reason() -> None:
 
 def test_a_library_that_is_missing_or_broken_has_a_reason(tmp_path: Path) -> None:
     path = tmp_path / build.LIBRARY
-    assert library.load(path) == f"{path} is missing; run `make venv`"
+    assert str(path) in str(library.load(path))
     path.write_bytes(b"not a library")
     said = library.load(path)
     assert isinstance(said, str)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.generate.kvcache import CACHES, make_cache
-from stages.generate.kvcache.base import Holding, PagePool, PrefixCache
+from stages.generate.kvcache.base import Allocation, PagePool, PrefixCache
 from stages.generate.kvcache.radix import RadixCache
 
 PAGES, PAGE_SIZE = 12, 4
@@ -21,19 +21,19 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda: make_cache(request.param, PAGES, PAGE_SIZE)
 
 
-def started(cache: PrefixCache, tokens: list[int]) -> Holding:
+def started(cache: PrefixCache, tokens: list[int]) -> Allocation:
     """Begin, grow and fill, as the schedule does when it admits a request whose prompt fits one plan."""
-    holding = cache.begin(tokens)
-    assert cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - len(holding.pages)) is not None
-    cache.fill(holding, tokens, len(tokens))
-    return holding
+    allocation = cache.begin(tokens)
+    assert cache.grow(allocation, -(-len(tokens) // PAGE_SIZE) - len(allocation.pages)) is not None
+    cache.fill(allocation, tokens, len(tokens))
+    return allocation
 
 
 def test_a_new_cache_can_give_all_its_pages(make: Make) -> None:
     cache = make()
-    holding = cache.begin([1, 2, 3])
-    assert cache.grow(holding, PAGES) == holding.pages
-    assert sorted(holding.pages) == list(range(PAGES))
+    allocation = cache.begin([1, 2, 3])
+    assert cache.grow(allocation, PAGES) == allocation.pages
+    assert sorted(allocation.pages) == list(range(PAGES))
     assert cache.num_available == 0
 
 
@@ -62,24 +62,24 @@ def test_what_is_cached_is_whole_pages_and_short_of_the_last_token(make: Make) -
 @given(data=st.data())
 def test_no_page_is_lost_and_none_is_written_by_two(name: str, data: st.DataObject) -> None:
     cache = make_cache(name, PAGES, PAGE_SIZE)
-    running: list[Holding] = []
+    running: list[Allocation] = []
     for _ in range(data.draw(st.integers(1, 30))):
         ends = data.draw(st.booleans())
         if running and ends:
             cache.end(running.pop(data.draw(st.integers(0, len(running) - 1))))
         else:
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4 * PAGE_SIZE))
-            holding = cache.begin(tokens)
-            if cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - len(holding.pages)) is None:
-                cache.end(holding)
+            allocation = cache.begin(tokens)
+            if cache.grow(allocation, -(-len(tokens) // PAGE_SIZE) - len(allocation.pages)) is None:
+                cache.end(allocation)
             else:
-                cache.fill(holding, tokens, len(tokens))
-                running.append(holding)
+                cache.fill(allocation, tokens, len(tokens))
+                running.append(allocation)
         assert cache.problems(running) == []
-        written = [page for holding in running for page in holding.pages[holding.cached_tokens // PAGE_SIZE :]]
+        written = [page for allocation in running for page in allocation.pages[allocation.cached_tokens // PAGE_SIZE :]]
         assert len(written) == len(set(written))
-    for holding in running:
-        cache.end(holding)
+    for allocation in running:
+        cache.end(allocation)
     assert cache.num_available == PAGES
 
 
@@ -101,10 +101,10 @@ def test_pages_come_back_in_the_order_in_which_they_were_freed() -> None:
 
 def test_the_books_are_said_to_be_wrong_when_they_are(make: Make) -> None:
     cache = make()
-    holding = cache.begin([1])
-    cache.grow(holding, 2)
+    allocation = cache.begin([1])
+    cache.grow(allocation, 2)
     assert cache.problems([]) != []
-    assert cache.problems([holding, Holding(pages=list(holding.pages))]) != []
+    assert cache.problems([allocation, Allocation(pages=list(allocation.pages))]) != []
 
 
 # What the radix cache shares
@@ -138,9 +138,9 @@ def test_a_page_of_the_same_tokens_after_others_is_another_page() -> None:
 def test_the_output_of_a_request_is_a_prefix_of_the_next_turn() -> None:
     cache = RadixCache(PAGES, PAGE_SIZE)
     tokens = [1, 2, 3, 4, 5]
-    holding = started(cache, tokens)
+    allocation = started(cache, tokens)
     tokens += [6, 7, 8]
-    cache.fill(holding, tokens, 8)
+    cache.fill(allocation, tokens, 8)
     assert cache.begin([*tokens, 9]).cached_tokens == 8
 
 
@@ -167,14 +167,14 @@ def test_a_chain_is_evicted_from_its_leaf() -> None:
     assert cache.begin([1] * 12 + [0]).cached_tokens == 8
 
 
-def two_at_once(cache: PrefixCache) -> tuple[Holding, Holding]:
+def two_at_once(cache: PrefixCache) -> tuple[Allocation, Allocation]:
     """Two requests with the same nine tokens that both began before either had filled a page."""
     tokens = list(range(9))
     first, second = cache.begin(tokens), cache.begin(tokens)
-    for holding in (first, second):
-        cache.grow(holding, 3)
-    for holding in (first, second):
-        cache.fill(holding, tokens, 9)
+    for allocation in (first, second):
+        cache.grow(allocation, 3)
+    for allocation in (first, second):
+        cache.fill(allocation, tokens, 9)
     return first, second
 
 
@@ -261,11 +261,11 @@ def test_of_two_chains_the_one_used_longer_ago_is_evicted_whole_before_the_other
 def test_a_page_that_is_not_full_is_nobody_elses() -> None:
     cache = RadixCache(8, PAGE_SIZE)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    holding = cache.begin(tokens)
-    assert cache.grow(holding, 3) is not None
+    allocation = cache.begin(tokens)
+    assert cache.grow(allocation, 3) is not None
     for num_filled, found in ((3, 0), (4, 4), (7, 4), (8, 8), (9, 8)):
-        cache.fill(holding, tokens, num_filled)
+        cache.fill(allocation, tokens, num_filled)
         other = cache.begin([*tokens, 10])
         assert other.cached_tokens == found
         cache.end(other)
-    assert cache.problems([holding]) == []
+    assert cache.problems([allocation]) == []

@@ -10,7 +10,7 @@ from support.measured import count_of, total_of
 from support.redis_servers import until
 from support.schedules import make_schedule
 
-from pipeline.events import Cancelled, EventRow, Figures, Preempted, StepCompleted, TokenRow, decode
+from pipeline.events import Cancelled, EventRow, Preempted, StepCompleted, StepStats, TokenRow, decode
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -90,7 +90,7 @@ def test_the_speed_of_an_engine_is_that_of_its_last_second_with_requests(
     meter = EngineMeter(measures, make_schedule(), clock_s=lambda: next(times))
     for _, num_tokens, running in steps:
         rows = tuple(TokenRow(uid=str(row), n=1, token=5) for row in range(num_tokens))
-        meter.committed(StepCompleted(rows=rows, figures=Figures(running=running)))
+        meter.committed(StepCompleted(rows=rows, figures=StepStats(running=running)))
         told.append(count_of(measures, GENERATION_SPEED))
     assert told == speeds
 

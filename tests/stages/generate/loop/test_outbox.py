@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.events import Admitted, EventRow, Figures, StepCompleted, TokenRow
-from stages.generate.loop.outbox import FEWEST_HANDED_OVER, MOST_HANDED_OVER, MOST_TOGETHER, Group, Idle, Outbox, Step
+from pipeline.events import Admitted, EventRow, StepCompleted, StepStats, TokenRow
+from stages.generate.loop.outbox import (
+    FEWEST_HANDED_OVER,
+    MOST_HANDED_OVER,
+    MOST_TOGETHER,
+    Group,
+    Idle,
+    Outbox,
+    PendingStep,
+)
 
 TOKEN = TokenRow(uid="a", n=7, token=5)
 IDLE = Idle(1, 0, brief=False)
@@ -29,7 +37,7 @@ class Rig:
         self.number += 1
         assert self.outbox.has_place(0.0)
         said = StepCompleted(**{"rows": (TOKEN,)} | event)
-        return self.outbox.put(Step(self.number, said, tuple(ended), 1), at_once=at_once)
+        return self.outbox.put(PendingStep(self.number, said, tuple(ended), 1), at_once=at_once)
 
     def begin(self) -> None:
         """Commit the first steps, so that it is known how long a step takes: 4 ms."""
@@ -81,9 +89,9 @@ def test_a_step_waits_no_longer_than_the_interval_when_the_next_one_takes_long(r
     [
         {"ended": ("a",)},
         {"at_once": True},
-        {"let_go": ("a",)},
+        {"released": ("a",)},
         {"schedule": "{}"},
-        {"figures": Figures(prefill_rows=1)},
+        {"figures": StepStats(prefill_rows=1)},
         {"rows": (TOKEN, EventRow(uid="b", n=0, event=Admitted(engine="e", epoch=1, step=1, fingerprint="f")))},
     ],
     ids=["an end", "settled", "let go", "a snapshot", "a first token", "a mark"],
@@ -143,7 +151,7 @@ def test_a_step_that_is_added_while_the_time_is_over_is_in_one_commit(rig: Rig) 
     thread.start()
     for number in range(3000):
         assert outbox.has_place(10.0)
-        outbox.put(Step(number, StepCompleted(rows=(TOKEN,)), (), 1))
+        outbox.put(PendingStep(number, StepCompleted(rows=(TOKEN,)), (), 1))
     outbox.close()
     done.set()
     thread.join(30)

@@ -337,7 +337,7 @@ class Told:
 
     # as a log thread
 
-    def hear(self, timeout_s: float = 0.0) -> Update | None:
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
         self._rounds += 1
         assert self._rounds < MOST_ROUNDS, "something waits for ever"
         while self._returns and self._returns[0].uid not in self._left:

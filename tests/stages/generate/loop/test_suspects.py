@@ -26,7 +26,7 @@ def test_suspects_have_their_trials_one_by_one_in_the_order_in_which_they_came()
     for uid in ("b", "a"):
         assert suspects.begin() == suspect(uid, num_output=4)
         assert suspects.trial == Trial(uid, 4)
-        with pytest.raises(AssertionError, match="one trial at a time"):
+        with pytest.raises(AssertionError):
             suspects.begin()
         suspects.end()
     assert suspects.begin() is None and suspects.trial is None

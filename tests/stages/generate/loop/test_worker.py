@@ -37,7 +37,7 @@ from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, StreamL
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
 from pipeline.stage.slots import SlotLease, read_statuses
-from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.base import Allocation
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.loop.log_thread import Arrived, LogThread, Update
@@ -79,8 +79,8 @@ class Steps:
     def failures(self, uid: str) -> list[Failed]:
         return [event for _, event in self.marks(uid) if isinstance(event, Failed)]
 
-    def let_go(self) -> set[str]:
-        return {uid for step in self.look() for uid in step.let_go}
+    def released(self) -> set[str]:
+        return {uid for step in self.look() for uid in step.released}
 
     def write_histories(self) -> int:
         """Do the detokenizer's part for all steps seen; return the last n."""
@@ -128,7 +128,7 @@ def test_a_cancelled_request_is_let_go_and_its_pages_are_free(scene: Scene, step
         until(lambda: engine.schedule.num_running == 1)
         assert scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
         engine.engine.gate.set()
-        until(lambda: uid in steps.let_go() and scene.is_consumed)
+        until(lambda: uid in steps.released() and scene.is_consumed)
         assert engine.schedule.free_pages == 16
 
 
@@ -137,7 +137,7 @@ def test_a_request_that_ended_before_it_was_taken_never_runs(scene: Scene, steps
     scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
     with scene.running() as engine:
         until(lambda: scene.is_consumed)
-        assert uid in steps.let_go() and engine.engine.plans == []
+        assert uid in steps.released() and engine.engine.plans == []
 
 
 def test_a_prompt_that_fits_no_engine_fails_with_a_row(scene: Scene, steps: Steps) -> None:
@@ -285,7 +285,7 @@ def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
         uid = scene.send(1)
         until(lambda: len(steps.rows(uid)) > 0)
         command(url, "ZREM", scene.log.names.live, uid)
-        until(lambda: uid in steps.let_go())
+        until(lambda: uid in steps.released())
         assert not any(row.end for row in steps.rows(uid))
 
 
@@ -402,9 +402,9 @@ def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_comput
         goes, stays = scene.send(100, max_tokens=40), scene.send(10, max_tokens=40)
         until(lambda: scene.log.backlog(inbox) == 5)
         until(lambda: len(engine.plans) == 7)  # one step is on its way, and one waits for its place
-        told = running.log_thread._num_told
+        told = running.log_thread._num_sent
         assert scene.log.end(goes, Cancelled(by="client"), frontend="web-0")
-        until(lambda: running.log_thread._num_told > told)
+        until(lambda: running.log_thread._num_sent > told)
         assert len(engine.plans) == 7
         until(have_both_ended)
         after = [row.token_ids[0] for plan in engine.plans[7:] for row in plan.rows]
@@ -447,7 +447,7 @@ def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
     ]
     past = past_of("a", entries[:3])
     assert past is not None and past.request.output_ids == (5,)
-    with pytest.raises(UndecodableEvent, match="after token 1 comes the event 3-0"):
+    with pytest.raises(UndecodableEvent, match="3-0"):
         past_of("a", entries)
 
 
@@ -527,7 +527,7 @@ def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
 def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices of a long prompt take little more memory than one."""
     told: list[Update] = []
-    monkeypatch.setattr(LogThread, "_tell", lambda _, news: told.append(news))
+    monkeypatch.setattr(LogThread, "_tell", lambda _, update: told.append(update))
     owner = scene.log.acquire("generate-0", "n", LEASE_MS)
     assert owner is not None
     for prompt in ((1000, 1001), (1000, 1001), (1000,)):
@@ -535,7 +535,7 @@ def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatc
     scene.log.prepare(scene.tokenized)
     entries = scene.log.take(owner, 8, control_cursor="0-0").entries
     LogThread(scene.log, owner, lease_ms=LEASE_MS, report_progress=lambda: None)._bring(entries, resumed=False)
-    first, second, third = (news.request for news in told if isinstance(news, Arrived))
+    first, second, third = (update.request for update in told if isinstance(update, Arrived))
     assert first.prompt_ids == (1000, 1001) and first.prompt_ids is second.prompt_ids
     assert third.prompt_ids == (1000,) and first.uid != second.uid
 
@@ -576,10 +576,10 @@ class WrongBooks(NaiveCache):
         self._pool.allocate(1)
         self._unreadable = unreadable
 
-    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+    def problems(self, allocations: Sequence[Allocation]) -> list[str]:
         if self._unreadable:
             raise KeyError("page 7")
-        return super().problems(holdings)
+        return super().problems(allocations)
 
 
 @pytest.mark.parametrize(("unreadable", "words"), [(False, "0 pages held and 63 free of 64"), (True, "page 7")])

@@ -51,7 +51,7 @@ def row(tokens: Sequence[int], start: int, table: int = 0) -> PlanRow:
 
 
 def logits(engine: Engine, *rows: PlanRow) -> torch.Tensor:
-    return engine.logits(BatchPlan(0, rows, sum(len(row.token_ids) == 1 for row in rows)))
+    return engine.logits(BatchPlan(0, rows, sum(len(row.token_ids) == 1 for row in rows))).cpu()
 
 
 def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:

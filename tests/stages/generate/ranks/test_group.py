@@ -100,7 +100,7 @@ def test_ranks_find_each_other_and_leave_no_file_and_no_port(log: MemoryLog, add
         assert Path(store).readlink().name.startswith("memfd:minisgl-ranks"), "it ends with this process"
         assert not Path(store).parent.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), "it is for this user alone"
         store += "0000"
-    with pytest.raises(RankLost, match=r"rank 0 has ended, or is|rank 0 cannot be reached at 127.0.0.3:.* refused"):
+    with pytest.raises(RankLost, match="rank 0"):
         reached_store(store, 2)
 
 
@@ -116,7 +116,7 @@ def test_a_rank_0_that_lost_its_slot_forms_no_group_and_says_so(log: MemoryLog) 
     take_from(log, owner)
     connect = partial(connect_links, device=torch.device("cpu"))
     with (
-        pytest.raises(RankLost, match=r"rank 0 lost its slot before the ranks came, and all start again: .*rank-0"),
+        pytest.raises(RankLost, match="rank-0"),
         formed(log, owner, "g", 2, TERMS, connect, nonce="n"),
     ):
         pass
@@ -132,7 +132,7 @@ def _soon() -> Stop:
 @pytest.mark.parametrize("flags", [["--tp", "2"], ["--tp", "2", "--group", "g", "--rank", "2"]])
 def test_a_rank_that_somebody_starts_by_hand_is_refused(log: MemoryLog, flags: list[str]) -> None:
     config = parse_config("stage generate", GenerateConfig, ["--slot", "0", *flags], {})
-    with pytest.raises(ConfigError, match=r"--slot: starts one process, but the 2 ranks of --tp 2 .* leave out --slot"):
+    with pytest.raises(ConfigError, match=r"--slot.*--tp 2"):
         worker.run(config, lambda: log, Path())
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_somebody_starts_by_hand_is_refused(log: MemoryLog, flags: l
 def test_a_rank_that_differs_from_rank_0_says_both(what: str) -> None:
     formation = Formation(Owner("rank-0-0", 1, "x"), "n", 2, "s", "f1", "1.0", "float32")
     TERMS.check(formation, 1)
-    with pytest.raises(ConfigError, match=rf"rank 1 has the {what} mine, but rank 0 has {getattr(formation, what)};"):
+    with pytest.raises(ConfigError, match=rf"mine.*{getattr(formation, what)}"):
         replace(TERMS, **{what: "mine"}).check(formation, 1)
 
 
@@ -148,9 +148,9 @@ def test_of_long_settings_only_what_differs_is_named() -> None:
     settings = "bfloat16/none/avx512/1/64/torch-2.13.0 page size 64 requests 256"
     mine = settings.replace("bfloat16", "float32").replace("requests 256", "requests 8")
     formation = Formation(Owner("rank-0-0", 1, "x"), "n", 2, "s", "f1", "1.0", settings)
-    with pytest.raises(ConfigError, match="rank 1 has the settings float32, 8, but rank 0 has bfloat16, 256; start"):
+    with pytest.raises(ConfigError, match=r"float32, 8,.*bfloat16, 256"):
         replace(TERMS, settings=mine).check(formation, 1)
-    with pytest.raises(ConfigError, match=f"rank 1 has the settings {settings}/more, but rank 0 has {settings};"):
+    with pytest.raises(ConfigError, match=f"{settings}/more.*{settings}"):
         replace(TERMS, settings=f"{settings}/more").check(formation, 1)
 
 
@@ -181,7 +181,7 @@ def test_rank_0_sees_that_a_rank_stands_still(log: MemoryLog, lost: queue.Simple
     with slot_of(log, 2), slot_of(log, 1, group="another"):
         log.renew(owner, LEASE_MS, _status(owner))
         watch = RankWatch(lambda: log, "g", [1, 2], lost.put)
-        assert "rank 1 has not renewed its lease" in str(lost.get(timeout=20))
+        assert "rank 1" in str(lost.get(timeout=20))
         watch.leave()
     assert lost.empty()
 
@@ -233,7 +233,7 @@ def test_rank_0_is_patient(
     assert lost.empty()
     if why == "the ranks load":
         watch.all_have_loaded()
-        assert "rank 1 has not renewed its lease" in str(lost.get(timeout=20))
+        assert "rank 1" in str(lost.get(timeout=20))
     watch.leave()
 
 
@@ -242,7 +242,7 @@ def test_rank_0_does_not_go_on_without_its_watch(
 ) -> None:
     monkeypatch.setattr(group_module, "read_statuses", lambda *_: 1 / 0)
     watch = RankWatch(lambda: log, "g", [1], lost.put)
-    assert "the other ranks cannot be watched: ZeroDivisionError" in str(lost.get(timeout=20))
+    assert "ZeroDivisionError" in str(lost.get(timeout=20))
     watch.leave()
 
 

@@ -113,7 +113,7 @@ def test_a_rank_that_differs_from_a_living_rank_0_ends_before_anything_forms(log
     with (
         slot_of(log, 1) as slot,
         slot_of(log, 0, **SAID | {"fingerprint": "f2"}),
-        pytest.raises(ConfigError, match="rank 1 has the fingerprint f1, but rank 0 has f2; start all ranks with"),
+        pytest.raises(ConfigError, match=r"rank 1 .*f1.* rank 0 .*f2"),
     ):
         formation_of(log, slot, "g", 1, TERMS, Stop())
 
@@ -134,7 +134,7 @@ def test_of_two_that_start_at_once_the_one_in_the_lower_slot_stays(log: MemoryLo
         with slot_of(log, 2, phase="starting") as second:
             alone = threading.Thread(target=wait_until_single, args=(log, first, "g", 2, 1, Stop()))
             alone.start()
-            with pytest.raises(ConfigError, match="is rank 2 of the group g already"):
+            with pytest.raises(ConfigError, match="rank 2 of the group g"):
                 wait_until_single(log, second, "g", 2, 1, Stop())
             assert alone.is_alive(), "it waits for the other one to end"
         alone.join(20)

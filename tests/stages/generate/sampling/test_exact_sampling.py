@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.devices import DEVICES
 from support.selection import by_night
 
 from pipeline.events import SamplingParams
@@ -197,3 +198,18 @@ def test_rows_get_the_tokens_of_the_plain_sampler_alone_and_together(seed: int, 
         assert sample(logits_RV.flip(0), samples[::-1], threads=threads) == expected[::-1]
         for n in range(0, len(rows), 1 if size < 10_000 else 5):
             assert sample(logits_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1]
+
+
+@pytest.mark.parametrize("size", [1000, 151_936])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_draws_what_a_cpu_draws_alone_and_together(device: torch.device, size: int) -> None:
+    """On a GPU of far more rows than the plain sampler has time for: a sum that rounds in another way shows seldom."""
+    draw, rows_at_once = random.Random(size), 256 if size == 1000 else 4
+    for number in range(80 if device.type == "cuda" else 1):
+        samples = [some_sample(draw, size) for _ in range(rows_at_once)]
+        logits_RV = torch.from_numpy(np.stack([some_logits(draw, size) for _ in samples]))
+        expected = sample(logits_RV, samples, threads=torch.get_num_threads())
+        there_RV = logits_RV.to(device)
+        assert sample(there_RV, samples) == expected, number
+        for n in range(8) if number == 0 else ():
+            assert sample(there_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1], n

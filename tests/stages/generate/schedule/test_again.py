@@ -11,7 +11,7 @@ from support.selection import by_night
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
-from pipeline.log.journal import Step, steps
+from pipeline.log.journal import JournalStep, steps
 from stages.generate.loop.log_thread import Arrived, Ended, Update
 from stages.generate.schedule.again import Again, StepsMissing, differences
 from stages.generate.schedule.request import NewRequest
@@ -27,11 +27,11 @@ def life(request: pytest.FixtureRequest) -> Life:
 
 
 @pytest.fixture
-def journal(life: Life) -> list[Step]:
+def journal(life: Life) -> list[JournalStep]:
     return list(steps(life.journal()))
 
 
-def test_the_steps_of_a_life_are_planned_again_from_every_snapshot(life: Life, journal: list[Step]) -> None:
+def test_the_steps_of_a_life_are_planned_again_from_every_snapshot(life: Life, journal: list[JournalStep]) -> None:
     assert [step.number for step in journal] == [number for number, _ in life.steps]
     assert {row.event.kind for step in journal for row in step.events} == {
         "admitted",
@@ -39,9 +39,9 @@ def test_the_steps_of_a_life_are_planned_again_from_every_snapshot(life: Life, j
         "taken_over",
         "failed",
     }
-    words = {word.split()[0] for step in journal for word in step.given}
+    words = {word.split()[0] for step in journal for word in step.inputs}
     assert words == {"add", "drop", "flush", "alone", "all", "plan", "complete", "skip", "start"}
-    assert any(step.let_go for step in journal)
+    assert any(step.released for step in journal)
     firsts = [at for at, step in enumerate(journal) if step.schedule]
     assert len(firsts) >= NUM_STEPS // EVERY - 2
     for first in firsts:
@@ -53,32 +53,32 @@ def test_the_steps_of_a_life_are_planned_again_from_every_snapshot(life: Life, j
 def test_steps_that_overlap_are_planned_again(cache: str) -> None:
     life = live(cache, NUM_STEPS, EVERY, overlap=True)
     journal = list(steps(life.journal()))
-    words = {word.split()[0] for step in journal for word in step.given}
+    words = {word.split()[0] for step in journal for word in step.inputs}
     assert words == {"add", "drop", "flush", "alone", "all", "plan", "no", "complete", "skip", "start"}
-    assert any(len(word.split()) == 2 for step in journal for word in step.given if word.startswith("plan "))
+    assert any(len(word.split()) == 2 for step in journal for word in step.inputs if word.startswith("plan "))
     for first in (at for at, step in enumerate(journal) if step.schedule):
         for step, different in differences(journal[first:], life.request_of):
             assert not different, f"step {step.id}: {different}"
 
 
-def changed(journal: list[Step], at: int, **fields: Any) -> list[Step]:
+def changed(journal: list[JournalStep], at: int, **fields: Any) -> list[JournalStep]:
     return [*journal[:at], dataclasses.replace(journal[at], **fields), *journal[at + 1 :]]
 
 
-def first_difference(journal: list[Step], life: Life) -> tuple[str, str]:
+def first_difference(journal: list[JournalStep], life: Life) -> tuple[str, str]:
     *_, (step, different) = differences(journal, life.request_of)
     return step.id, different
 
 
-def test_the_first_step_that_is_planned_differently_is_told(life: Life, journal: list[Step]) -> None:
-    at = next(at for at, step in enumerate(journal) if at > 50 and len(step.rows) > 2 and not step.given)
+def test_the_first_step_that_is_planned_differently_is_told(life: Life, journal: list[JournalStep]) -> None:
+    at = next(at for at, step in enumerate(journal) if at > 50 and len(step.rows) > 2 and not step.inputs)
     step, rows = journal[at], journal[at].rows
     figures = step.figures
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rows": rows[1:]}, "the rows: ("),
         ({"rows": (rows[0]._replace(n=99), *rows[1:])}, "the tokens: (("),
         ({"rows": (rows[0]._replace(end="stop"), *rows[1:])}, "the tokens: (("),
-        ({"given": ("flush", "drop nobody", f"drop {rows[0].uid}")}, "the rows: ("),
+        ({"inputs": ("flush", "drop nobody", f"drop {rows[0].uid}")}, "the rows: ("),
         ({"figures": figures.model_copy(update={"free_pages": 99})}, "running, waiting and free pages: ("),
         ({"figures": figures.model_copy(update={"prefill_tokens": 77})}, "decode rows, prefill rows and prefill tok"),
     )
@@ -89,20 +89,20 @@ def test_the_first_step_that_is_planned_differently_is_told(life: Life, journal:
     assert first_difference(changed(journal, chunked, chunks=()), life)[1].startswith("the chunks of prompts: (")
 
 
-def test_a_lost_step_is_told(life: Life, journal: list[Step]) -> None:
+def test_a_lost_step_is_told(life: Life, journal: list[JournalStep]) -> None:
     gone = journal.pop(60)
-    with pytest.raises(StepsMissing, match=f"the journal lacks the step {gone.id}"):
+    with pytest.raises(StepsMissing, match=gone.id):
         list(differences(journal, life.request_of))
 
 
-def test_a_state_that_differs_is_found_at_the_next_snapshot(life: Life, journal: list[Step]) -> None:
+def test_a_state_that_differs_is_found_at_the_next_snapshot(life: Life, journal: list[JournalStep]) -> None:
     at = next(at for at, step in enumerate(journal) if at and step.schedule)
     other = journal[at].schedule.replace('"arrived":', '"arrived":1')
     assert first_difference(changed(journal, at, schedule=other), life)[1].startswith("the arrived of the snapshot: ")
 
 
 @pytest.mark.parametrize("snapshot", ["", "{}", "[1]", '{"v": 2}', "nothing"])
-def test_a_snapshot_that_does_not_decode_is_an_error(life: Life, journal: list[Step], snapshot: str) -> None:
+def test_a_snapshot_that_does_not_decode_is_an_error(life: Life, journal: list[JournalStep], snapshot: str) -> None:
     with pytest.raises(UndecodableEvent):
         Again(dataclasses.replace(journal[0], schedule=snapshot), life.request_of)
 
@@ -110,7 +110,7 @@ def test_a_snapshot_that_does_not_decode_is_an_error(life: Life, journal: list[S
 class Leaves(Life):
     """A request that breaks the engine comes, and leaves while the step that took it over is on its way."""
 
-    def hear(self, timeout_s: float = 0.0) -> Update | None:
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
         if not self.came:
             self.came["a"] = NewRequest("a", (5, POISON), (4,), SamplingParams())
             self.made["a"] = [4]
@@ -125,5 +125,5 @@ def test_a_request_that_leaves_before_its_step_fails_is_no_error() -> None:
     life = Leaves(0, num_steps=2)
     assert run(life).num_running == 0
     journal = list(steps(life.journal()))
-    assert [step.given for step in journal] == [("add 1 2 a", "plan"), ("drop a", "skip", "start over")]
+    assert [step.inputs for step in journal] == [("add 1 2 a", "plan"), ("drop a", "skip", "start over")]
     assert [different for _, different in differences(journal, life.request_of)] == ["", ""]

@@ -49,7 +49,7 @@ def test_the_memory_of_a_step_is_not_given_to_the_cache(
     assert by_torch > short > long
     of_token = 4 * spec.hidden_size  # as much of the hidden states alone
     assert short - long > 1000 * of_token
-    with pytest.raises(ConfigError, match=r"a step 0\.0[1-9] and a page .* lower --max-prefill-length"):
+    with pytest.raises(ConfigError, match="--max-prefill-length"):
         cache_bytes(max_prefill_length=20_000)
 
 
@@ -77,7 +77,7 @@ def test_more_threads_than_the_kernels_can_use_are_refused(
     assert resolve(many, spec).threads == MOST_THREADS + 1
     kernels(BOTH)
     assert resolve(replace(CPU, threads=MOST_THREADS), spec).threads == MOST_THREADS
-    with pytest.raises(ConfigError, match="--threads 257: the CPU kernels use at most 256; pass at most that, or"):
+    with pytest.raises(ConfigError, match=r"--threads 257: .*256"):
         resolve(many, spec)
     monkeypatch.setenv("OMP_NUM_THREADS", "1000")
     assert resolve(CPU, spec).threads == MOST_THREADS

@@ -37,7 +37,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 THINK = ("<think>", "</think>")
-NUM_TEXTS = by_night(8, 200)
+NUM_TEXTS = by_night(3, 200)
 
 
 def markup_of(family: ToolFormat, **more: Any) -> Markup:
@@ -532,7 +532,7 @@ def test_no_text_is_too_odd_for_a_reader(family: ToolFormat) -> None:
         "</think>",
     ]
     scraps += [*"{}[]()<>\"'\\,:;= \n1aé🙂", "null", "</function>"]
-    for _ in range(by_night(60, 1_000)):
+    for _ in range(by_night(20, 1_000)):
         text = "".join(random.choices(scraps, k=random.randint(1, 25)))
         told(text, markup_of(family, think=THINK, opens_thinking=random.random() < 0.3))
 
@@ -577,6 +577,6 @@ def test_a_long_answer_that_looks_like_calls_all_along_is_read_to_its_end(family
     )
     for opening in openings:
         reader = Reader(markup_of(family, think=THINK), Calls(), tools_of(TOOLS))
-        read = sum(len(piece.text) for _ in range(4000) for piece in reader.take(opening, 1))
+        read = sum(len(piece.text) for _ in range(by_night(1000, 4000)) for piece in reader.take(opening, 1))
         read += sum(len(piece.text) for piece in reader.finish())
         assert 0 < read <= 4000 * len(opening) * 2 or (opening.isspace() and family == "harmony"), opening

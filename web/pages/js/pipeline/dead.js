@@ -1,7 +1,8 @@
 // Dead letters: how many there are, and for the admin which, with a button that sends one again.
 
-import { call, explain, pageOf } from "../api.js";
-import { button, el, fill, table, toast } from "../dom.js";
+import { explain, pageOf } from "../api.js";
+import { letters, requeueButton } from "../dead.js";
+import { el, fill, table, toast } from "../dom.js";
 import { count } from "../format.js";
 
 export class DeadLetters {
@@ -27,12 +28,11 @@ export class DeadLetters {
 
   async _read() {
     try {
-      const { admin } = await call("/v1/caller");
-      if (!admin) {
+      const found = await letters({ limit: 50 });
+      if (!found) {
         fill(this._body, el("p.dim", "The admin key shows them, and sends them again."));
         return;
       }
-      const { dead, next } = await call("/v1/dead?limit=50");
       const row = letter =>
         el(
           "tr",
@@ -45,36 +45,16 @@ export class DeadLetters {
           el("td.number", letter.deaths ? count(letter.deaths) : ""),
           el("td", letter.error),
           el("td", new Date(letter.ms).toLocaleString("en-GB")),
-          el(
-            "td",
-            letter.uid &&
-              button("Requeue", {
-                class: "tiny",
-                icon: "send",
-                title: "Send it again, under a new uid",
-                click: event => this._requeue(letter, event.currentTarget),
-              }),
-          ),
+          el("td", letter.uid && requeueButton(letter, uid => toast(`Sent again as ${uid}`), { class: "tiny" })),
         );
       const last = el("span.hidden-text", "what to do");
       fill(
         this._body,
-        table(["request", "stage", "deaths", "error", "when", last], dead.map(row)),
-        next && el("p.dim.small", "These are the newest 50. minisgl dead ls has all."),
+        table(["request", "stage", "deaths", "error", "when", last], found.dead.map(row)),
+        found.next && el("p.dim.small", "These are the newest 50. minisgl dead ls has all."),
       );
     } catch (error) {
       fill(this._body, el("p.dim", explain(error)));
-    }
-  }
-
-  async _requeue(letter, pressed) {
-    pressed.disabled = true;
-    try {
-      const { uid } = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
-      toast(`Sent again as ${uid}`);
-    } catch (error) {
-      toast(explain(error));
-      pressed.disabled = false;
     }
   }
 }

@@ -3,7 +3,7 @@
 
 import { call, explain, pageOf } from "../api.js";
 import { button, el, everyFrame, say } from "../dom.js";
-import { ago, count, duration, short } from "../format.js";
+import { ago, BADGES, count, duration, short } from "../format.js";
 import { Requests } from "./model.js";
 
 const ROW = 36; // height in CSS pixels, as in pipeline.css
@@ -13,14 +13,6 @@ const SEARCH_MS = 250;
 const REFRESH_MS = 3000;
 const MOST = 10_000;
 const MOST_PAGES = 20; // that are read without a word of the user, when few requests match
-const BADGES = {
-  finished: "ok",
-  failed: "bad",
-  unreadable: "bad",
-  cancelled: "warn",
-  running: "info",
-  preempted: "warn",
-};
 const OPEN = ["queued", "tokenizing", "waiting", "running", "preempted"];
 const FILTERS = [
   ["all", "all", null],

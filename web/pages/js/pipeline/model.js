@@ -39,11 +39,6 @@ export class Pipeline {
     return [...this.slots.values()].filter(slot => stageOf(slot.slot) === name);
   }
 
-  get stages() {
-    const found = new Set([...this.slots.keys()].map(stageOf));
-    return ORDER.filter(name => found.has(name));
-  }
-
   _takeSlots(picture, isFirst) {
     const seen = new Set();
     for (const slot of picture.slots) {
@@ -118,7 +113,7 @@ export class Pipeline {
 }
 
 // Return the stage in the name of a slot; "rank" for all ranks but 0.
-export function stageOf(slot) {
+function stageOf(slot) {
   const name = slot.slice(0, slot.lastIndexOf("-"));
   return name.startsWith("rank-") ? "rank" : name;
 }

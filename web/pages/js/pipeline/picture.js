@@ -1,7 +1,7 @@
 // The picture of the pipeline: workers as cards, streams as pipes between them, in the order in which a request passes them.
 // Nodes stay while their worker does, so that nothing flickers and the focus stays where it is.
 
-import { el, say } from "../dom.js";
+import { el, keep, say } from "../dom.js";
 import { bytes, count, duration, percent, short } from "../format.js";
 import { FADING_MS, numberOf, phaseOf } from "./model.js";
 
@@ -76,7 +76,7 @@ export class Picture {
       if (!this._pipes.has(name)) this._pipes.set(name, this._pipe(name, "steps"));
       const pipe = this._pipes.get(name);
       pipe.show(streams.get(name));
-      const cells = [pipeline.stage.slots.get(engine), null, pipeline.stage.slots.get(detokenizer)].map((slot, column) => {
+      const cells = [pipeline.slots.get(engine), null, pipeline.slots.get(detokenizer)].map((slot, column) => {
         const node = column === 1 ? pipe.node : slot ? card(slot) : empty(this._cards, column ? detokenizer : engine);
         node.style.gridArea = `${index + 1} / ${column + 5}`;
         return node;
@@ -207,15 +207,6 @@ function group(name, label) {
 function put({ node, list }, nodes) {
   node.hidden = !nodes.length;
   keep(list, nodes);
-}
-
-// Make *nodes* the children of a node, and move only those that are elsewhere.
-function keep(parent, nodes) {
-  const wanted = new Set(nodes);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  nodes.forEach((node, index) => {
-    if (parent.children[index] !== node) parent.insertBefore(node, parent.children[index] ?? null);
-  });
 }
 
 function empty(cards, name) {

@@ -1,7 +1,7 @@
 // Figures of the engines over the last minutes, as lines on a canvas. The last values are text beside the names.
 
 import { nice, onLook, prepared } from "../canvas.js";
-import { el, everyFrame } from "../dom.js";
+import { el, everyFrame, tabs } from "../dom.js";
 import { count, percent, short } from "../format.js";
 import { SERIES_MS } from "./model.js";
 
@@ -28,15 +28,10 @@ export class SeriesChart {
     this._ink = el("span.ink");
     this._legend = el("ul.kinds.small");
     this._swatches = new Map();
-    const choose = what => {
-      this._what = what;
-      for (const [each, node] of this._choices) node.setAttribute("aria-pressed", String(each === what));
+    const choose = at => {
+      this._what = WHAT[at];
       this._draw();
     };
-    this._choices = WHAT.map(what => [
-      what,
-      el("button", { type: "button", aria: { pressed: what === this._what }, click: () => choose(what) }, what.name),
-    ]);
     this.node = el(
       "section.card.stack.series",
       { aria: { label: "Since you opened this page" } },
@@ -44,10 +39,10 @@ export class SeriesChart {
         "div.row",
         el("h2", "Since you opened this page"),
         el("span.grow"),
-        el(
-          "div.tabs",
-          { role: "group", aria: { label: "Figure" } },
-          this._choices.map(([, node]) => node),
+        tabs(
+          "Figure",
+          WHAT.map(what => what.name),
+          choose,
         ),
       ),
       this._plot,

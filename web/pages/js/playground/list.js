@@ -122,4 +122,4 @@ export function conversationList(root, page) {
   return { show };
 }
 
-export const titleOf = conversation => conversation.title || "New conversation";
+const titleOf = conversation => conversation.title || "New conversation";

@@ -1,7 +1,7 @@
 // The dialog that shows a request for a terminal, for Python and as JSON, and the body that came back in one piece.
 
 import { apiKey } from "../api.js";
-import { button, copy, dialog, el } from "../dom.js";
+import { button, copy, dialog, el, tabs } from "../dom.js";
 import { asCurl, asPython } from "./request.js";
 
 export function showRequest(body, answered = null) {
@@ -13,19 +13,13 @@ export function showRequest(body, answered = null) {
     JSON: JSON.stringify(body, null, 2),
     ...(answered && { Answer: JSON.stringify(answered, null, 2) }),
   };
-  const shown = el("pre", { tabindex: 0, role: "region", "aria-label": "The request" });
-  const choose = name => {
-    shown.textContent = forms[name];
-    for (const tab of tabs.children) tab.setAttribute("aria-pressed", String(tab.textContent === name));
+  const shown = el("pre", { tabindex: 0, role: "region", "aria-label": "The request" }, forms.curl);
+  const choose = at => {
+    shown.textContent = Object.values(forms)[at];
   };
-  const tabs = el(
-    "div.tabs",
-    { role: "group", "aria-label": "Form of the request" },
-    Object.keys(forms).map(name => el("button", { type: "button", click: () => choose(name) }, name)),
-  );
   const box = dialog(
     { title: "The request" },
-    el("div", tabs),
+    el("div", tabs("Form of the request", Object.keys(forms), choose)),
     el("div.code", shown),
     el(
       "div.actions",
@@ -33,6 +27,5 @@ export function showRequest(body, answered = null) {
       button("Close", { class: "primary", click: () => box.close() }),
     ),
   );
-  choose("curl");
   box.showModal();
 }

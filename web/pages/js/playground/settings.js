@@ -1,6 +1,6 @@
 // The settings of the columns: system text and sampling fields. With two columns it shows one at a time.
 
-import { button, el, fill } from "../dom.js";
+import { button, el, fill, tabs } from "../dom.js";
 import { fieldsForm } from "./fields.js";
 
 /** *page*: {sides(), schemas(), problem(), onChange(), closeButton()}. Returns {show(at), wrong()}: *wrong* gives [field,
@@ -44,7 +44,7 @@ export function settingsPanel(root, page) {
       el(
         "div.row.panel-head",
         el("h2.grow", { tabindex: -1 }, "Settings"),
-        sides.length > 1 && tabs(sides),
+        sides.length > 1 && tabs("Settings of column", ["A", "B"], choose, shown),
         reset,
         page.closeButton(),
       ),
@@ -64,25 +64,9 @@ export function settingsPanel(root, page) {
     );
   }
 
-  function tabs(sides) {
-    return el(
-      "div.tabs",
-      { role: "group", "aria-label": "Settings of column" },
-      sides.map((_, at) =>
-        el(
-          "button",
-          {
-            type: "button",
-            "aria-pressed": String(at === shown),
-            click: () => {
-              show(at);
-              root.querySelectorAll(".tabs > button")[at].focus();
-            },
-          },
-          "AB"[at],
-        ),
-      ),
-    );
+  function choose(at) {
+    show(at);
+    root.querySelectorAll(".tabs > button")[at].focus();
   }
 
   return {

@@ -3,7 +3,7 @@
 //   const column = sideView(side, {name, models, onSettings, onChange, onBusy, showRequest, onEdit});
 //   column.element   column.ask()   column.stop()   column.isBusy()   column.render()   column.refreshHead()
 
-import { announce, button, el, everyFrame, fill } from "../dom.js";
+import { announce, button, el, everyFrame, fill, keep } from "../dom.js";
 import { count } from "../format.js";
 import { ask, isLeft, newAnswer, resume } from "./answer.js";
 import { bodyOf } from "./request.js";
@@ -94,19 +94,13 @@ export function sideView(side, page) {
 
   function render() {
     const ids = new Set(side.messages.map(({ id }) => id));
-    for (const [id, view] of views)
-      if (!ids.has(id)) {
-        view.element.remove();
-        views.delete(id);
-      }
-    side.messages.forEach((message, at) => {
-      let view = views.get(message.id);
-      if (!view) views.set(message.id, (view = messageView(message, acts)));
-      else view.update();
-      if (list.children[at] !== view.element) list.insertBefore(view.element, list.children[at] ?? null);
+    for (const id of views.keys()) if (!ids.has(id)) views.delete(id);
+    const nodes = side.messages.map(message => {
+      if (views.has(message.id)) views.get(message.id).update();
+      else views.set(message.id, messageView(message, acts));
+      return views.get(message.id).element;
     });
-    list.querySelector(".welcome")?.remove();
-    if (!side.messages.length) list.append(welcome());
+    keep(list, nodes.length ? nodes : [welcome()]);
   }
 
   function welcome() {

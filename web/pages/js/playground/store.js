@@ -91,57 +91,38 @@ export async function fromFile(file) {
   return found.conversations.map(one => ({ ...one, id: newId(), sides: one.sides.map(newSide) }));
 }
 
-const isText = value => typeof value === "string";
-const isNumber = value => value === null || typeof value === "number";
-const isObject = value => typeof value === "object" && value !== null && !Array.isArray(value);
-const isList = (value, check) => Array.isArray(value) && value.every(check);
+// What conversations of a file have to be: a shape is a check, a list of one shape, or an object whose fields have shapes.
+const fits = (value, shape) => {
+  if (typeof shape === "function") return shape(value);
+  if (Array.isArray(shape)) return Array.isArray(value) && value.every(each => fits(each, shape[0]));
+  const isObject = typeof value === "object" && value !== null && !Array.isArray(value);
+  return isObject && Object.entries(shape).every(([name, each]) => fits(value[name], each));
+};
+const text = value => typeof value === "string";
+const number = value => typeof value === "number";
+const orNull = shape => value => value === null || fits(value, shape);
+const has = (shape, check) => value => fits(value, shape) && check(value);
 
-function isConversation(one) {
-  return (
-    isObject(one) &&
-    isText(one.id) &&
-    isText(one.title) &&
-    typeof one.createdMs === "number" &&
-    typeof one.changedMs === "number" &&
-    isList(one.sides, isSide) &&
-    one.sides.length >= 1 &&
-    one.sides.length <= 2
-  );
-}
-
-const isSettings = side => isObject(side) && isText(side.model) && isText(side.system) && isObject(side.fields);
-const isSide = side => isSettings(side) && isList(side.messages, isMessage);
-
-function isMessage(message) {
-  if (!isObject(message) || !isText(message.id)) return false;
-  if (message.role === "user") return isText(message.content);
-  if (message.role === "tool") return isText(message.callId) && isText(message.content);
-  return (
-    message.role === "assistant" &&
-    isList(message.answers, isAnswer) &&
-    message.answers.length > 0 &&
-    Number.isInteger(message.shown) &&
-    message.shown >= 0 &&
-    message.shown < message.answers.length
-  );
-}
-
-const isScored = token => isObject(token) && isText(token.text) && isNumber(token.logprob);
-const isUsage = usage =>
-  usage === null ||
-  (isObject(usage) && [usage.prompt, usage.output, usage.cached, usage.of].every(value => typeof value === "number"));
-
-function isAnswer(answer) {
-  return (
-    isObject(answer) &&
-    Object.keys(newAnswer({ model: "", system: "", fields: {} })).every(name => name in answer) &&
-    [answer.content, answer.reasoning, answer.error, answer.note, answer.uid, answer.model].every(isText) &&
-    isNumber(answer.firstMs) &&
-    isNumber(answer.tookMs) &&
-    isSettings(answer.asked) &&
-    (answer.finish === null || isText(answer.finish)) &&
-    isUsage(answer.usage) &&
-    isList(answer.calls, call => isObject(call) && isText(call.id) && isText(call.name) && isText(call.arguments)) &&
-    isList(answer.tokens, token => isScored(token) && isList(token.top, isScored))
-  );
-}
+const SETTINGS = { model: text, system: text, fields: {} };
+const SCORED = { text, logprob: orNull(number) };
+const ANSWER = has(
+  {
+    ...{ content: text, reasoning: text, error: text, note: text, uid: text, model: text, finish: orNull(text) },
+    ...{ firstMs: orNull(number), tookMs: orNull(number), asked: SETTINGS },
+    usage: orNull({ prompt: number, output: number, cached: number, of: number }),
+    calls: [{ id: text, name: text, arguments: text }],
+    tokens: [{ ...SCORED, top: [SCORED] }],
+  },
+  answer => Object.keys(newAnswer({ model: "", system: "", fields: {} })).every(name => name in answer),
+);
+const MESSAGES = {
+  user: { content: text },
+  tool: { callId: text, content: text },
+  assistant: has({ answers: [ANSWER], shown: Number.isInteger }, ({ answers, shown }) => shown in answers),
+};
+const MESSAGE = has({ id: text, role: role => Object.hasOwn(MESSAGES, role) }, one => fits(one, MESSAGES[one.role]));
+const CONVERSATION = has(
+  { id: text, title: text, createdMs: number, changedMs: number, sides: [{ ...SETTINGS, messages: [MESSAGE] }] },
+  ({ sides }) => sides.length === 1 || sides.length === 2,
+);
+const isConversation = one => fits(one, CONVERSATION);

@@ -2,21 +2,8 @@
 
 import { pageOf } from "../api.js";
 import { el, fill, say, table } from "../dom.js";
-import { clock, count, duration } from "../format.js";
+import { BADGES, clock, count, duration } from "../format.js";
 
-const BADGES = { finished: "ok", failed: "bad", cancelled: "warn", running: "info" };
-const FIGURES = [
-  "Prompt",
-  "Output",
-  "First token",
-  "Tokens/s",
-  "Usual pause",
-  "Longest pause",
-  "Client's longest",
-  "Preempted",
-  "Taken over",
-  "Took",
-];
 const SHOWN_ALREADY = new Set(
   "at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "),
 );
@@ -32,11 +19,8 @@ export class About {
     this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
-    this._values = new Map(FIGURES.map(name => [name, el("dd.number", "-")]));
-    this.facts = el(
-      "dl.figures",
-      [...this._values].map(([name, node]) => el("div", el("dt", name), node)),
-    );
+    this._values = new Map();
+    this.facts = el("dl.figures");
     const numbers = name => el("th.number", { scope: "col" }, name);
     this._rows = el("tbody");
     this._rowsBy = [];
@@ -54,53 +38,61 @@ export class About {
   show(nowMs) {
     const timeline = this._timeline;
     this._state.textContent =
-      timeline.state === "finished" && timeline.end.reason ? `finished: ${timeline.end.reason}` : timeline.state;
+      timeline.state === "finished" && timeline.finish_reason ? `finished: ${timeline.finish_reason}` : timeline.state;
     this._state.className = `badge ${BADGES[timeline.state] ?? "warn"}`;
-    if (timeline.end?.kind === "failed") {
-      this.error.hidden = false;
-      this.error.textContent = `${timeline.end.status} ${timeline.end.code}: ${timeline.end.message}`;
-    }
+    const { error } = timeline;
+    this.error.hidden = !error;
+    say(this.error, error ? `${error.status} ${error.code}: ${error.message}` : "");
     this._showFacts(nowMs);
     this._showMoments();
-    if (timeline.submitted && !this._hasAsked) this._showAsked(timeline.submitted);
+    if (timeline.asked && !this._hasAsked) this._showAsked(timeline.asked);
   }
 
   _showFacts(nowMs) {
     const timeline = this._timeline;
     const [first, last] = [timeline.tokens[0], timeline.tokens.at(-1)];
     const rate =
-      timeline.tokens.length > 1 && last.ms > first.ms
-        ? ((timeline.tokens.length - 1) * 1000) / (last.ms - first.ms)
+      timeline.tokens.length > 1 && last.client_at_ms > first.client_at_ms
+        ? ((timeline.tokens.length - 1) * 1000) / (last.client_at_ms - first.client_at_ms)
         : null;
-    const longest = timeline.tokens
-      .slice(1)
-      .reduce((most, token) => (token.pauseMs > (most?.pauseMs ?? 0) ? token : most), null);
-    const counted = kind => timeline.marks.filter(mark => mark.kind === kind).length;
+    const later = timeline.tokens.slice(1);
+    const longest = later.reduce((most, token) => (token.pause_ms > (most?.pause_ms ?? 0) ? token : most), null);
+    const clientMs = later.reduce((most, token) => Math.max(most, token.client_pause_ms), 0);
+    const counted = kind => timeline.marks.filter(({ what }) => what === kind).length;
     const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
     this._longest = longest?.n ?? 0;
-    if (longest && !this._goLongest.isConnected) fill(this._values.get("Longest pause"), this._goLongest);
-    say(this._goLongest, longest ? duration(longest.pauseMs) : "");
+    say(this._goLongest, longest ? duration(longest.pause_ms) : "");
     this._goLongest.title = `Move to token ${this._longest}`;
     for (const [name, value] of [
-      ["Prompt", timeline.promptTokens === null ? "-" : `${count(timeline.promptTokens)}${cached}`],
+      ["Prompt", timeline.prompt_tokens === null ? "-" : `${count(timeline.prompt_tokens)}${cached}`],
       ["Output", `${count(timeline.tokens.length)} tokens`],
-      ["First token", first ? duration(first.ms - timeline.beganMs) : "-"],
+      ["First token", first ? duration(first.client_at_ms) : "-"],
       ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
       ["Usual pause", timeline.tokens.length > 1 ? usual(timeline.usualPauseMs) : "-"],
-      ["Client's longest", timeline.tokens.length > 1 ? duration(timeline.longestClientPauseMs) : "-"],
+      ["Longest pause", longest ? this._goLongest : "-"],
+      ["Client's longest", timeline.tokens.length > 1 ? duration(clientMs) : "-"],
       ["Preempted", String(counted("preempted") || "never")],
       ["Taken over", String(counted("taken_over") || "never")],
       [
         "Took",
-        `${duration((timeline.isOver ? timeline.lastMs : nowMs) - timeline.beganMs)}${timeline.isOver ? "" : " so far"}`,
+        timeline.isOver ? duration(timeline.lastMs) : `${duration(nowMs)} so far`,
       ],
     ])
-      say(this._values.get(name), value);
-    const { submitted } = timeline;
-    const begun = new Date(timeline.beganMs);
-    this._where.textContent = submitted
-      ? `${submitted.endpoint}, model ${submitted.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(timeline.beganMs)}`
+      this._showFact(name, value);
+    const begun = new Date(timeline.submitted_ms);
+    this._where.textContent = timeline.endpoint
+      ? `${timeline.endpoint}, model ${timeline.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(begun)}`
       : "";
+  }
+
+  _showFact(name, value) {
+    if (!this._values.has(name)) {
+      this._values.set(name, el("dd.number"));
+      this.facts.append(el("div", el("dt", name), this._values.get(name)));
+    }
+    const node = this._values.get(name);
+    if (typeof value === "string") say(node, value);
+    else if (node.firstChild !== value) fill(node, value);
   }
 
   _showMoments() {
@@ -112,17 +104,17 @@ export class About {
     this._moments = moments.length;
   }
 
-  _showAsked(submitted) {
+  _showAsked(asked) {
     this._hasAsked = true;
     const base = this._timeline.uid.split(".")[0];
-    if (submitted.siblings > 1) {
+    if (asked.siblings > 1) {
       this.siblings.hidden = false;
       fill(
         this.siblings,
-        el("h2", `${submitted.siblings} siblings of one body`),
+        el("h2", `${asked.siblings} siblings of one body`),
         el(
           "ul.chips",
-          Array.from({ length: submitted.siblings }, (_, index) => {
+          Array.from({ length: asked.siblings }, (_, index) => {
             const uid = `${base}.${index}`;
             return el(
               "li",
@@ -136,16 +128,13 @@ export class About {
         ),
       );
     }
-    const said = Object.entries(submitted.sampling).filter(
-      ([, value]) => value !== null && !(Array.isArray(value) && !value.length),
-    );
-    const labels = Object.entries(submitted.labels ?? {});
+    const labels = Object.entries(this._timeline.labels);
     fill(
       this._asked,
-      prompted(submitted),
-      facts("Sampling", said),
+      prompted(asked.body ? JSON.parse(asked.body) : asked),
+      facts("Sampling", Object.entries(asked.sampling)),
       labels.length > 0 && facts("Labels", labels),
-      submitted.constraint && facts("The answer must be", [[submitted.constraint.kind, submitted.constraint.text]]),
+      asked.constraint && facts("The answer must be", [[asked.constraint.kind, asked.constraint.text]]),
     );
   }
 }
@@ -178,9 +167,7 @@ class MomentRow {
     if (moment.n > 0 && !this._go.isConnected) fill(tokens, this._go);
     say(moment.n > 0 ? this._go : tokens, numbers);
     say(more, details.join("  "));
-    this._row.dataset.moment = JSON.stringify(moment, (_, value) =>
-      typeof value === "bigint" ? String(value) : value,
-    );
+    this._row.dataset.moment = JSON.stringify(moment);
   }
 }
 
@@ -189,17 +176,17 @@ function usual(ms) {
   return ms ? duration(ms) : "under 1 ms";
 }
 
-function prompted(submitted) {
-  if (submitted.messages?.length) {
+function prompted({ messages, prompt, prompt_ids: ids, input_ids: inputs, text }) {
+  if (messages) {
     return el(
       "div.stack",
-      submitted.messages.map(message =>
+      messages.map(message =>
         el("div.message", el("h3", String(message.role ?? "")), el("div.answer", plain(message.content ?? message))),
       ),
     );
   }
-  if (submitted.prompt_ids?.length) return el("div.answer.mono", submitted.prompt_ids.join(" "));
-  return el("div.answer", submitted.prompt ?? "");
+  const asked = ids ?? inputs ?? prompt ?? text ?? "";
+  return el("div.answer", { class: Array.isArray(asked) && "mono" }, Array.isArray(asked) ? asked.join(" ") : asked);
 }
 
 function facts(name, entries) {
@@ -213,8 +200,4 @@ function facts(name, entries) {
   );
 }
 
-function plain(value) {
-  return typeof value === "string"
-    ? value
-    : JSON.stringify(value, (_, each) => (typeof each === "bigint" ? String(each) : each));
-}
+const plain = value => (typeof value === "string" ? value : JSON.stringify(value));

@@ -35,7 +35,7 @@ export class Chart {
     this._onPick = onPick;
     this._timeline = null;
     this._bars = [];
-    this._from = this._to = 0; // the time that is visible, in ms since 1970
+    this._from = this._to = 0; // the time that is visible, in ms since the submit
     this._zoom = 1;
     this._n = 0;
     this._swatches = KINDS.map(([kind, says]) => [kind, el("li.kind", el("span", { class: ["swatch", kind] }), says)]);
@@ -108,22 +108,22 @@ export class Chart {
   moveTo(n) {
     this._n = n;
     const token = this._timeline?.tokens[n - 1];
-    if (token && this._zoom > 1 && (token.madeMs < this._from || token.madeMs > this._to)) this._around(token.madeMs);
+    if (token && this._zoom > 1 && (token.at_ms < this._from || token.at_ms > this._to)) this._around(token.at_ms);
     this._place();
   }
 
   // Show less of the time (*factor* > 1) or more around a moment; 0 shows all.
   zoom(factor, aroundMs = null) {
     const [from, to] = this._whole();
-    const centre = aroundMs ?? this._timeline?.tokens[this._n - 1]?.madeMs ?? (this._from + this._to) / 2;
+    const centre = aroundMs ?? this._timeline?.tokens[this._n - 1]?.at_ms ?? (this._from + this._to) / 2;
     this._zoom = factor ? Math.max(1, Math.min(this._zoom * factor, Math.max((to - from) / 20, 1))) : 1;
     this._around(centre);
   }
 
   _whole() {
     const timeline = this._timeline;
-    const to = this._bars.reduce((latest, bar) => Math.max(latest, bar.to), timeline.lastMs);
-    return [timeline.beganMs, Math.max(to + (to - timeline.beganMs) / 100, timeline.beganMs + 10)];
+    const to = this._bars.reduce((latest, bar) => Math.max(latest, bar.to_ms), timeline.lastMs);
+    return [0, Math.max(to * 1.01, 10)];
   }
 
   _around(ms) {
@@ -199,7 +199,7 @@ export class Chart {
     let [low, high] = [0, tokens.length]; // how many tokens there were then
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (tokens[middle].madeMs <= ms) low = middle + 1;
+      if (tokens[middle].at_ms <= ms) low = middle + 1;
       else high = middle;
     }
     return low;
@@ -220,12 +220,12 @@ export class Chart {
     const ms = this._timeAt(x);
     const slack = ((this._to - this._from) / this._ganttBox.clientWidth) * 3;
     const here = this._bars.filter(
-      bar => bar.lane === this._lanes[lane] && bar.from - slack <= ms && ms <= bar.to + slack,
+      bar => bar.lane === this._lanes[lane] && bar.from_ms - slack <= ms && ms <= bar.to_ms + slack,
     );
     const bar = here.findLast(each => each.kind === "chunk") ?? here[0];
     const token = this._timeline.tokens[this._tokenAtTime(ms) - 1];
-    const lines = [`${duration(ms - this._timeline.beganMs)} after submit`];
-    if (bar) lines.push(bar.says, `${duration(bar.to - bar.from)}`);
+    const lines = [`${duration(ms)} after submit`];
+    if (bar) lines.push(bar.says, `${duration(bar.to_ms - bar.from_ms)}`);
     if (token && bar?.kind === "decode") lines.push(`token ${token.n}, ${pauseOf(token)}`);
     return lines;
   }
@@ -246,10 +246,10 @@ export class Chart {
     colours.ink = getComputedStyle(this._ink).color;
     colours.rule = getComputedStyle(this._line).color;
     const kinds = new Set(this._bars.map(bar => bar.kind));
-    const classes = new Set(this._timeline.tokens.map(token => pauseClass(token.pauseMs, this._usualMs)));
+    const classes = new Set(this._timeline.tokens.map(token => pauseClass(token.pause_ms, this._usualMs)));
     for (const [kind, item] of this._swatches)
       item.hidden = !(kind.startsWith("pause-") ? classes.has(Number(kind[6])) : kinds.has(kind));
-    this._range.textContent = `${since(this._from - this._timeline.beganMs)} to ${since(this._to - this._timeline.beganMs)} after submit`;
+    this._range.textContent = `${since(this._from)} to ${since(this._to)} after submit`;
     this._drawGantt(colours);
     this._drawPauses(colours);
     this._place();
@@ -282,9 +282,9 @@ export class Chart {
     pen.fillStyle = colours.ink;
     pen.lineWidth = 1;
     pen.beginPath();
-    const first = Math.ceil((this._from - this._timeline.beganMs) / step) * step;
-    for (let ms = first; ms <= this._to - this._timeline.beganMs; ms += step) {
-      const x = Math.round(this._x(this._timeline.beganMs + ms)) + 0.5;
+    const first = Math.ceil((this._from) / step) * step;
+    for (let ms = first; ms <= this._to; ms += step) {
+      const x = Math.round(this._x(ms)) + 0.5;
       pen.moveTo(x, TOP);
       pen.lineTo(x, height - AXIS + 4);
       const says = since(ms);
@@ -298,9 +298,9 @@ export class Chart {
     pen.fillStyle = colour;
     pen.beginPath();
     for (const bar of this._bars) {
-      if (bar.kind !== kind || bar.to < this._from || bar.from > this._to) continue;
+      if (bar.kind !== kind || bar.to_ms < this._from || bar.from_ms > this._to) continue;
       const lane = this._lanes.indexOf(bar.lane);
-      const [x, width] = [this._x(bar.from), Math.max(this._x(bar.to) - this._x(bar.from), 1)];
+      const [x, width] = [this._x(bar.from_ms), Math.max(this._x(bar.to_ms) - this._x(bar.from_ms), 1)];
       const isThin = kind === "detokenize" || kind === "chunk";
       if (kind === "preempted" || kind === "gone") hatch(pen, x, this._barTop(lane), width, BAR);
       else pen.rect(x, this._barTop(lane) + (isThin ? 4 : 0), width, isThin ? BAR - 8 : BAR);
@@ -313,18 +313,18 @@ export class Chart {
     const paths = PAUSE_CLASSES.map(() => new Path2D());
     const width = this._timeline.tokens.length < 400 ? 2 : 1;
     for (const token of this._timeline.tokens) {
-      if (token.missing || token.ms < this._from || token.madeMs - token.pauseMs > this._to) continue;
-      const longer = pauseClass(token.pauseMs, this._usualMs);
+      if (token.missing || token.client_at_ms < this._from || token.at_ms - token.pause_ms > this._to) continue;
+      const longer = pauseClass(token.pause_ms, this._usualMs);
       const path = paths[longer];
-      const x = this._x(token.madeMs);
-      const top = this._barTop(lanes.get(`${token.engine} epoch ${token.epoch}`) ?? 1);
+      const x = this._x(token.at_ms);
+      const top = this._barTop(lanes.get(token.who) ?? 1);
       path.rect(x, top, width, BAR);
       if (longer && token.n > 1) {
         // the pause itself, as a line up to the token
-        const since = this._x(token.madeMs - token.pauseMs);
+        const since = this._x(token.at_ms - token.pause_ms);
         path.rect(since, top + BAR / 2 - 1, x - since, 2);
       }
-      path.rect(this._x(token.ms), this._barTop(lanes.get("reply")), width, BAR);
+      path.rect(this._x(token.client_at_ms), this._barTop(lanes.get("reply")), width, BAR);
     }
     fillEach(pen, paths, colours);
   }
@@ -333,9 +333,9 @@ export class Chart {
     pen.fillStyle = pen.strokeStyle = colours.ink;
     const timeline = this._timeline;
     const marks = timeline.marks
-      .filter(mark => mark.kind !== "admitted")
-      .map(mark => [mark.ms, `${mark.engine} epoch ${mark.epoch}`]);
-    if (timeline.end) marks.push([timeline.lastMs, "reply"]);
+      .filter(mark => mark.what !== "admitted")
+      .map(mark => [mark.at_ms, mark.who]);
+    if (timeline.isOver) marks.push([timeline.lastMs, "reply"]);
     for (const [ms, lane] of marks) {
       const [x, y] = [this._x(ms), this._barTop(Math.max(this._lanes.indexOf(lane), 0))];
       pen.beginPath();
@@ -350,7 +350,7 @@ export class Chart {
     const width = this._pausesBox.clientWidth;
     const pen = prepared(this._pauses, width, PAUSES);
     const tokens = this._timeline.tokens;
-    const longest = tokens.reduce((most, token) => Math.max(most, token.pauseMs), 1);
+    const longest = tokens.reduce((most, token) => Math.max(most, token.pause_ms), 1);
     pen.fillStyle = colours.ink;
     if (!this._isNarrow) {
       pen.fillText("pause before", 0, 20);
@@ -365,8 +365,8 @@ export class Chart {
     const paths = PAUSE_CLASSES.map(() => new Path2D());
     const each = (width - this._left) / Math.max(tokens.length, 1);
     tokens.forEach((token, index) => {
-      const high = Math.max(1, (Math.log1p(token.pauseMs) / Math.log1p(longest)) * (PAUSES - 4));
-      const place = paths[pauseClass(token.pauseMs, this._usualMs)];
+      const high = Math.max(1, (Math.log1p(token.pause_ms) / Math.log1p(longest)) * (PAUSES - 4));
+      const place = paths[pauseClass(token.pause_ms, this._usualMs)];
       place.rect(this._left + index * each, PAUSES - high, Math.max(each - (each > 3 ? 1 : 0), 0.5), high);
     });
     fillEach(pen, paths, colours);
@@ -374,7 +374,7 @@ export class Chart {
 
   _place() {
     const tokens = this._timeline?.tokens ?? [];
-    const ms = tokens[this._n - 1]?.madeMs ?? this._timeline?.beganMs ?? 0;
+    const ms = tokens[this._n - 1]?.at_ms ?? 0;
     const x = this._to > this._from ? this._x(ms) : this._left;
     this._cursor.style.transform = `translateX(${x}px)`;
     this._cursor.hidden = x < this._left - 1 || x > this._ganttBox.clientWidth;
@@ -386,11 +386,11 @@ export class Chart {
   _summary() {
     const timeline = this._timeline;
     const several = (kind, name) => {
-      const number = timeline.marks.filter(mark => mark.kind === kind).length;
+      const number = timeline.marks.filter(mark => mark.what === kind).length;
       return `${number} ${name}${number === 1 ? "" : "s"}`;
     };
     return (
-      `Chart of the request over ${duration(timeline.lastMs - timeline.beganMs)}: ${timeline.tokens.length} tokens, ` +
+      `Chart of the request over ${duration(timeline.lastMs)}: ${timeline.tokens.length} tokens, ` +
       `${several("preempted", "preemption")}, ${several("taken_over", "takeover")}. The table of moments has the details.`
     );
   }

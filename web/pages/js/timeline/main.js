@@ -1,12 +1,13 @@
-// /requests/<uid>: the timeline of one request, live or ended. It reads the events of the history, and holds one cursor, the
-// number of a token, which the slider, the keys and the chart move.
+// /requests/<uid>: the timeline of one request, live or ended. It holds one cursor, the number of a token, which the slider,
+// the keys and the chart move.
 
 import { ApiError, apiKey, call, explain, follow, pageOf, pathOf } from "../api.js";
+import { curl } from "../curl.js";
+import { letters, requeueButton } from "../dead.js";
 import { announce, button, copy, el, everyFrame, fill, find, table, toast } from "../dom.js";
 import { frame } from "../frame.js";
 import { About } from "./about.js";
 import { Chart } from "./chart.js";
-import { curlOf, parseExactly } from "./resend.js";
 import { stepsOf, Timeline } from "./model.js";
 import { Comparison } from "./replay.js";
 import { Slider } from "./slider.js";
@@ -102,7 +103,7 @@ class RequestPage {
     clearInterval(reading);
     this._draw();
     await this._readSteps();
-    if (this._timeline.submitted?.replay) this._offerComparison(this._timeline.submitted.replay.of);
+    if (this._timeline.asked?.replay_of) this._offerComparison(this._timeline.asked.replay_of);
     if (this._timeline.state === "failed") this._findLetter(uid, this._actions.more);
   }
 
@@ -186,9 +187,9 @@ class RequestPage {
       click: act(() => this._replay(cached.checked)),
     });
     const cancel = button("Cancel", { icon: "stop", class: "danger", click: act(() => this._cancel()) });
-    const curl = button("Copy as curl", {
+    const again = button("Copy as curl", {
       icon: "copy",
-      click: act(() => copy(curlOf(this._timeline.submitted, location.origin, apiKey() !== null))),
+      click: act(() => copy(curlOf(this._timeline))),
     });
     const more = el("span.row");
     const node = el(
@@ -196,13 +197,13 @@ class RequestPage {
       cancel,
       replay,
       el("label.switch.small", { title: "Otherwise all of its prompt is computed again" }, cached, "with prefix cache"),
-      curl,
+      again,
       more,
     );
     const show = timeline => {
       cancel.hidden = timeline.isOver;
       replay.disabled = timeline.tokens.length === 0;
-      curl.disabled = !timeline.submitted || !curlOf(timeline.submitted, location.origin, false);
+      again.disabled = !timeline.asked?.body;
     };
     return { node, show, more };
   }
@@ -249,20 +250,10 @@ class RequestPage {
 
   // Offer to send it again if it is a dead letter. Only the admin may see these; others are told nothing.
   async _findLetter(uid, node) {
-    const letter = await deadLetter(uid);
+    const found = await letters({ uid }).catch(() => null); // then it is not offered
+    const [letter] = found?.dead ?? [];
     if (!letter) return;
-    const send = button("Requeue", {
-      icon: "send",
-      title: "Send the dead letter again, under a new uid",
-      click: async () => {
-        try {
-          const made = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
-          location.assign(pageOf(made.uid));
-        } catch (error) {
-          toast(explain(error));
-        }
-      },
-    });
+    const send = requeueButton(letter, made => location.assign(pageOf(made)));
     fill(node, el("span.badge.bad", `dead letter of ${letter.stage} after ${letter.deaths} deaths`), send);
   }
 
@@ -323,28 +314,23 @@ async function hearAll(timeline, onEvent, onTrouble) {
 }
 
 async function hearUntilBroken(timeline, onEvent, onTrouble) {
-  const path = `${pathOf(timeline.uid)}/events?format=events`;
+  const path = `${pathOf(timeline.uid)}/events?format=story`;
   for await (const { id, data } of follow(path, {
     lastEventId: timeline.lastId || null,
     onState: (state, sentence) => onTrouble(state === "waiting" ? `${sentence} Trying again.` : ""),
   })) {
     if (data === "[DONE]") break;
-    const event = timeline.submitted ? JSON.parse(data) : parseExactly(data);
-    if (event.error) throw new ApiError(event.error.message, { code: event.error.code });
-    if (timeline.hear(id, event)) onEvent();
+    const told = JSON.parse(data);
+    if (told.error && !told.state) throw new ApiError(told.error.message, { code: told.error.code });
+    timeline.take(id, told);
+    onEvent();
     if (timeline.isOver) break;
   }
 }
 
-async function deadLetter(uid) {
-  try {
-    const { admin } = await call("/v1/caller");
-    if (!admin) return null;
-    const { dead } = await call(`/v1/dead?uid=${encodeURIComponent(uid)}`);
-    return dead[0] ?? null;
-  } catch {
-    return null; // then it is not offered
-  }
+function curlOf({ endpoint, asked }) {
+  const streams = JSON.parse(asked.body).stream;
+  return curl(location.origin + endpoint, asked.body, { streams, withKey: apiKey() !== null });
 }
 
 frame("", () => location.reload());

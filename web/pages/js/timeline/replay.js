@@ -3,7 +3,6 @@
 import { pageOf } from "../api.js";
 import { el, fill, table } from "../dom.js";
 import { count } from "../format.js";
-import { difference } from "./model.js";
 import { short, visible } from "./state.js";
 
 export class Comparison {
@@ -40,7 +39,7 @@ export class Comparison {
     this._verdict.textContent = says;
     this._verdict.className = `notice ${found ? "bad" : isSame ? "ok" : ""}`;
     both.forEach((timeline, index) => {
-      const whole = timeline.textAt(timeline.n);
+      const whole = timeline.textAt(timeline.tokens.length);
       if (!found) return fill(this._texts[index], whole);
       const [from, to] = [timeline.textAt(found.n - 1).length, timeline.textAt(found.n).length];
       return fill(
@@ -55,7 +54,7 @@ export class Comparison {
       found &&
         table(
           ["", "token", "text", "log-probability", "engine"],
-          [row("recorded", found.one, this._recorded), row("now", found.other, this._again)],
+          [row("recorded", found.one), row("now", found.other)],
           { aria: { label: "The first difference" } },
         ),
     );
@@ -64,46 +63,56 @@ export class Comparison {
 
 function verdict(recorded, again, found) {
   if (found) {
-    const texts = [
-      [found.one, recorded],
-      [found.other, again],
-    ].map(([token, timeline]) => named(token, timeline));
-    return [false, `The first difference is at token ${count(found.n)}: ${texts.join(", now ")}.`];
+    return [false, `The first difference is at token ${count(found.n)}: ${named(found.one)}, now ${named(found.other)}.`];
   }
-  const made = `${count(again.n)} of ${count(recorded.n)} tokens`;
-  if (!again.isOver) return [false, `${again.n ? "The same so far" : "Waiting for the first token"}: ${made}.`];
+  const [done, all] = [again.tokens.length, recorded.tokens.length];
+  const made = `${count(done)} of ${count(all)} tokens`;
+  if (!again.isOver) return [false, `${done ? "The same so far" : "Waiting for the first token"}: ${made}.`];
   if (again.state !== "finished")
-    return [false, `It ended as ${again.state} after ${made}${again.end.message ? `: ${again.end.message}` : "."}`];
-  if (again.n < recorded.n || !recorded.isOver) return [false, `The same so far: ${made}.`];
-  if (recorded.state === "finished" && recorded.end.reason !== again.end.reason) {
+    return [false, `It ended as ${again.state} after ${made}${again.error ? `: ${again.error.message}` : "."}`];
+  if (done < all || !recorded.isOver) return [false, `The same so far: ${made}.`];
+  if (recorded.state === "finished" && recorded.finish_reason !== again.finish_reason) {
     return [
       false,
-      `All ${count(again.n)} tokens are the same. The recorded answer ended with ${recorded.end.reason}, this one with ${again.end.reason}.`,
+      `All ${count(done)} tokens are the same. The recorded answer ended with ${recorded.finish_reason}, this one with ${again.finish_reason}.`,
     ];
   }
-  return [true, `Identical: all ${count(recorded.n)} tokens are the same.`];
+  return [true, `Identical: all ${count(all)} tokens are the same.`];
 }
 
 // What a token is called: its text, or its id if it has none that can be shown.
-function named(token, timeline) {
+function named(token) {
   if (token === null) return "the end";
-  const text = timeline.at(token.n).added || token.score?.text;
+  const text = token.text || token.score?.text;
   return text ? `“${visible(text)}”` : `token id ${token.token}`;
 }
 
-function row(says, token, timeline) {
+function row(says, token) {
   const cells =
     token === null
       ? ["none", "the answer has ended", "", ""]
       : [
           String(token.token),
-          visible(timeline.at(token.n).added || token.score?.text || ""),
+          visible(token.text || token.score?.text || ""),
           token.score ? token.score.logprob.toFixed(4) : "not asked for",
-          `${token.engine} epoch ${token.epoch}`,
+          token.who,
         ];
   return el(
     "tr",
     el("th", { scope: "row" }, says),
     cells.map(cell => el("td.mono", cell)),
   );
+}
+
+// Return the first difference of two answers: {n, one, other}, the tokens there, null where an answer has ended; null: they
+// agree as far as both have got.
+function difference(recorded, again) {
+  const [one, other] = [recorded.tokens, again.tokens];
+  const shared = Math.min(one.length, other.length);
+  const differs = (token, at) => at < shared && token.token !== other[at].token && !token.missing && !other[at].missing;
+  const hasEnded = (one.length > shared && again.isOver) || (other.length > shared && recorded.isOver);
+  const at = one.findIndex(differs);
+  if (at < 0 && !hasEnded) return null;
+  const n = at < 0 ? shared : at;
+  return { n: n + 1, one: one[n] ?? null, other: other[n] ?? null };
 }

@@ -94,7 +94,7 @@ export class Slider {
         this._onMove(this._n + 1);
         this._next();
       },
-      Math.min(token.n > 1 ? token.pauseMs : 0, LONGEST_WAIT_MS),
+      Math.min(token.n > 1 ? token.pause_ms : 0, LONGEST_WAIT_MS),
     );
     return undefined;
   }

@@ -52,7 +52,7 @@ export class TokenState {
         [
           "token",
           "Token",
-          token || timeline.n ? `${state.n} of ${timeline.n}` : timeline.isOver ? "no tokens" : "none yet",
+          token || timeline.tokens.length ? `${state.n} of ${timeline.tokens.length}` : timeline.isOver ? "no tokens" : "none yet",
         ],
         ...(token ? tokenRows(timeline, state, step, known) : beforeRows(timeline)),
       ]
@@ -98,22 +98,22 @@ export class TokenState {
 
 function tokenRows(timeline, state, step, known) {
   const { token } = state;
-  const classOf = pauseClass(token.pauseMs, timeline.usualPauseMs);
+  const classOf = pauseClass(token.pause_ms, timeline.usualPauseMs);
   const wait = known.waits.get(state.n);
   const events = state.marks.map(
     mark =>
       ({
         preempted: "preempted",
-        taken_over: `taken over by ${mark.engine} epoch ${mark.epoch}`,
-        admitted: `admitted by ${mark.engine} epoch ${mark.epoch}`,
-      })[mark.kind],
+        taken_over: `taken over by ${mark.who}`,
+        admitted: `admitted by ${mark.who}`,
+      })[mark.what],
   );
   if (token.missing) return [["missing", "Missing", "The log does not have this token."]];
   return [
     ["text", "Text", written(state)],
     ["id", "Id", token.token === null ? "" : String(token.token)],
     ["logprob", "Log-probability", token.score ? scored(token.score) : el("span.dim", "not asked for")],
-    ["at", "Made", `${duration(token.madeMs - timeline.beganMs)} after submit`],
+    ["at", "Made", `${duration(token.at_ms)} after submit`],
     [
       "pause",
       "Pause",
@@ -124,9 +124,9 @@ function tokenRows(timeline, state, step, known) {
       ),
     ],
     ["why", "Why", wait ? wait.why.join(", and ") || nothingElse(wait, step) : ""],
-    ["client", "To the client", toClient(token)],
+    ["client", "To the client", toClient(token, timeline)],
     ["before", "Just before", events.join(", then ")],
-    ["engine", "Engine", `${token.engine} epoch ${token.epoch}`],
+    ["engine", "Engine", token.who],
     ["step", "Step", token.step],
     ["chunks", "Prefill", token.chunks ? `${token.chunks} ${token.chunks === 1 ? "chunk" : "chunks"} before it` : ""],
     ["length", "Context", state.length === null ? "" : `${count(state.length)} tokens with the prompt`],
@@ -142,7 +142,7 @@ function tokenRows(timeline, state, step, known) {
     [
       "numerics",
       "Numerics",
-      state.admitted?.event.numerics ? el("span.mono.small", state.admitted.event.numerics) : "",
+      state.admitted?.numerics ? el("span.mono.small", state.admitted.numerics) : "",
     ],
     ["entry", "Entry in the log", el("span.mono.small", token.id)],
   ];
@@ -154,11 +154,12 @@ function nothingElse(wait, step) {
 }
 
 // When the client got a token, and which tokens with it.
-function toClient({ ms, madeMs, clientPauseMs, isKnown, commit }) {
-  const late = `${duration(ms - madeMs)} later, ${duration(clientPauseMs)} after the one before`;
-  if (commit.first === commit.last) return late;
-  const together = `${late}; tokens ${commit.first} to ${commit.last} were committed together (--commit-interval)`;
-  return isKnown ? together : `${together}, and when each was made is an estimate`;
+function toClient({ client_at_ms: clientMs, at_ms: madeMs, client_pause_ms: pauseMs, commit, estimated }, { tokens }) {
+  const late = `${duration(clientMs - madeMs)} later, ${duration(pauseMs)} after the one before`;
+  const last = tokens.findLast(token => token.commit === commit).n;
+  if (commit === last) return late;
+  const together = `${late}; tokens ${commit} to ${last} were committed together (--commit-interval)`;
+  return estimated ? `${together}, and when each was made is an estimate` : together;
 }
 
 function beforeRows(timeline) {
@@ -167,14 +168,16 @@ function beforeRows(timeline) {
     [
       "prompt",
       "Prompt",
-      timeline.promptTokens === null
+      timeline.prompt_tokens === null
         ? `not counted${timeline.isOver ? "" : " yet"}`
-        : `${count(timeline.promptTokens)} tokens`,
+        : `${count(timeline.prompt_tokens)} tokens`,
     ],
-    ["tokenizer", "Tokenizer", timeline.tokenized?.by ?? ""],
-    ["frontend", "Frontend", timeline.submitted?.frontend ?? ""],
+    ["tokenizer", "Tokenizer", whoOf(timeline, "tokenized")],
+    ["frontend", "Frontend", whoOf(timeline, "submitted")],
   ];
 }
+
+const whoOf = ({ moments }, event) => moments.find(({ what }) => what === event)?.who ?? "";
 
 function written({ added, token }) {
   if (added) return el("code.token", visible(added));

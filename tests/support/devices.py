@@ -1,0 +1,33 @@
+"""Where a test computes: on this CPU and on a GPU. Those on a GPU are marked `gpu`; `make gpu-check` runs them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import pytest
+import torch
+from support.flashinfer_double import Double, fake_record
+
+from stages.generate.attention import AttentionShape, flashinfer
+from stages.generate.forward import graphs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICES: Final = (pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu))
+
+
+def need_flashinfer(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    prefill: str = "fa2",
+) -> None:
+    """Let doubles of FlashInfer and of CUDA graphs compute on a CPU; skip the test on a GPU without FlashInfer."""
+    if device.type == "cpu":
+        monkeypatch.setitem(sys.modules, "flashinfer", Double())
+        monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
+        monkeypatch.setattr(graphs, "record", fake_record)
+    elif reason := flashinfer.why_not(AttentionShape(8, 2, head_dim, 16, 0, dtype, device), prefill):
+        pytest.skip(f"FlashInfer cannot be used here: {reason}")
