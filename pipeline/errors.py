@@ -23,11 +23,11 @@ class RequestError(MiniSGLError):
 
 
 class RankLost(MiniSGLError):
-    """A rank of the engine died or stands still. None of them can go on without it, so all of them end."""
+    """A rank of the engine died or stands still. The others cannot go on without it, so all of them end."""
 
 
 class DeviceFull(MiniSGLError):
-    """The device had no memory left for a step. The engine ends, and its successor begins with memory that is free."""
+    """The device had no memory left for a step. The engine ends, and its successor begins with free memory."""
 
 
 class LogError(MiniSGLError):

@@ -1,4 +1,4 @@
-"""The vocabulary: every event that the log can hold, and what it carries. Knows nothing of Redis.
+"""The vocabulary: every event that the log can hold, and its fields. Knows nothing of Redis.
 
 An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields with
 their default value are left out. Lists of numbers have commas and no brackets. `v` is the version of an event, for
@@ -32,15 +32,15 @@ from pipeline.scores import TokenText as TokenText
 from pipeline.scores import TopLogprob as TopLogprob
 
 MOST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999, in ms since 1970. A later moment has no date."""
+"""The end of the year 9999, in ms since 1970. A later time has no date."""
 MOST_COUNT: Final = 2**53 - 1
-"""The largest number that JavaScript reads as it is."""
+"""The largest number that JavaScript reads exactly."""
 Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
 Span = Annotated[int, Field(ge=-MOST_MS, le=MOST_MS)]
-"""Milliseconds between two moments. It is negative where a clock was set back."""
+"""Milliseconds between two times. Negative if a clock was set back."""
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 NumberOfId = Annotated[int, Field(ge=0, lt=2**64)]
-"""Any that the id of a stream's entry can have: a commit reads it off a history, whatever somebody wrote there."""
+"""Any number that a stream id can have: a commit reads it from a history, whatever was written there."""
 
 
 FinishReason = Literal["stop", "length"]
@@ -65,15 +65,15 @@ class Timings(Value):
 
 
 class Templating(Value):
-    """What a chat template gets besides the messages."""
+    """Arguments of a chat template besides the messages."""
 
     add_generation_prompt: bool = True
     """Whether the template opens an answer after the last message."""
     continue_final_message: bool = False
-    """The last message is the beginning of the answer and stays open."""
+    """Whether the last message is the beginning of the answer and stays open."""
     tools: tuple[dict[str, Any], ...] = ()
     variables: dict[str, Any] = Field(default_factory=dict)
-    """The client's own (`chat_template_kwargs`)."""
+    """The client's own variables (`chat_template_kwargs`)."""
 
 
 class Presentation(Value):
@@ -81,58 +81,57 @@ class Presentation(Value):
 
     stream: bool = False
     include_usage: bool = False
-    """The last chunk has the token counts."""
+    """Whether the last chunk has the token counts."""
     continuous_usage: bool = False
-    """So has every other chunk."""
+    """Whether every other chunk has them, too."""
     cache_details: bool = False
-    """The answer says where its cached tokens were, as SGLang does."""
+    """Whether the answer says where its cached tokens were, as SGLang's does."""
     token_ids: bool = False
-    """Token ids are sent with the text."""
+    """Whether token ids are sent with the text."""
     echo: bool = False
-    """The prompt is sent before the answer."""
+    """Whether the prompt is sent before the answer."""
     prompt_scores: bool = False
-    """The log-probabilities of the prompt are sent with the answer."""
+    """Whether the log-probabilities of the prompt are sent with the answer."""
     prompt_only: bool = False
-    """Only the prompt is sent: the client asked for no tokens, and one was made."""
+    """Whether only the prompt is sent: the client asked for no tokens, and one was made."""
     whole_text: bool = False
-    """Each frame has all text so far, as SGLang sends it."""
+    """Whether each frame has all text so far, as SGLang's have."""
     in_list: bool = False
-    """The answer is an item of a list, even if it is the only one."""
+    """Whether the answer is an item of a list, even if it is the only one."""
     scores_from: int = 0
     """First token of the prompt whose log-probability is sent."""
     tokens_as_ids: bool = False
-    """Log-probabilities name a token by its id, not by its text."""
+    """Whether log-probabilities name a token by its id instead of its text."""
     score_texts: bool = False
-    """Log-probabilities by token id have the text of the token, too."""
+    """Whether log-probabilities by token id have the text of the token, too."""
     choices: int = 1
-    """Siblings for each prompt."""
+    """Number of siblings for each prompt."""
     reasoning: Literal["apart", "inline", "hidden"] = "apart"
-    """Thinking is sent in fields of its own, within the content with its markers, or not at all."""
+    """How thinking is sent: in fields of its own, within the content with its markers, or not at all."""
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the client is told about its prompt with the first token."""
+        """Whether the first token's event has what the client asks of its prompt."""
         return self.continuous_usage or self.token_ids or self.echo
 
 
 class Replay(Value):
-    """What is special about a request that computes a recorded one again. Its `prompt_ids` are the recorded ones."""
+    """The special fields of a request that computes a recorded one again. Its `prompt_ids` are the recorded ones."""
 
     of: str
-    """The uid of the recorded request."""
+    """Uid of the recorded request."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """As in the recorded Tokenized. The texts in the sampling parameters are not encoded again."""
+    """See the recorded Tokenized. The texts in the sampling parameters are not encoded again."""
     grammar: str = ""
-    """As in the recorded Tokenized."""
+    """See the recorded Tokenized."""
     markup: Markup = Markup()
-    """As in the recorded Tokenized."""
+    """See the recorded Tokenized."""
     cached: bool = False
-    """It may read pages of the prefix cache. Without, all of its prompt is computed."""
+    """Whether it may read pages of the prefix cache. If not, its whole prompt is computed."""
 
 
 class Event(Value):
-    """What every event has: a version, and the moment of its commit (milliseconds, Redis' clock; 0 before the commit).
-
+    """The fields of every event: a version, and the time of its commit (ms of Redis' clock; 0 before the commit).
     Version 1 is not written: it would take 2 bytes for each token in a history.
     """
 
@@ -150,47 +149,47 @@ class Submitted(Event):
     kind: Literal["submitted"] = "submitted"
     endpoint: str
     frontend: str
-    """The frontend whose `replies` stream serves the client."""
+    """Frontend whose `replies` stream serves the client."""
     owner: str = ""
-    """The name or the hash of the API key that sent it; "" where it was the admin key, or the server has no keys."""
+    """Name or hash of the API key that sent it; "" for the admin key, or if the server has no keys."""
     model: str = ""
-    """The name that the client used."""
+    """Name of the model that the client used."""
     messages: tuple[dict[str, Any], ...] = ()
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
     constraint: Constraint | None = None
-    """What the answer must be."""
+    """Constraint on the answer."""
     calls: Calls | None = None
-    """What the client says about tool calls; None: it sent no tools."""
+    """The client's settings for tool calls; None: it sent no tools."""
     thinking_budget: int | None = None
-    """Most tokens of thinking."""
+    """Largest number of thinking tokens."""
     task: Task = "generate"
-    """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, what it is itself."""
+    """The tokenizer answers all but the first: with a prompt's tokens, the text of `prompt_ids`, its description."""
     return_pieces: bool = False
-    """The answer to `tokenize` has each token as the vocabulary writes it."""
+    """Whether the answer to `tokenize` has each token as the vocabulary writes it."""
     templating: Templating = Templating()
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own tokens, as at the start of a text; None: to `prompt`, not to `messages`."""
     truncate_prompt_tokens: int | None = None
-    """Only so many tokens of the prompt are kept. -1: as many as the context holds besides `max_tokens`, or besides one
-    token."""
+    """Number of the prompt's tokens that are kept. -1: as many as the context holds besides `max_tokens`, or besides
+    one token."""
     truncation_side: Literal["left", "right"] = "left"
-    """Whether those before the kept ones are dropped, or those after them."""
+    """Side of the prompt on which tokens are dropped."""
     limit: str = ""
-    """The client's field for `max_tokens`, if it set one. Then the request fails unless the prompt and so many tokens
+    """The client's field for `max_tokens`, if it set one. Then the request fails unless the prompt and that many tokens
     fit into the context. Otherwise the answer ends where the context does."""
     priority: int = 0
-    """Of the requests in an engine, the lower one runs first."""
+    """Among the requests in an engine, a lower one runs first."""
     siblings: int = 1
-    """Number of requests that were submitted together, with this one; set by the commit."""
+    """Number of requests that were submitted together, including this one; set by the commit."""
     presentation: Presentation = Presentation()
     deadline_ms: Moment = 0
-    """Redis' clock; set by the commit."""
+    """Time of Redis' clock; set by the commit."""
     labels: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the request that have no effect but are kept: user, metadata ..."""
+    """Fields of the request that have no effect but are kept: user, metadata .."""
     replay: Replay | None = None
-    """If it computes a recorded request again."""
+    """Set if it computes a recorded request again."""
 
 
 class Tokenized(Event):
@@ -199,33 +198,33 @@ class Tokenized(Event):
     kind: Literal["tokenized"] = "tokenized"
     token_ids: tuple[int, ...]
     fingerprint: str
-    """Identifies the tokenizer and the template."""
+    """Fingerprint of the tokenizer and the template."""
     by: str
-    """The slot of the tokenizer."""
+    """Slot of the tokenizer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the output must not have."""
     grammar: str = ""
-    """What the output must be: a Lark grammar with llguidance's additions; empty: anything."""
+    """Lark grammar with llguidance's additions that the output must follow; empty: none."""
     grammar_param: str = ""
-    """The field of the request that asked for it."""
+    """Field of the request that asked for the grammar."""
     markup: Markup = Markup()
-    """How the text of the answer is to be read."""
+    """How to read the text of the answer."""
 
 
 class Admitted(Event):
-    """An engine gave the request pages and will compute it from the next step on."""
+    """An engine allocated pages for the request and will compute it from the next step on."""
 
     kind: Literal["admitted"] = "admitted"
     engine: str
     epoch: Count
     step: Count
     fingerprint: str
-    """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
+    """Fingerprint of the weights and the model's config; if `numerics` is empty, of the dtype as well."""
     numerics: str = ""
     """How the engine computes with them, such as `bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2`. Older
     histories lack it."""
     version: str = ""
-    """Of MiniSGL. Older histories lack it."""
+    """Version of MiniSGL. Older histories lack it."""
     cached_tokens: Count = 0
 
 
@@ -239,20 +238,20 @@ class Preempted(Event):
 
 
 class TakenOver(Event):
-    """Another owner of a slot goes on with the request. This is written before it computes anything for the request. So
+    """Another owner of a slot continues the request. This is written before it computes anything for the request. So
     the number of these events since the last token is the number of engines that died on it."""
 
     kind: Literal["taken_over"] = "taken_over"
     engine: str
     epoch: Count
     numerics: str = ""
-    """As in Admitted."""
+    """See Admitted."""
     alone: bool = False
-    """The engine computes nothing else until the request has another token, to see whether it kills engines."""
+    """Whether the engine computes nothing else until the request has another token, to see whether it kills engines."""
 
 
 class TokensProduced(Event):
-    """The next `count` tokens; the last one is number n, the first half of the history id. History `n-0`."""
+    """The next `count` tokens. The last one is number n, the first half of the history id. History `n-0`."""
 
     kind: Literal["tokens"] = "tokens"
     count: Count = 1
@@ -262,16 +261,16 @@ class TokensProduced(Event):
     step: Annotated[str, Field(pattern=r"^([0-9]{1,20}(-[0-9]{1,20})?)?$")]
     """`<epoch>-<step>` of the engine."""
     age_ms: Span | None = None
-    """How long before `ms` the engine had made the last of them; set by the commit. Older histories lack it."""
+    """Time from the computation of the last of these tokens to `ms`; set by the commit. Older histories lack it."""
     chunks: Count = 0
-    """Prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this token; 0 for
-    the token of a decode row."""
+    """Number of prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this
+    token; 0 for the token of a decode row."""
     scores: tuple[Logprob, ...] = ()
-    """One for each of `tokens`, if the client asked for them."""
+    """One score for each of `tokens`, if the client asked for them."""
     prompt: PromptInfo | None = None
-    """With the first token, if the client asked about its prompt."""
+    """Set with the first token, if the client asked about its prompt."""
     markup: Markup | None = None
-    """With the first token, if the text has markup."""
+    """Set with the first token, if the text has markup."""
 
 
 class Finished(Event):
@@ -281,27 +280,27 @@ class Finished(Event):
     n: Count
     reason: FinishReason
     stop_string: str = ""
-    """The stop string that ended the request; empty if its last token did."""
+    """Stop string that ended the request; empty if its last token did."""
     usage: Usage
     timings: Timings
 
 
 class Failed(Event):
-    """The request ended with an error, which its client is told. Seals the history."""
+    """The request ended with an error, which is sent to its client. Seals the history."""
 
     kind: Literal["failed"] = "failed"
     n: NumberOfId = 0
     """Set by the commit."""
     status: int
-    """The HTTP status for a client that has received nothing yet."""
+    """HTTP status for a client that has received nothing yet."""
     code: str
     message: str
     param: str = ""
-    """The field of the request that is wrong, if one is."""
+    """Field of the request that is wrong, if one is."""
 
 
 class Cancelled(Event):
-    """Somebody ended the request. Seals the history."""
+    """The request was cancelled. Seals the history."""
 
     kind: Literal["cancelled"] = "cancelled"
     n: NumberOfId = 0
@@ -319,7 +318,7 @@ class Answered(Event):
     """Each token as the vocabulary writes it, if the client asked for that."""
     text: str = ""
     by: str
-    """The slot of the tokenizer."""
+    """Slot of the tokenizer."""
 
 
 class TokenRow(Value):
@@ -332,10 +331,10 @@ class TokenRow(Value):
     end: FinishReason | None = None
     """None: the request goes on."""
     chunks: int = 0
-    """As in TokensProduced."""
+    """See TokensProduced."""
     score: Score | None = None
     prompt_scores: Scores | None = None
-    """With the first token, if they were asked for: of all tokens of the prompt but the first."""
+    """Scores of all tokens of the prompt but the first; set with the first token, if they were asked for."""
 
 
 class EventRow(Value):
@@ -351,22 +350,22 @@ StepRow: TypeAlias = Annotated[TokenRow | EventRow, Field(discriminator="kind")]
 
 
 class StepStats(Value):
-    """What one step computed, and what the engine held after it."""
+    """Numbers about what one step computed, and what the engine held after it."""
 
     decode_rows: int = 0
     prefill_rows: int = 0
     prefill_tokens: int = 0
     mixed_prefill_length: int | None = None
-    """Most prompt tokens allowed beside streams, where measured times decided it: to make the same plan again."""
+    """Largest number of prompt tokens beside streams, if measured times decided it: to make the same plan again."""
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
     forward_ms: float = 0.0
-    """How long the engine's loop stood still for the forward pass. Requests are admitted to a step before it."""
+    """Time that the engine's loop stood still for the forward pass. Requests are admitted to a step before it."""
 
 
 class Chunk(Value):
-    """A piece of a prompt that one step computed; after a preemption or a takeover, of prompt and output."""
+    """A part of a prompt that one step computed; after a preemption or a takeover, of prompt and output."""
 
     uid: str
     start: int
@@ -380,29 +379,29 @@ class StepCompleted(Event):
 
     kind: Literal["step"] = "step"
     made_ms: Moment = 0
-    """When it was computed, by Redis' clock; 0: unknown. Until `ms` it waited for other steps of its commit."""
+    """Time when it was computed, by Redis' clock; 0: unknown. Until `ms` it waited for other steps of its commit."""
     rows: tuple[StepRow, ...]
     released: Annotated[tuple[str, ...], Field(validation_alias=AliasChoices("released", "let_go"))] = ()
     """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""
     figures: StepStats = StepStats()
     inputs: Annotated[tuple[str, ...], Field(validation_alias=AliasChoices("inputs", "given"))] = ()
-    """What the schedule was told since the step before, in order: `add <n> <length> <uid>` (a request with n tokens of
+    """Calls of the schedule since the step before, in order: `add <n> <length> <uid>` (a request with n tokens of
     output and a prompt of this length), `drop <uid>`, `flush`, `alone <uid>`, `all`, `plan`, `complete`, `skip` and
-    `start over`. If the last four are missing, it ends with `plan` and `complete`. With one in flight, `plan <n>` says
-    its own `mixed_prefill_length`, and `no plan` that the step in flight must land first. Only for the journal."""
+    `start over`. If the last four are missing, it ends with `plan` and `complete`. With a step in flight, `plan <n>`
+    has its own `mixed_prefill_length`, and `no plan` means that the step must land first. Only for the journal."""
     chunks: tuple[Chunk, ...] = ()
-    """Of prompts, in the order of the plan. Only for the journal."""
+    """Chunks of prompts, in the order of the plan. Only for the journal."""
     schedule: str = ""
-    """The schedule as it was before `inputs`, in JSON: in an engine's first step, and then every 1,000 steps and
-    every minute. Only for the journal."""
+    """The schedule before `inputs`, in JSON: in an engine's first step, and then every 1,000 steps and every minute.
+    Only for the journal."""
 
 
 Mark: TypeAlias = Admitted | Preempted | TakenOver
-"""What an engine says about a request besides its tokens. Clients do not see it."""
+"""Events of an engine about a request besides its tokens. Clients do not see them."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
-"""What seals a history."""
+"""Events that seal a history."""
 HistoryEvent: TypeAlias = Submitted | Tokenized | Mark | TokensProduced | End
-"""What a history holds."""
+"""Events of a history."""
 AnyEvent: TypeAlias = HistoryEvent | StepCompleted
 
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])
@@ -410,12 +409,12 @@ _BY_KIND: Mapping[str, type[Event]] = {model.model_fields["kind"].default: model
 
 
 def encode(event: Event) -> dict[str, str]:
-    """Return the stream fields of *event*; `ms` is left to the commit, which knows Redis' clock."""
+    """Return the stream fields of *event*; the commit, which knows Redis' clock, adds `ms`."""
     return {name: text.decode() for name, text in as_words(type(event), as_plain(event)).items()}
 
 
 def as_words(model: type[Event], plain: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the stream fields of an event of kind *model* that `as_plain` has made plain, in UTF-8.
+    """Return the stream fields of an event of kind *model* from the result of `as_plain`, in UTF-8.
 
     As `str`, a long text can take four times as much memory.
     """
@@ -431,7 +430,7 @@ def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return *event* as plain values. Fields with their default are left out, but not the kind, and those *without*."""
     defaults, numbers = _defaults(type(event)), _number_lists(type(event))
     plain: dict[str, Any] = {}
-    is_plain = True  # as tokens and steps are, and most events are these: pydantic takes three times as long
+    is_plain = True  # as for tokens and steps, which are most events: pydantic takes three times as long
     for name, value in vars(event).items():
         if value is None or name == "ms" or name in without or (name in defaults and value == defaults[name]):
             continue
@@ -456,7 +455,7 @@ def _plain_row(row: StepRow) -> dict[str, Any]:
 
 
 def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:
-    """Return the event that *fields* hold. Those *without*, which the caller does not need, have their defaults.
+    """Return the event of *fields*. Fields *without*, which the caller does not need, get their defaults.
 
     Raises:
         UndecodableEvent: The fields are of no known kind or break its rules; NewerVersion: they are of a newer version.
@@ -492,7 +491,7 @@ def _defaults(model: type[Event]) -> Mapping[str, Any]:
 def _number_lists(model: type[Event]) -> frozenset[str]:
     """Return the fields that hold lists of whole numbers. They are stored with commas, without JSON's brackets.
 
-    A single number takes half the bytes in Redis then, and most entries of a history hold one token.
+    So a single number takes half the bytes in Redis, and most entries of a history hold one token.
     """
     return frozenset(name for name, field in model.model_fields.items() if field.annotation == tuple[int, ...])
 
@@ -504,6 +503,6 @@ def _text_fields(model: type[Event]) -> frozenset[str]:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Return whether it is text, or one of several words."""
+    """Return whether *annotation* is text, or one of several words."""
     words = get_args(annotation)
     return annotation is str or (bool(words) and all(isinstance(word, str) for word in words))

@@ -50,7 +50,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def auto_or(lowest: int, auto: int = 0) -> Callable[[str], int]:
-    """As `at_least`, and `auto` is *auto*."""
+    """Return a parser like `at_least`'s that also reads `auto` as *auto*."""
     number = _number(int, lambda value: value >= lowest, f"auto, or {_whole(lowest)}")
     return lambda text: auto if text == "auto" else number(text)
 
@@ -60,7 +60,7 @@ def _whole(lowest: int) -> str:
 
 
 def _number(kind: Callable[[str], N], is_allowed: Callable[[N], bool], expected: str) -> Callable[[str], N]:
-    """Return a parser of numbers. Text that is no number, or none that is allowed, gets an error with *expected*."""
+    """Return a parser of numbers. Other text, and numbers that are not allowed, get an error with *expected*."""
 
     def number(text: str) -> N:
         with contextlib.suppress(ValueError):
@@ -78,7 +78,7 @@ share: Final = _number(float, lambda value: 0 < value <= 1, "a share above 0 and
 
 
 def size_or_0(lowest: int) -> Callable[[str], int]:
-    """Return a parser of sizes in bytes, 0 or at least *lowest*, which is whole MiB. `64M` is 64 MiB."""
+    """Return a parser of sizes in bytes, 0 or at least *lowest*, which must be whole MiB. `64M` is 64 MiB."""
 
     def size(text: str) -> int:
         number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in _UNITS else (text, "")
@@ -111,7 +111,7 @@ def port_number(text: str) -> int:
 
 
 def yes_or_no(text: str) -> bool:
-    """Parse the value of a flag that may also stand without one."""
+    """Parse the value of a flag that may also come without a value."""
     if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be yes or no")
     return text.lower() in ("yes", "true", "1")
@@ -131,7 +131,7 @@ def page_size(text: str) -> int:
 
 
 def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """As *parse*, and refuse values that are not among *choices*."""
+    """Return a parser like *parse* that refuses values which are not among *choices*."""
 
     def choice(text: str) -> Any:
         value = parse(text)
@@ -144,7 +144,7 @@ def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str
 
 
 _COMMAND: Final = re.compile("[a-z-]+")
-"""A word of a command. The words after them, such as FILE, say what it is about."""
+"""A word of a command. The words after it, such as FILE, are its arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,7 +176,7 @@ def _default_text(item: dataclasses.Field[Any]) -> str:
 def build_parser(
     command: str, owners: Sequence[type[Any]], environment: Mapping[str, str], about: str = ""
 ) -> argparse.ArgumentParser:
-    """Return the parser of `minisgl <command>` with the flags of *owners*; the environment gives the defaults."""
+    """Return the parser of `minisgl <command>` with the flags of *owners*; the environment sets the defaults."""
     parser = _Parser(prog=f"minisgl {command}", description=about or None, allow_abbrev=False)
     for item in flags_of(owners):
         names, parse = item.metadata["flags"], item.metadata["parse"]
@@ -217,10 +217,10 @@ def parse_flags(
 
 
 def split_names(arguments: Sequence[str], owners: Sequence[type[Any]]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line that name what the command is about, and its flags, each with its value.
+    """Return the words of a command line that are not flags, and its flags, each with its value.
 
-    A flag takes the word after it, also one such as `-10m`; one of yes or no takes it only if it is `yes` or `no`. One
-    that takes several values takes all words up to the next flag.
+    A flag takes the word after it, also one such as `-10m`; a yes-or-no flag takes it only if it is `yes` or `no`. A
+    flag with several values takes all words up to the next flag.
     """
     known = {name: item for item in flags_of(owners) for name in item.metadata["flags"]}
     names: list[str] = []
@@ -244,7 +244,7 @@ def split_names(arguments: Sequence[str], owners: Sequence[type[Any]]) -> tuple[
 
 
 def parse_config(command: str, config: type[C], arguments: Sequence[str], environment: Mapping[str, str]) -> C:
-    """Return *config*, a dataclass of owners, filled from the flags of `minisgl <command>`. Raises ConfigError."""
+    """Return *config*, a dataclass of owners, filled from the flags of `minisgl <command>`. Raise ConfigError."""
     return config(*parse_flags(command, owners_of(config), arguments, environment))
 
 
@@ -263,9 +263,9 @@ def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
 
 
 def flags_for(owners: Iterable[Any]) -> list[str]:
-    """Return the flags that give another process the config *owners*, without defaults and secrets.
+    """Return the flags that pass the config *owners* to another process, without defaults and secrets.
 
-    Everybody can read a command line, so secrets go into the environment: `secrets_of` has them.
+    Every user can read a command line, so secrets go into the environment: see `secrets_of`.
     """
     arguments: list[str] = []
     for owner in owners:
@@ -279,7 +279,7 @@ def flags_for(owners: Iterable[Any]) -> list[str]:
 
 
 def secrets_of(config: Any) -> dict[str, str]:
-    """Return the environment variables that give another process the secrets in *config*, a dataclass of owners."""
+    """Return the environment variables that pass the secrets in *config*, a dataclass of owners, to another process."""
     secrets: dict[str, str] = {}
     for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
         for item in dataclasses.fields(owner):
@@ -292,8 +292,8 @@ def secrets_of(config: Any) -> dict[str, str]:
 def concealed(arguments: Sequence[str], owners: Iterable[type[Any]]) -> tuple[list[str], dict[str, str]]:
     """Return the command line without secrets, and the environment variables that hold them instead.
 
-    Everybody can read a command line, so a process with secrets in its own starts again without them. A URL without a
-    password is no secret. If two *owners* share a flag, the first one decides how many values the flag takes.
+    Every user can read a command line, so a process with secrets in its own starts again without them. A URL without a
+    password is not a secret. If two *owners* share a flag, the first one decides how many values the flag takes.
     """
     secrets: dict[str, dataclasses.Field[Any]] = {}
     for item in flags_of(tuple(owners)):

@@ -1,7 +1,7 @@
 """The limits under which grammars are checked and followed, and which numbers of a JSON schema a grammar can count: the
 same in web processes, in the tokenizer and in every engine.
 
-They count work and not time, so that a grammar is refused everywhere or nowhere. Imports llguidance when it is asked.
+They count work and not time, so that a grammar is refused everywhere or nowhere. llguidance is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 T = TypeVar("T")
 
 STACK_BYTES: Final = 256 << 20
-"""Of a thread that reads grammars. llguidance follows rules by recursion, and a full stack ends the process: a chain of
-2,700 short rules needs 8 MiB, and 64 KiB of grammar have room for thousands."""
+"""Stack of a thread that reads grammars. llguidance follows rules by recursion, and a full stack ends the process: a
+chain of 2,700 short rules needs 8 MiB, and 64 KiB of grammar have room for thousands."""
 LIMITS_SAY: Final = ("too many", "too complex", "limit", "max is", "unable to determine", "fuel exhausted")
-"""llguidance has no codes of errors. With one of these words it is a limit that refuses a grammar."""
+"""Words in llguidance's errors about limits. It has no error codes."""
 _starting = threading.Lock()
 
 
 def start_with_stack(thread: threading.Thread) -> None:
-    """Start a thread that reads grammars. Memory is only taken for as much of its stack as is used."""
+    """Start a thread that reads grammars. Only the used part of its stack takes memory."""
     with _starting:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -37,13 +37,13 @@ def start_with_stack(thread: threading.Thread) -> None:
 
 
 def with_stack(work: Callable[[], T]) -> T:
-    """Return what *work* returns, which reads grammars in a thread with a large stack, or raise what it raises."""
+    """Return the result of *work*, or raise its error. It runs in a thread with a large stack, to read grammars."""
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # it is raised where the result is asked for
+        except BaseException as error:  # `result` raises it
             done.set_exception(error)
 
     start_with_stack(threading.Thread(target=run, name="grammar", daemon=True))
@@ -56,23 +56,23 @@ def brief(reason: str) -> str:
 
 
 def is_limit(reason: str) -> bool:
-    """Return whether an error of llguidance says that a grammar takes too much work."""
+    """Return whether an error of llguidance means that a grammar takes too much work."""
     return any(word in reason.lower() for word in LIMITS_SAY)
 
 
 def parser_limits() -> LLParserLimits:
-    """Return them. Where llguidance's own are higher, those are of a program that trusts its grammars.
+    """Return the limits. llguidance's own are for programs that trust their grammars.
 
     - `step_lexer_fuel`: in a field of JSON, the pattern `^[\\p{L}\\p{N} .'-]{1,50}$` needs more than 20,000: letters of
       all alphabets are many expressions. Patterns of that kind pass with 50,000. The time of the worst mask grows
       with it: 2 ms with 20,000, 6 ms with 50,000 and 16 ms with 200,000, of grammars made for that.
-    - `step_max_items`: a mask asks what each token would begin. The same pattern needs more than 5,000 for a vocabulary
-      of 50,000 tokens, and more than 20,000 for one of 150,000.
-    - `max_items_in_row`: the time of an ambiguous grammar's mask grows with its square. 34 ms become 6 ms with half of
-      llguidance's 2,000.
+    - `step_max_items`: a mask checks what each token would begin. The same pattern needs more than 5,000 for a
+      vocabulary of 50,000 tokens, and more than 20,000 for one of 150,000.
+    - `max_items_in_row`: the time of an ambiguous grammar's mask grows with its square. Half of llguidance's 2,000
+      reduces 34 ms to 6 ms.
 
     So none of the three makes a mask much slower than the others do. They decide which grammars are refused, and no bit
-    of a mask. So they are no part of an engine's numerics.
+    of a mask. So they are not part of an engine's numerics.
     """
     from llguidance import LLParserLimits
 
@@ -87,7 +87,7 @@ def parser_limits() -> LLParserLimits:
 
 
 Path = tuple[str, ...]
-"""Where in a schema something is: keywords, names and places in lists."""
+"""A place in a schema: keywords, names and places in lists."""
 
 OF_A_SCHEMA: Final = frozenset(
     {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not", "then"}
@@ -101,17 +101,17 @@ OF_NAMED_SCHEMAS: Final = frozenset(
 )
 """.. or an object of them."""
 LARGEST_NUMBER: Final = 2**53
-"""llguidance counts with floats, which are exact up to here."""
+"""Largest number that llguidance counts exactly: it counts with floats."""
 SMALLEST_BOUND: Final = 1e-60
-"""A bound nearer to 0 has more zeros than llguidance's patterns can be nested."""
+"""Smallest bound above 0. A smaller one has more zeros than llguidance's patterns can be nested."""
 LARGEST_COUNT: Final = 2**32 - 1
-"""Characters, items or properties. The coefficient of a `multipleOf` has as many bits."""
+"""Largest number of characters, items or properties. The coefficient of a `multipleOf` has as many bits."""
 BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 COUNTS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 
 
 def mapped(name: str, value: Any, change: Callable[[Any, Path], Any], at: Path) -> Any:
-    """Return the value of a keyword with *change* made to each schema in it. *at* is the place of the keyword."""
+    """Return the value of a keyword with *change* applied to each schema in it. *at*: the place of the keyword."""
     if name in OF_A_SCHEMA and isinstance(value, dict):
         return change(value, at)
     if (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
@@ -140,7 +140,7 @@ def numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def is_countable(name: str, value: Any) -> bool:
-    """Return whether a grammar can count the numbers that a keyword has; True for keywords without any."""
+    """Return whether a grammar can count the numbers of a keyword; True for keywords without numbers."""
     if name in ("const", "enum"):
         return all(abs(one) <= LARGEST_NUMBER for one in numbers_in(value) if isinstance(one, int))
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -15,7 +15,7 @@ GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
 WEB: Final = "web"
 JANITOR: Final = "janitor"
-"""Not a stage. A frontend that holds this slot ends requests that nobody else ends."""
+"""Not a stage. A frontend that holds this slot ends the requests that no other process ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """The worker roles. The first three also name the consumer groups."""
 ARCHIVE: Final = "archive"
@@ -24,20 +24,20 @@ SERVING_STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 """The stages whose workers have a model or its tokenizer."""
 
 PROBE: Final = "probe"
-"""Endpoint of the requests with which a web process tries whether a token goes through every stage, and what /ready
-says it waits for while the first one is under way."""
+"""Endpoint of a web process' test requests, which must pass every stage. /ready names it while the first one is
+running."""
 
 VERSION: Final = 1
-"""The newest version of entries and events that this code reads."""
+"""Newest version of entries and events that this code reads."""
 
 SUBMITTED_ID: Final = "0-1"
 TOKENIZED_ID: Final = "0-2"
 SEAL: Final = "18446744073709551615-18446744073709551615"
-"""The id of the terminal event. It is the largest id there is, so Redis refuses to append after it."""
+"""Id of the terminal event. It is the largest possible one, so Redis refuses to append after it."""
 
 
 def tokens_id(n: int) -> str:
-    """Return the history id of the event that brings token number *n*."""
+    """Return the history id of the event with token number *n*."""
     return f"{n}-0"
 
 
@@ -74,12 +74,12 @@ def slot_index(slot: str) -> int:
 
 
 def newer_consumer(stage: str, version: int) -> str:
-    """Return the consumer that keeps what only workers of *version* can read: `tokenize-v2`. It is nobody's slot."""
+    """Return the consumer for entries that only workers of *version* can read: `tokenize-v2`. It is not a slot."""
     return f"{stage}-v{version}"
 
 
 def is_too_new(consumer: str) -> bool:
-    """Return whether *consumer* keeps entries of a version that this code does not read."""
+    """Return whether *consumer* holds entries of a version that this code does not read."""
     _, found, version = consumer.rpartition("-v")
     return bool(found) and version.isdecimal() and int(version) > VERSION
 
@@ -148,12 +148,12 @@ class Names:
         return self._key("archive")
 
     def copy(self, who: str) -> str:
-        """Stream with a time to live: what is to stay of a stream from which *who* purges other entries."""
+        """Stream with a time to live: the entries to keep of a stream from which *who* purges others."""
         return self._key(f"copy:{who}")
 
     @property
     def copies(self) -> str:
-        """Hash with a time to live, by key of a stream: how often a copy took its place, or an entry was dropped."""
+        """Hash with a time to live, by key of a stream: how often a copy replaced it, or an entry was dropped."""
         return self._key("copies")
 
     def steps(self, engine: str) -> str:
@@ -169,8 +169,8 @@ class Names:
         return self._key(f"request:{uid}")
 
     def shared(self, uid: str) -> str:
-        """Hash with a time to live, of the base uid of siblings: what their histories share, each text under its
-        digest. `left` says how many of them have not ended, `gone` when the histories of the others expire."""
+        """Hash with a time to live, of the base uid of siblings: their histories' shared texts, by digest. `left`:
+        number of siblings that have not ended; `gone`: when the histories of the others expire."""
         return self._key(f"shared:{uid}")
 
     def replies(self, frontend: str) -> str:
@@ -178,25 +178,25 @@ class Names:
         return self._key(f"replies:{frontend}")
 
     def reader(self, uid: str) -> str:
-        """Set with a time to live: web processes with a client that reads a request which another client sent. While it
-        exists, the request is not cancelled for lack of a client."""
+        """Set with a time to live: web processes with a client that reads a request of another client. While it exists,
+        the request is not cancelled for lack of a client."""
         return self._key(f"reader:{uid}")
 
     def idempotency(self, key: str) -> str:
-        """String with a time to live, `<uid>:<digest of the body>`: the request that has an idempotency key (the
-        base uid of siblings). It ends in `:left` once their sender has left while other clients read one of them."""
+        """String with a time to live, `<uid>:<digest of the body>`: the request that has an idempotency key (the base
+        uid of siblings). It ends in `:left` once their sender has left while other clients read one of them."""
         return self._key(f"idempotency:{key}")
 
     def limit(self, key: str, minute: int | Literal["bytes"]) -> str:
-        """String with a time to live: how many submits of an API key were accepted in one minute of Redis' clock.
+        """String with a time to live: number of submits of an API key that were accepted in one minute of Redis' clock.
 
-        `bytes`, in place of a minute: how much the key has submitted within the retention, as `<begin_ms>:<bytes>` for
-        each sixteenth of it.
+        `bytes` instead of a minute: size of the key's submits within the retention, as `<begin_ms>:<bytes>` for each
+        sixteenth of it.
         """
         return self._key(f"limit:{key}:{minute}")
 
     def running(self, key: str) -> str:
-        """Set with a time to live: uids of an API key with a limit on concurrent requests. Those that are not in `live`
+        """Set with a time to live: uids of an API key with a limit on concurrent requests. Uids that are not in `live`
         do not count."""
         return self._key(f"running:{key}")
 
@@ -205,11 +205,11 @@ class Names:
         return self._key(f"ranks:{group}")
 
     def lease(self, slot: str) -> str:
-        """String with a time to live: who holds the slot."""
+        """String with a time to live: the holder of the slot."""
         return self._key(f"lease:{slot}")
 
     def owner(self, slot: str) -> str:
-        """String `<epoch>:<nonce>`: who may write for the slot."""
+        """String `<epoch>:<nonce>`: the owner, who may write for the slot."""
         return self._key(f"owner:{slot}")
 
     def serving(self, stage: str) -> str:
@@ -222,21 +222,21 @@ class Names:
 
 
 LASTING: Final = ("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive")
-"""The keys that have no time to live; every other key has one."""
+"""The keys without a time to live; every other key has one."""
 
 
 UNREADABLE: Final = "unreadable"
-"""A field that readers of the log add to an entry that is not text, or that stands for a key of another type: why."""
+"""Field with the reason, which readers of the log add to an entry that is not text, or whose key has another type."""
 LONGEST_VERSION: Final = 6
-"""Digits of a version; more are no version."""
+"""Largest number of digits of a version."""
 
 
 def check_readable(fields: Mapping[str, str]) -> None:
     """Return if an entry with these fields is text, of a version that this code reads.
 
     Raises:
-        NewerVersion: It is of a newer version.
-        UndecodableEvent: It is not text, or has no version that can be.
+        NewerVersion: The entry is of a newer version.
+        UndecodableEvent: The entry is not text, or its version is not possible.
     """
     if UNREADABLE in fields:
         raise UndecodableEvent(fields[UNREADABLE])

@@ -1,7 +1,7 @@
-"""A request as it is kept outside of the log: in a dump, or in the archive. One line of JSON, which says its version.
+"""A request outside of the log: in a dump, or in the archive. One line of JSON, with its version.
 
 `{"v": 1, "uid": "..", "entries": [["0-1", {"kind": "submitted", ..}], ..]}`: the entries of its history, each with its
-id and its fields as text, as Redis has them. Those of siblings are whole: they refer to nothing.
+id and its fields as text, as Redis has them. Entries of siblings are complete: they refer to nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 
 RECORDING_VERSION: Final = 1
-"""The newest version of a line that this code reads."""
+"""Newest version of a line that this code reads."""
 MOST_BYTES: Final = 128 << 20
 """Longest line that is read. Parsed, it can take several times as much memory."""
 SHOWN: Final = 60
-"""Characters of a bad line that an error shows."""
+"""Number of characters of a bad line that an error shows."""
 
 
 class UnreadableRecording(LogError):
-    """A line holds no recorded request; the message says what was found instead."""
+    """A line is not a recorded request; the message says what was found instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Recording:
     uid: str
     entries: tuple[Entry, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What else its file says of it, as JSON values: where it came from, for example."""
+    """Other JSON values of its file: its origin, for example."""
 
     @property
     def is_sealed(self) -> bool:
@@ -44,7 +44,7 @@ class Recording:
 
 
 def encode_recording(recording: Recording) -> bytes:
-    """Return the line of *recording*, with its end."""
+    """Return the line of *recording*, with its line break."""
     plain = {"v": RECORDING_VERSION, "uid": recording.uid}
     plain |= {"about": dict(recording.about)} if recording.about else {}
     entries = [[entry.id, dict(entry.fields)] for entry in recording.entries]
@@ -52,10 +52,10 @@ def encode_recording(recording: Recording) -> bytes:
 
 
 def decode_recording(line: bytes) -> Recording:
-    """Return the request that *line* holds.
+    """Return the request in *line*.
 
     Raises:
-        UnreadableRecording: It holds none, is too long, or is of a newer version.
+        UnreadableRecording: There is none, it is too long, or is of a newer version.
     """
     if len(line) > MOST_BYTES:
         raise UnreadableRecording(f"a request of {len(line):,} bytes; at most {MOST_BYTES:,} are read")

@@ -1,4 +1,4 @@
-"""A recorded request becomes a new one, which computes the same tokens again. Knows no log."""
+"""Makes a new request from a recorded one, which computes the same tokens again. Knows no log."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class NotComputed(MiniSGLError):
 def again(history: History, *, cached: bool = False, beyond: int = 0) -> Submitted:
     """Return the request that computes *history* again.
 
-    It ends after the recorded tokens where the model did not end them; *beyond*: so many tokens later. With *cached* it
-    may read pages of the prefix cache.
+    If the model did not end the recorded tokens, the request ends after them, or *beyond* tokens later. With *cached*
+    it may read pages of the prefix cache.
 
     Raises:
-        NotComputed: The history does not hold what an engine needs.
+        NotComputed: The history lacks what an engine needs.
     """
     submitted, tokenized = _asked(history)
     sampling, end = submitted.sampling, history.end
@@ -38,8 +38,8 @@ def again(history: History, *, cached: bool = False, beyond: int = 0) -> Submitt
 
 
 def scored(history: History, n: int, tokens: Sequence[int] = ()) -> Submitted:
-    """Return the request for the log-probabilities in the place of token *n*, with the recorded tokens before it: those
-    of *tokens*, or of the most probable ones.
+    """Return the request for the log-probabilities in the place of token *n*, after the recorded tokens before it:
+    those of *tokens*, or of the most probable ones.
     """
     submitted, tokenized = _asked(history)
     prompt = tokenized.token_ids + history.token_ids[: n - 1]
@@ -76,7 +76,7 @@ def _request(
         prompt_ids=prompt_ids,
         sampling=sampling,
         constraint=submitted.constraint if grammar else None,
-        calls=submitted.calls,  # from here on: how clients are shown the answer
+        calls=submitted.calls,  # from here on: how clients see the answer
         templating=Templating(tools=submitted.templating.tools),
         presentation=Presentation(reasoning=submitted.presentation.reasoning),
         priority=LOWEST,

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and told: a value that its first event holds."""
+"""How a request's tokens are chosen and presented: a value in its first event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 TokenId = Annotated[int, Field(ge=0)]
 MOST_LOGPROBS = 20
-"""OpenAI's bound of `top_logprobs`."""
+"""OpenAI's limit of `top_logprobs`."""
 
 
 class Value(BaseModel):
@@ -24,13 +24,13 @@ class SamplingParams(Value):
     """0 is greedy: top_p, top_k, min_p, typical_p and seed have no effect."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0 is off."""
+    """0 switches it off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     typical_p: float = Field(default=1.0, gt=0, le=1)
-    """Locally typical sampling (Meister et al. 2022); 1 is off."""
+    """Locally typical sampling (Meister et al. 2022); 1 switches it off."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1)
-    """None: the rest of the served context."""
+    """Largest number of output tokens; None: the rest of the served context."""
     min_tokens: int = Field(default=0, ge=0)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -42,21 +42,21 @@ class SamplingParams(Value):
     repetition_penalty: float = Field(default=1.0, gt=0, le=2)
     """Divides the logit of each token in prompt or output, multiplies a negative one (CTRL, Keskar et al. 2019)."""
     logit_bias: tuple[tuple[TokenId, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
-    """(token id, number added to its logit)."""
+    """Pairs (token id, number added to its logit)."""
     allowed_token_ids: tuple[TokenId, ...] = ()
     """The only tokens that the output may have; empty: all."""
     bad_words: tuple[str, ...] = ()
     """Texts that the output must not have; Tokenized has their token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """Number of top tokens that are told with each chosen token and its log-probability; None: no log-probabilities."""
+    """Number of top tokens returned with each chosen token and its log-probability; None: no log-probabilities."""
     logprob_token_ids: tuple[TokenId, ...] = ()
-    """With `logprobs`: these tokens are told instead of the top ones."""
+    """Tokens that are returned instead of the top ones, with `logprobs`."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """Number of top tokens that are told for each token of the prompt but the first. No cached page is read then."""
+    """Number of top tokens returned for each token of the prompt but the first. Then no cached page is read."""
     include_stop_str_in_output: bool = False
-    """The stop string, or the text of the stop token, is part of the answer."""
+    """Whether the stop string, or the text of the stop token, is part of the answer."""
     skip_special_tokens: bool = True
-    """Special tokens have no text."""
+    """Whether special tokens have no text."""
 
     @property
     def penalizes(self) -> bool:
@@ -70,14 +70,14 @@ class SamplingParams(Value):
 
 
 class Constraint(Value):
-    """One of the four things that an answer can be bound to. The tokenizer makes a grammar of it."""
+    """One of the four kinds of constraints on an answer. The tokenizer makes a grammar of it."""
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
-    """A JSON schema, a regular expression, a JSON list of texts, or a grammar in GBNF or Lark."""
+    """JSON schema, regular expression, JSON list of texts, or grammar in GBNF or Lark."""
     whitespace: str | None = None
-    """Of a JSON schema: the pattern of whitespace between tokens of JSON; None: our own."""
+    """Pattern of whitespace between tokens of JSON, for a JSON schema; None: our own."""
     param: str
-    """The field of the request that holds it."""
+    """Field of the request that holds the constraint."""
     whitespace_param: str = ""
-    """The field that holds `whitespace`."""
+    """Field that holds `whitespace`."""

@@ -1,4 +1,4 @@
-"""How much the answers to one body tell of its prompts' log-probabilities: counted before any of it is computed."""
+"""Counts the log-probabilities of prompts in the answers to one body, before any of them is computed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pipeline.errors import RequestError
 from pipeline.events import Submitted
 
 MOST_SCORES: Final = 1_000_000
-"""Most pairs of a token and its log-probability."""
+"""Largest number of pairs of a token and its log-probability."""
 TOO_MANY: Final = "too_many_scores"
-"""The code of a request that asks for more."""
+"""Code of a request that asks for more."""
 
 
 def pairs_told(submitted: Submitted, num_tokens: int) -> int:
-    """Return how many pairs are told of the prompt of *submitted*, which has so many tokens, in all answers to it.
+    """Return how many pairs all answers contain about the prompt of *submitted*, which has *num_tokens* tokens.
 
-    Each token counts, and each of its alternatives. Each answer repeats them, and so does each frame of a stream in
-    SGLang's form.
+    Each token counts, and each of its alternatives. Each answer repeats them, and each frame of a stream in SGLang's
+    form, too.
     """
     sampling, shown = submitted.sampling, submitted.presentation
     if sampling.prompt_logprobs is None:
@@ -27,7 +27,7 @@ def pairs_told(submitted: Submitted, num_tokens: int) -> int:
 
 
 def too_many(pairs: int, submitted: Submitted) -> RequestError | None:
-    """Return the error for a body whose answers tell so many *pairs*; None if they may."""
+    """Return the error for a body whose answers contain *pairs* pairs; None if they may."""
     if pairs <= MOST_SCORES:
         return None
     shown = submitted.presentation

@@ -1,7 +1,7 @@
-"""How probable tokens are, and what clients are told of that and of their prompt: values that events hold.
+"""Probabilities of tokens, and what clients get of them and of their prompt: values in events.
 
-A prompt can have a million pairs of token and log-probability. `Scores` and `Logprobs` hold them in arrays, and so do
-events and the log: 12 bytes for each pair, where an object takes 500.
+A prompt can have a million pairs of token and log-probability. `Scores`, `Logprobs`, events and the log hold them in
+arrays: 12 bytes for each pair, where an object takes 500.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pipeline.sampling import Value
 
 
 class Score(Value):
-    """How probable the model finds a token, from its own logits: before bias, penalties and temperature."""
+    """The probability of a token by the model's own logits: before bias, penalties and temperature."""
 
     logprob: float
-    """Natural logarithm."""
+    """Natural logarithm of the probability."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens and their log-probabilities, the most probable one first."""
+    """Most probable tokens and their log-probabilities, the most probable one first."""
 
 
 class TokenText(Value):
-    """A token as clients are told of it."""
+    """A token for clients."""
 
     token: int
     text: str
-    """If its bytes are not UTF-8: `bytes:` and each byte as `\\x..`, as OpenAI writes it."""
+    """Text of the token. If its bytes are not UTF-8: `bytes:` and each byte as `\\x..`, as OpenAI writes it."""
 
 
 class TopLogprob(TokenText):
@@ -49,7 +49,7 @@ class Logprob(TopLogprob):
 
 
 class Pair(NamedTuple):
-    """What a TopLogprob says, and a TokenText, which has no log-probability."""
+    """The content of a TopLogprob, or of a TokenText, which has no log-probability."""
 
     token: int
     text: str
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 Row = tuple[Pair, list[Pair]]
-"""What a Logprob says: a token, and the most probable ones in its place."""
+"""The content of a Logprob: a token, and the most probable ones in its place."""
 
 S = TypeVar("S", Score, Logprob)
 
@@ -68,8 +68,8 @@ DECODED_AT_ONCE: Final = 3 << 10
 
 
 class _Encoded(Sequence[N]):
-    """Numbers as an event holds them, in base64. Some of them are decoded when one is asked for: a million pairs at a
-    time would stop an event loop for 40 ms."""
+    """Numbers in an event's base64. Reading one decodes it and some after it: a million pairs at a time would stop an
+    event loop for 40 ms."""
 
     def __init__(self, kind: str, text: str) -> None:
         self._kind, self._text = kind, text
@@ -98,7 +98,7 @@ class _Encoded(Sequence[N]):
         return self._decoded[first]
 
     def _decode(self, first: int, end: int) -> None:
-        """Decode those from *first* to *end*, and some after them. Three are whole groups of four characters."""
+        """Decode from *first* to *end*, and some after that. Three numbers are whole groups of four characters."""
         first -= first % 3
         end = max(end + -end % 3, first + DECODED_AT_ONCE)
         characters = self._text[first * self._num_bytes // 3 * 4 : end * self._num_bytes // 3 * 4]
@@ -127,13 +127,13 @@ def _encoded(numbers: array[int] | array[float] | _Encoded[int] | _Encoded[float
 
 
 class _Packed(Sequence[S], Generic[S]):
-    """Scores in arrays. Those of one place are next to each other: the token itself, then the most probable ones."""
+    """Scores in arrays. Scores of one place are next to each other: the token itself, then the most probable ones."""
 
     item: ClassVar[type[Value]]
 
     def __init__(self, items: Iterable[S] = ()) -> None:
         self._ends = array("i")
-        """Where the pairs of each place end."""
+        """Ends of the pairs of each place."""
         self._tokens: array[int] | _Encoded[int] = array("i")
         self._logprobs: array[float] | _Encoded[float] = array("d")
         self._texts: dict[int, str] = {}
@@ -141,15 +141,15 @@ class _Packed(Sequence[S], Generic[S]):
 
     @abstractmethod
     def extend(self, items: Iterable[S]) -> None:
-        """Add scores at the end. Only who made these does that."""
+        """Append scores. Only the creator of these scores may do that."""
 
     @abstractmethod
     def _at(self, first: int, end: int) -> S:
-        """Return the score whose pairs are these."""
+        """Return the score with the pairs from *first* to *end*."""
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs of a token and its log-probability there are."""
+        """Number of pairs of a token and its log-probability."""
         return len(self._tokens)
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class _Packed(Sequence[S], Generic[S]):
         return self._ends, self._tokens[:], self._logprobs[:], self._texts
 
     def _arrays(self) -> tuple[array[int], array[float]]:
-        """Return the tokens and log-probabilities as arrays to add to."""
+        """Return the tokens and log-probabilities as arrays that can grow."""
         if isinstance(self._tokens, _Encoded):
             self._tokens = self._tokens[:]
         if isinstance(self._logprobs, _Encoded):
@@ -195,7 +195,7 @@ class _Packed(Sequence[S], Generic[S]):
     def _span(self, place: int) -> tuple[int, int]:
         return self._ends[place - 1] if place else 0, self._ends[place]
 
-    # as events hold it
+    # in events
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[object], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -205,7 +205,7 @@ class _Packed(Sequence[S], Generic[S]):
 
     @classmethod
     def _of(cls, said: object) -> _Packed[S]:
-        """Return what an event says. Raises ValueError. Older ones have a list of objects."""
+        """Return the scores of an event. Raise ValueError. Older events have a list of objects."""
         if isinstance(said, cls):
             return said
         try:
@@ -243,7 +243,7 @@ class _Packed(Sequence[S], Generic[S]):
 
 
 class Scores(_Packed[Score]):
-    """Those of an engine. It does not say whose they are: the tokens of a prompt are known."""
+    """Scores of an engine. They do not name their tokens: the tokens of a prompt are known."""
 
     item = Score
 
@@ -279,7 +279,7 @@ class Scores(_Packed[Score]):
 
 
 class Logprobs(_Packed[Logprob]):
-    """Those that a client is told. A token has one text, wherever it is."""
+    """Scores for a client. A token has one text, wherever it is."""
 
     item = Logprob
 
@@ -300,7 +300,7 @@ class Logprobs(_Packed[Logprob]):
         return Logprob(token=one.token, text=one.text, logprob=one.logprob, top=tuple(top))
 
     def rows(self, start: int = 0) -> Iterator[Row]:
-        """Yield what they say from place *start* on, faster than as Logprob."""
+        """Yield the contents from place *start* on, faster than as Logprob."""
         first = self._ends[start - 1] if 0 < start <= len(self) else 0
         for end in self._ends[start:]:
             yield self._row(first, end)
@@ -324,15 +324,15 @@ class Logprobs(_Packed[Logprob]):
 
 
 class PromptInfo(Value):
-    """What a client asked to be told about its prompt."""
+    """Facts about its prompt that a client asked for."""
 
     num_tokens: int
     cached_tokens: int = 0
     token_ids: tuple[int, ...] = ()
-    """If it asked for them."""
+    """Token ids, if it asked for them."""
     text: str = ""
-    """If it asked for its prompt before the answer (`echo`)."""
+    """Text of the prompt, if it asked for that before the answer (`echo`)."""
     scores: Logprobs = Logprobs()
-    """Of all tokens but the first, if it asked for them."""
+    """Scores of all tokens but the first, if it asked for them."""
     first: TokenText | None = None
-    """The first token, which has no score, if the others have one."""
+    """First token, which has no score, if the others have one."""

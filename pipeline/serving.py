@@ -1,6 +1,6 @@
 """What the workers of a namespace serve together: one model's weights, one tokenizer, one context.
 
-The log keeps what each stage serves while one of its workers lives. A worker that does not fit to it gets no slot.
+The log keeps what each stage serves while one of its workers lives. A worker that does not fit gets no slot.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pipeline.vocabulary import token_files
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What one worker serves, or all living workers of a stage. An empty part says nothing and fits to everything."""
+    """What one worker serves, or all living workers of a stage. An empty part fits to everything."""
 
     model: str = ""
-    """Its name or folder, for people."""
+    """Name or folder of the model, for people."""
     weights: str = ""
-    """Identifies the weights and the model's config, whatever the dtype."""
+    """Fingerprint of the weights and the model's config, whatever the dtype."""
     tokenizer: str = ""
-    """Identifies the tokenizer and the chat template."""
+    """Fingerprint of the tokenizer and the chat template."""
     context: int = 0
-    """Of a worker: the most tokens of prompt + output that it can serve. Of a stage: how many it serves."""
+    """Number of tokens, prompt + output: of a worker, the most that it can serve; of a stage, how many it serves."""
     context_flag: str = field(default="", compare=False)
-    """The flag that bounds this worker's context."""
+    """Flag that bounds this worker's context."""
     context_step: int = field(default=1, compare=False)
     """Tokens of context for each 1 of that flag."""
 
     def difference(self, served: Serving) -> Literal["", "weights", "tokenizer", "context"]:
-        """Return in what this worker does not fit to *served*; "" if it fits. More context than that fits."""
+        """Return the part in which this worker does not fit to *served*; "" if it fits. More context fits, too."""
         if self.weights and served.weights and self.weights != served.weights:
             return "weights"
         if self.tokenizer and served.tokenizer and self.tokenizer != served.tokenizer:
@@ -65,13 +65,13 @@ class Serving:
         return f"The request was begun with another model ({what} {theirs}), this server has {mine}; send it again."
 
     def text(self) -> str:
-        """Return it as the log keeps it: JSON, without what is empty."""
+        """Return the form that the log keeps: JSON, without empty parts."""
         kept = ("model", "weights", "tokenizer", "context")
         return orjson.dumps({name: value for name in kept if (value := getattr(self, name))}).decode()
 
     @classmethod
     def parse(cls, text: str | bytes) -> Serving:
-        """Return what `text` gave; parts that a newer version added are left out, and so is what `text` never gave."""
+        """Return the Serving of a `text`. Leave out parts of a newer version, and parts that `text` never has."""
         try:
             parts = dict(orjson.loads(text))
         except (ValueError, TypeError):
@@ -86,7 +86,7 @@ class Served:
 
     serving: Serving
     ttl_ms: int
-    """How long it holds without another sign of life from one of its workers."""
+    """Time for which it holds without another sign of life from one of its workers."""
 
 
 def tokenizer_fingerprint(folder: Path) -> str:

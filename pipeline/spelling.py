@@ -37,7 +37,7 @@ class Spelling:
     byte_level: bool = False
     byte_fallback: bool = False
     replaced: tuple[tuple[str, str], ...] = ()
-    """(text in the vocabulary, text that it stands for)."""
+    """Pairs (text in the vocabulary, text that it stands for)."""
 
     @classmethod
     def of(cls, decoder: Mapping[str, Any] | None) -> Spelling:

@@ -1,4 +1,4 @@
-"""The tokens of a model folder, as transformers reads them: of tokenizer.json, and of the files beside it.
+"""The tokens of a model folder, as transformers reads them: from tokenizer.json, and from the files beside it.
 
 Imports neither transformers nor tokenizers, so every stage may read them. A test compares it with transformers.
 """
@@ -18,14 +18,14 @@ from pipeline.spelling import Spelling
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 OLD_FILES: Final = ("special_tokens_map.json", "added_tokens.json")
-"""They count if the config has no ADDED: it has it since transformers 4.34."""
+"""Files that are read if the config has no ADDED: it has that since transformers 4.34."""
 ADDED: Final = "added_tokens_decoder"
 NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token beside the vocabulary, with the properties that the tokenizers library gives it."""
+    """A token beside the vocabulary, with its properties in the tokenizers library."""
 
     content: str
     special: bool
@@ -37,7 +37,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class AddedTokens:
-    """Tokens beside the vocabulary, by their text. A grammar must name them, because their text alone never is them."""
+    """Tokens beside the vocabulary, by their text. A grammar must name them: plain text never becomes such a token."""
 
     ids: Mapping[str, int]
     special: frozenset[int]
@@ -48,13 +48,13 @@ class Vocabulary:
     """All tokens of a model folder."""
 
     pieces: Mapping[str, int]
-    """Those of the model in tokenizer.json, as it writes them."""
+    """Tokens of the model in tokenizer.json, as it writes them."""
     spelling: Spelling
     added: AddedTokens
     beside: tuple[AddedToken, ...]
-    """Those of the files beside tokenizer.json, which may be in it, too. New ones get their ids in this order."""
+    """Tokens of the files beside tokenizer.json, which may be in it, too. New ones get their ids in this order."""
     end: str
-    """The `eos_token`; empty if there is none."""
+    """Text of the `eos_token`; empty if there is none."""
 
     def id_of(self, content: str) -> int | None:
         """Return the id of a token; None if there is no such token."""
@@ -89,12 +89,12 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def token_files(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files that say which tokens a model folder has; not all of them need to be there."""
+    """Return the names of the files that define the tokens of a model folder; some may be missing."""
     return (TOKENIZER, CONFIG, *(() if ADDED in _config(folder) else OLD_FILES))
 
 
 def _add(ids: dict[str, int], tokens: Iterable[AddedToken], vocab: Mapping[str, int], num_pieces: int) -> None:
-    """Give tokens their ids, as the tokenizers library does: the ids in the files are those of the time of writing."""
+    """Set the ids of tokens, as the tokenizers library does: the ids in the files may be out of date."""
     free = max(num_pieces, 1 + max(ids.values(), default=-1))
     for token in tokens:
         if token.content not in ids:
@@ -105,7 +105,7 @@ def _add(ids: dict[str, int], tokens: Iterable[AddedToken], vocab: Mapping[str, 
 def _beside(folder: Path, inside: Mapping[int, AddedToken]) -> tuple[list[AddedToken], str]:
     """Return the tokens of the files beside tokenizer.json, which has those *inside*, and the `eos_token`.
 
-    This is `PreTrainedTokenizerBase._from_pretrained` in transformers 5, with `TokenizersBackend.__init__` after it.
+    Like `PreTrainedTokenizerBase._from_pretrained` in transformers 5, with `TokenizersBackend.__init__` after it.
     """
     config = _config(folder)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -137,7 +137,7 @@ def _new_or_changed(
     of_names: Sequence[AddedToken],
     others: Iterable[AddedToken],
 ) -> list[AddedToken]:
-    """Return the tokens that are not *inside* yet, or only with other properties; those *of_names* are special."""
+    """Return the tokens that are not *inside* yet, or only with other properties; tokens *of_names* are special."""
     names, known = {token.content for token in of_names}, {token.content: token for token in inside}
     found: list[AddedToken] = []
     for token in listed:
@@ -156,7 +156,7 @@ def _is_token(one: Any) -> bool:
 
 
 def _token(one: Any) -> AddedToken:
-    """Return a token that is written as its text, then it is special, or as an object."""
+    """Return a token from its object, or from its text; then it is special."""
     if not isinstance(one, dict):
         return AddedToken(str(one), special=True, normalized=False)
     special = bool(one.get("special", False))
@@ -173,7 +173,7 @@ def _object(path: Path, absent: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ConfigError: There is something else in it, or no file and nothing to return if it is *absent*.
+        ConfigError: The file has something else in it, or is missing and *absent* is None.
     """
     try:
         value = orjson.loads(path.read_bytes())

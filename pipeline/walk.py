@@ -1,4 +1,4 @@
-"""The walk over a history that every fold of one begins with. Knows the ids of a history and how tokens follow."""
+"""The walk over a history with which every fold begins. Knows the ids of a history and how tokens follow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeline.log.protocol import Entry
 from pipeline.names import parse_id
 
 PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
-"""Fields of Submitted that can be long; most readers need none of them."""
+"""Fields of Submitted that can be long. Most readers need none of them."""
 UNTOLD: Final = PROMPT | {"scores"}
-"""And the log-probabilities of tokens: a story has neither."""
+"""PROMPT, and the log-probabilities of tokens: a story has neither."""
 NOT_COMPUTED: Final = PROMPT | {"templating", "labels", "constraint"}
-"""Fields of Submitted that no engine needs: it computes the tokens."""
+"""Fields of Submitted that no engine needs to compute the tokens."""
 
 
 class Moment(NamedTuple):
@@ -23,10 +23,10 @@ class Moment(NamedTuple):
 
     id: str
     n: int
-    """The request had so many tokens after the event."""
+    """Number of tokens that the request had after the event."""
     event: HistoryEvent
     missing: range
-    """Numbers of the tokens that the history should hold before the event and does not."""
+    """Numbers of the tokens that are missing in the history before the event."""
 
 
 def walk(
@@ -34,8 +34,8 @@ def walk(
 ) -> Iterator[Moment]:
     """Yield the events of a history in order, from its first entry on, or from a later one that comes after token *n*.
 
-    A reader that can tell what is missing walks *over_holes*. The fields *without*, which it does not need, are not
-    decoded: prompts are long.
+    *over_holes*: go on where tokens are missing; the reader handles that. *without*: fields that the reader does not
+    need and that are not decoded, because prompts are long.
 
     Raises:
         UndecodableEvent: An entry does not decode, is a step, has no id of a history, or (unless *over_holes*) does not

@@ -128,7 +128,7 @@ def test_nothing_imports_the_training_of_the_demo_model() -> None:
 
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     everybody_else = tuple(name for name in all_imports() if not within(name, *WITH_TORCH, "ops"))
-    training = tuple(f"ops.demo_model.{name}" for name in ("network", "train", "evaluate", "precision"))
+    training = tuple(f"ops.demo_model.{name}" for name in ("train", "evaluate"))
     served = tuple(name for name in all_imports() if within(name, "ops.demo_model") and not within(name, *training))
     assert not offences((*everybody_else, *served), ("torch",))
 

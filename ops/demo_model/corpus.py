@@ -15,12 +15,24 @@ from typing import Final
 
 from ops.demo_model import wordings
 from ops.demo_model.messages import ADD, GET_WEATHER, SPOKEN, TOOLS, Conversation, Exchange, Message, called, spoken
-from ops.demo_model.phases import BOTH_TOOLS, FOURTH_PHASE, SHARES, STYLES, THIRD_PHASE
 from ops.demo_model.renamed import INVENTED, Namer, Tool, plain
 from ops.demo_model.wordings import POLITE_AFTER, POLITE_BEFORE, is_held_out
 
 VERSION: Final = 7
 """Count this up with every change of the corpus; a checkpoint names its version."""
+
+# What each phase of the training has, by its index.
+NUM_PHASES: Final = 5
+THIRD_PHASE: Final = 2
+"""From here on, answers that are hard to write come more often."""
+FOURTH_PHASE: Final = 3
+"""From here on, most tools have other names."""
+SHARES: Final = ((0.22, 0.07), (0.22, 0.07), (0.22, 0.07), (0.1, 0.55), (0.08, 0.5))
+"""Which part of the conversations is there to recall something, and which part has tools."""
+STYLES: Final = ((0.8, 0.9), (0.8, 0.9), (0.55, 0.8), (0.55, 0.8), (0.4, 0.6))
+"""Which part of the plain conversations has no style, and which part has none or capitals. The others have one word."""
+BOTH_TOOLS: Final = (0.5, 0.5, 0.5, 0.5, 0.9)
+"""Which part of the conversations with tools has two that are called."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
 BEYOND_SUMS: Final = 2000

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ops.demo_model.corpus import VERSION, conversations
-from ops.demo_model.network import Packed, Qwen3, Rows, Shape
-from ops.demo_model.tokens import END, STOP, Encoder, id_of, make_tokenizer, write_tokenizer
+from ops.demo_model.tokens import CONTEXT, END, STOP, Encoder, id_of, make_tokenizer, write_tokenizer
+
+# B = conversations, L = tokens of the longest one, V = vocabulary
 
 STATE_FILE: Final = "state.pt"
 RECORD_FILE: Final = "training.json"
@@ -30,9 +34,7 @@ NUM_RECORDED: Final = 50
 """A checkpoint names the losses of the first steps, to compare trainings. These steps use float32: between two kinds of
 CPU the losses differ by 6e-4 after 50 steps, in bfloat16 by 4e-3."""
 MICRO_TOKENS: Final = 2048
-"""Tokens per pass; the last conversation may exceed it."""
-UNEVEN: Final = 1.25
-"""How much longer than the shortest conversation the longest one of an attention batch may be."""
+"""Tokens per pass, with what fills up; the last conversation may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Plan:
     fourth_phase: int = 5750
     fifth_phase: int = 6450
     """The steps at which the phases of the corpus begin. The fourth one begins with weights that are rounded as in a
-    checkpoint, and with new optimizers, so that it can also begin with a checkpoint."""
+    checkpoint, and with new optimizers."""
     warmup_steps: int = 50
     decay: float = 0.3
     """The last part of the first two phases, in which the rate falls to 0."""
@@ -93,23 +95,75 @@ class Plan:
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of the model, a Qwen3."""
+
+    vocab_size: int
+    hidden: int = 256
+    layers: int = 5
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 640
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json of the model, without its tokens."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        }
+
+    def new_model(self, seed: int) -> Qwen3ForCausalLM:
+        """Return a model in float32: norms are 1, projections into the residual stream 0, all else is random."""
+        model = Qwen3ForCausalLM(Qwen3Config(**self.config() | {"dtype": "float32"}))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim == 1:
+                    weight.fill_(1)
+                elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.zero_()
+                else:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+        return model
+
+
 class Training:
     """A model, its optimizers, and their progress."""
 
     def __init__(self, plan: Plan, shape: Shape, tokenizer: Tokenizer) -> None:
         self.plan = plan
+        self.shape = shape
         self.step = 0
         self.num_tokens = 0
         self.losses: list[float] = []
-        torch.manual_seed(plan.seed)
-        self.model = Qwen3(shape)
+        self.model = shape.new_model(plan.seed)
+        self.weights = dict(self.model.named_parameters())
+        """By their names in a checkpoint."""
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._fill, self._stop = (id_of(tokenizer, token) for token in (END, STOP))
         self._optimizers = self._new_optimizers()
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        plan, weights = self.plan, self.model.weights
+        plan, weights = self.plan, self.weights
         matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed" not in name]
         others = [weight for name, weight in weights.items() if weight.ndim == 1 or "embed" in name]
         return [
@@ -122,19 +176,24 @@ class Training:
     def advance(self) -> float:
         """Take one step and return its loss per learned token."""
         if self.step == self.plan.fourth_phase:
-            for weight in self.model.weights.values():
+            for weight in self.weights.values():
                 weight.data.copy_(weight.data.bfloat16())
             self._optimizers = self._new_optimizers()
-        self.model.dtype = torch.float32 if self.step < NUM_RECORDED else torch.bfloat16
         batch = self._batch()
         num_learned = sum(sum(learned) for _, learned in batch)
         total = 0.0
-        for packed in pack(batch):
-            loss = self.model.loss(packed) / num_learned
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
+        for ids_BL, learned_BL in padded(batch, self._fill):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.step >= NUM_RECORDED):
+                logits_BLV = self.model(input_ids=ids_BL).logits
+            # what fills up comes after all that counts, so causal attention needs no mask
+            told_BL = learned_BL[:, 1:]
+            loss = functional.cross_entropy(
+                logits_BLV[:, :-1][told_BL].float(), ids_BL[:, 1:][told_BL], reduction="sum"
+            )
+            (loss / num_learned).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() / num_learned
         rate = self.plan.rate_at(self.step)
-        torch.nn.utils.clip_grad_norm_(self.model.weights.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         for optimizer, full in zip(self._optimizers, (self.plan.matrix_rate, self.plan.rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * rate
@@ -158,7 +217,7 @@ class Training:
         """Write everything needed to resume; a reader of *path* finds the old state or the new one."""
         state = self._described() | {
             "losses": self.losses,
-            "weights": {name: weight.data for name, weight in self.model.weights.items()},
+            "weights": {name: weight.data for name, weight in self.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         partial = path.with_suffix(".partial")
@@ -173,37 +232,20 @@ class Training:
         """
         state = torch.load(path, weights_only=True)
         seen = (state["shape"], state["corpus_version"], state["plan"] | {"steps": self.plan.steps})
-        expected = (asdict(self.model.shape), VERSION, asdict(self.plan))
+        expected = (asdict(self.shape), VERSION, asdict(self.plan))
         if seen != expected:
             raise ValueError(f"{path}: shape, corpus and plan are {seen}, expected {expected}; use another --out")
         self.step, self.num_tokens, self.losses = state["step"], state["num_tokens"], state["losses"]
-        for name, weight in self.model.weights.items():
+        for name, weight in self.weights.items():
             weight.data.copy_(state["weights"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-    def begin_with(self, checkpoint: Path) -> None:
-        """Begin with the fourth phase: *checkpoint* was written at its start.
-
-        Raises:
-            ValueError: It is of another shape, plan or step.
-        """
-        record = json.loads((checkpoint / RECORD_FILE).read_text())
-        plan = {name: value for name, value in asdict(self.plan).items() if name in record["plan"]}
-        seen = (record["shape"], record["step"], record["plan"] | {"steps": self.plan.steps})
-        expected = (asdict(self.model.shape), self.plan.fourth_phase, plan)
-        if seen != expected:
-            raise ValueError(f"{checkpoint}: shape, step and plan are {seen}, expected {expected}")
-        saved = load_file(checkpoint / "model.safetensors")
-        for name, weight in self.model.weights.items():
-            weight.data.copy_(saved[name])
-        self.step, self.num_tokens, self.losses = record["step"], record["num_tokens"], record["first_losses"]
 
     def _described(self) -> dict[str, Any]:
         return {
             "corpus_version": VERSION,
             "plan": asdict(self.plan),
-            "shape": asdict(self.model.shape),
+            "shape": asdict(self.shape),
             "step": self.step,
             "num_tokens": self.num_tokens,
         }
@@ -212,52 +254,28 @@ class Training:
         """Write the checkpoint to serve, in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
         write_tokenizer(self._tokenizer, folder)
-        _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
+        _write_json(folder / "config.json", self.shape.config() | {"eos_token_id": self._stop})
         generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "temperature": 0.0}
         _write_json(folder / "generation_config.json", generation)
         _write_json(folder / RECORD_FILE, self._described() | {"first_losses": self.losses[:NUM_RECORDED]})
-        weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.model.weights.items()}
+        weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def pack(batch: Sequence[tuple[list[int], list[bool]]]) -> Iterator[Packed]:
-    """Yield the conversations of *batch*, about `MICRO_TOKENS` at a time, the short ones first.
+def padded(batch: Sequence[tuple[list[int], list[bool]]], fill: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ids_BL and learned_BL of the conversations of *batch*, about MICRO_TOKENS at a time, the short ones first.
 
     A conversation sees itself alone, from position 0, as when it is served.
     """
-    by_length = sorted(batch, key=lambda each: len(each[0]))
-    group: list[tuple[list[int], list[bool]]] = []
-    for each in by_length:
-        group.append(each)
-        if sum(len(ids) for ids, _ in group) >= MICRO_TOKENS:
-            yield _packed(group)
-            group = []
-    if group:
-        yield _packed(group)
-
-
-def _packed(group: Sequence[tuple[list[int], list[bool]]]) -> Packed:
-    rows: list[Rows] = []
-    first, start = 0, 0
-    while first < len(group):
-        shortest = len(group[first][0])
-        last = first
-        while last < len(group) and len(group[last][0]) <= shortest * UNEVEN:
-            last += 1
-        lengths = torch.tensor([len(ids) for ids, _ in group[first:last]])
-        length = int(lengths.max())
-        columns_L = torch.arange(length)
-        starts_B = start + lengths.cumsum(0) - lengths
-        is_real_BL = columns_L < lengths[:, None]
-        tokens_BL = torch.where(is_real_BL, starts_B[:, None] + columns_L, starts_B[:, None])
-        rows.append(Rows(tokens_BL, is_real_BL.flatten().nonzero().flatten()))
-        first, start = last, start + int(lengths.sum())
-    return Packed(
-        tokens_T=torch.tensor([token for ids, _ in group for token in ids]),
-        positions_T=torch.cat([torch.arange(len(ids)) for ids, _ in group]),
-        rows=tuple(rows),
-        learned_N=torch.tensor([one for _, learned in group for one in learned]).nonzero().flatten(),
-    )
+    rest = sorted(batch, key=lambda each: len(each[0]))
+    while rest:
+        number = next((n for n in range(1, len(rest)) if n * len(rest[n - 1][0]) >= MICRO_TOKENS), len(rest))
+        group, rest = rest[:number], rest[number:]
+        length = len(group[-1][0])
+        yield (
+            torch.tensor([[*ids, *[fill] * (length - len(ids))] for ids, _ in group]),
+            torch.tensor([[*learned, *[False] * (length - len(learned))] for _, learned in group]),
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -265,9 +283,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = Plan()
     parser = argparse.ArgumentParser(prog="python -m ops.demo_model.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the state, the log and the checkpoint")
-    parser.add_argument(
-        "--begin-with", type=Path, help="checkpoint of the third phase's end; skips the first three phases"
-    )
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so many minutes; the next run resumes"
     )
@@ -281,8 +296,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if (given.out / STATE_FILE).exists():
         training.load(given.out / STATE_FILE)
-    elif given.begin_with:
-        training.begin_with(given.begin_with)
     _run(training, given.out, given.minutes, given.save_minutes, given.threads)
 
 

@@ -1,1 +1,1 @@
-"""Requests that have ended, in files: they outlive Redis. A format, a writer for archivers, a reader for everybody."""
+"""Ended requests in files, which outlive Redis. A format, a writer for archivers, a reader for all."""

@@ -1,4 +1,4 @@
-"""The id of an archive: all archivers of a namespace write to one folder, and it says which one it is."""
+"""The id of an archive: all archivers of a namespace write to one folder, which has an id."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipeline.process.private import make_private, open_ours
 
 ID_FILE: Final = "archive.json"
 ID_BYTES: Final = 1 << 16
-"""More of that file is not read."""
+"""Number of bytes of that file that are read."""
 ARCHIVE_VERSION: Final = 1
-"""The newest version of a folder that this code reads and writes."""
+"""Newest version of a folder that this code reads and writes."""
 
 
 def archive_id(folder: Path) -> str:
     """Return the id of the archive in *folder*; "" if there is none.
 
     Raises:
-        ConfigError: The folder, or what it holds, is no archive that this version reads.
+        ConfigError: The folder, or its content, is not an archive that this version reads.
     """
     try:
         with open(open_ours(folder / ID_FILE), "rb") as file:
@@ -49,7 +49,7 @@ def make_archive(folder: Path, namespace: str) -> str:
     """Make *folder* an archive, unless it is one, and return its id.
 
     Raises:
-        ConfigError: It cannot be one.
+        ConfigError: The folder cannot be an archive.
     """
     try:
         make_private(folder)

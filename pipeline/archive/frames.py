@@ -1,6 +1,6 @@
-"""Frames of Zstandard with recorded requests: packing them, and finding them in a file that may be damaged.
+"""Frames of Zstandard with recorded requests: packs them, and finds them in a file that may be damaged.
 
-Whatever a frame holds, no more than `MOST_TEXT_BYTES` of it are unpacked.
+No more than `MOST_TEXT_BYTES` of a frame are unpacked, whatever it holds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decod
 logger = structlog.get_logger()
 
 FRAME_BYTES: Final = 1 << 20
-"""A batch of more text than this becomes several frames, because a reader decompresses a whole one."""
+"""Size of text above which a batch becomes several frames, because a reader decompresses a whole frame."""
 MOST_TEXT_BYTES: Final = FRAME_BYTES + MOST_BYTES
-"""No frame of ours holds more text, so a frame that does is damaged: it is not unpacked further."""
+"""Largest text of a frame. A frame with more is damaged and is not unpacked further."""
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _CHUNK: Final = 1 << 10
-"""Zstandard makes at most 32 MiB of so many bytes at once."""
+"""Size of a read. Zstandard makes at most 32 MiB of so many bytes at once."""
 _LOOK: Final = 1 << 20
 _MOST_TRIES: Final = 100
-"""Places after a damage that look like the beginning of a frame."""
+"""Largest number of places after damage that are tried as the beginning of a frame."""
 
 
 def frames_of(recordings: Sequence[Recording]) -> Iterator[tuple[bytes, list[Recording]]]:
-    """Yield compressed frames, and the requests in each. One that no reader would read is left out."""
+    """Yield compressed frames, and the requests in each. A request that is too long for readers is left out."""
     text, inside = bytearray(), list[Recording]()
     for at, recording in enumerate(recordings, 1):
         line = encode_recording(recording)
@@ -43,7 +43,7 @@ def frames_of(recordings: Sequence[Recording]) -> Iterator[tuple[bytes, list[Rec
 
 
 def frames_in(file: BinaryIO, offset: int) -> Iterator[tuple[int, int, list[Recording]]]:
-    """Yield offset, size and requests of the whole frames from *offset* on, and of what is damaged between them."""
+    """Yield offset, size and requests of the whole frames from *offset* on, and of damaged parts between them."""
     while True:
         found = _frame_at(file, offset)
         if found is None:
@@ -56,9 +56,9 @@ def frames_in(file: BinaryIO, offset: int) -> Iterator[tuple[int, int, list[Reco
 
 
 def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None:
-    """Return the size of the frame at *offset* and what it holds; None if there is no whole one.
+    """Return the size of the frame at *offset* and its requests; None if there is no whole one.
 
-    A whole frame that this version cannot read, perhaps of a newer one, holds nothing.
+    A whole frame that this version cannot read, perhaps a newer one, has no requests.
     """
     file.seek(offset)
     frame, size, text = zstandard.ZstdDecompressor().decompressobj(), 0, bytearray()
@@ -81,7 +81,7 @@ def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None
 
 
 def only(frame: bytes, uids: Collection[str]) -> bytes:
-    """Return *frame* with nothing but the requests *uids*; b"" if it cannot be read."""
+    """Return *frame* with only the requests *uids*; b"" if it cannot be read."""
     try:
         kept = [line + b"\n" for line in lines_in(text_of(frame)) if decode_recording(line).uid in uids]
     except (zstandard.ZstdError, UnreadableRecording):
@@ -90,7 +90,7 @@ def only(frame: bytes, uids: Collection[str]) -> bytes:
 
 
 def text_of(frame: bytes) -> bytes:
-    """Return what *frame* holds. What it is to hold is known before it is unpacked. Raises ZstdError."""
+    """Return the text in *frame*. Its declared size is checked before it is unpacked. Raise ZstdError."""
     if (size := zstandard.frame_content_size(frame)) > MOST_TEXT_BYTES:
         raise zstandard.ZstdError(f"it would be {size:,} bytes, and at most {MOST_TEXT_BYTES:,} are unpacked")
     return zstandard.ZstdDecompressor().decompress(frame, max_output_size=MOST_TEXT_BYTES)
@@ -108,7 +108,7 @@ def lines_in(text: bytes) -> Iterator[bytes]:
 
 
 def _next_frame(file: BinaryIO, offset: int) -> int | None:
-    """Return where the next whole frame after *offset* begins. After too many tries, what is left counts as damaged."""
+    """Return where the next whole frame after *offset* begins. After too many tries, the rest counts as damaged."""
     num_tries, first = 0, offset + 1
     while True:
         file.seek(first)

@@ -1,4 +1,4 @@
-"""Finds requests in an archive by uid and by time. Any number of readers, on any machine that sees the folder."""
+"""Finds requests in an archive by uid and by time. Any number of readers, on any machine with the folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipeline.errors import ConfigError
 from pipeline.recording import Recording
 
 SKEW_S: Final = HOUR_S
-"""The clock that made a uid may be so far ahead of an archiver's."""
+"""Largest time by which the clock that made a uid is ahead of an archiver's."""
 LATE_S: Final = 12 * HOUR_S
-"""A list of the newest requests lacks those that were archived so long after they were made: imported ones."""
+"""Age at archiving above which a request, such as an imported one, is missing in a list of the newest ones."""
 MOST_HOURS: Final = 24
-"""A list of the newest requests reads the files of so many hours. More than LATE_S, so that it gets on."""
+"""Number of hours whose files a list of the newest requests reads. More than LATE_S, so that it gets on."""
 MOST_LINES: Final = 2000
-"""Requests of one file in such a list."""
+"""Number of requests of one file in such a list."""
 FRAMES_AT_ONCE: Final = 16
-"""So many frames are in memory at a time. Requests that ended together may have begun at different times."""
+"""Number of frames in memory at a time. Requests that ended together may have begun at different times."""
 _DRAWN: Final = re.compile("[0-9a-f]{12}")
 
 Where: TypeAlias = tuple[Volume, Place]
-"""Where a request is."""
+"""Volume and place of a request."""
 NOTHING_KNOWN: Final[Mapping[str, Where]] = {}
 
 
@@ -38,7 +38,7 @@ class Archive:
         self.folder = folder
 
     def find(self, uids: Sequence[str]) -> dict[str, Where]:
-        """Return where those of *uids* are that the archive has. Of several copies the one that ended last counts.
+        """Return where the archive has requests of *uids*. Of several copies the one that ended last is used.
 
         Raises:
             OSError: The folder cannot be read.
@@ -56,10 +56,10 @@ class Archive:
         return found
 
     def read(self, uids: Sequence[str], known: Mapping[str, Where] = NOTHING_KNOWN) -> dict[str, Recording]:
-        """Return those of *uids* that the archive has. Those that are *known* need no search.
+        """Return the requests of *uids* that the archive has. Those in *known* need no search.
 
         Raises:
-            ArchiveDamaged: One cannot be read.
+            ArchiveDamaged: A request cannot be read.
             OSError: The folder cannot be read.
         """
         try:
@@ -89,7 +89,7 @@ class Archive:
                 yield volume
 
     def copies(self, uids: Sequence[str] = ()) -> Iterator[Recording]:
-        """Yield every copy of each request; with *uids*, not those from before the oldest of these was made.
+        """Yield every copy of each request; with *uids*, without files from before the oldest of these was made.
 
         Raises:
             OSError: The folder cannot be read.
@@ -100,7 +100,7 @@ class Archive:
                 yield from volume.recordings()
 
     def located(self, since_ms: int, until_ms: int) -> dict[str, Where]:
-        """As `listed`, and where each of them is."""
+        """Return the same as `listed`, with the place of each request."""
         first = hour_of(max(0, since_ms - SKEW_S * 1000))
         found: dict[str, Where] = {}
         for volume in volumes(self.folder):
@@ -113,8 +113,8 @@ class Archive:
     def newest(self, before: str, most: int) -> tuple[dict[str, Where], str]:
         """Return the newest requests with smaller uids than *before*, the newest first, and a uid.
 
-        Nothing is left out from that uid on; below it there may be more. It is "" if there is not. The work is bounded:
-        there may be more than *most* requests, or fewer, or none. Those that came here late are not among them.
+        From that uid on, the result is complete; below it there may be more requests. It is "" if there are none. The
+        work is bounded: there may be more than *most* requests, or fewer, or none. Requests archived late are missing.
 
         Raises:
             OSError: The folder cannot be read.
@@ -143,7 +143,7 @@ class Archive:
         return {uid: found[uid] for uid in sorted(found, reverse=True) if uid >= floor}, floor
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield every request, in the order of their submits. Raises as `read` does."""
+        """Yield every request, in the order of their submits. Raise the errors of `read`."""
         known = self.located(0, 1 << 63)
         some, frames = list[str](), set[tuple[Volume, int]]()
         for uid, (volume, place) in known.items():
@@ -187,7 +187,7 @@ def open_archive(folder: str) -> Archive:
 
 
 def _first_hour(uid: str) -> str:
-    """Return the first hour in which *uid* may have been archived: it begins with the time at which it was made."""
+    """Return the first hour in which *uid* may have been archived: a uid begins with the time when it was made."""
     drawn = _DRAWN.match(uid)
     return hour_of(max(0, int(drawn[0], 16) - SKEW_S * 1000)) if drawn else ""
 

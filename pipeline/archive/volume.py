@@ -4,7 +4,7 @@
     <hour>-<slot>-<epoch>.index    `<uid> <made_ms> <ended_ms> <offset> <size>` for each request
 
 Offset and size are those of the frame. The frames are the truth: an index that is missing, damaged or short is made
-from them. Only who has the lock of the frames writes either file. Readers need no lock.
+from them. Only the holder of the frames' lock writes either file. Readers need no lock.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ FRAMES: Final = ".zst"
 INDEX: Final = ".index"
 HOUR_S: Final = 3600
 INDEX_BYTES: Final = 256 << 20
-"""A larger index is damaged: it would be that of three million requests, of one archiver and hour."""
+"""Size above which an index is damaged: three million requests, of one archiver and hour."""
 DAMAGED: Final = "-"
-"""Stands for a uid in the line of an index about bytes that are no frame."""
+"""Stands for a uid in an index line about bytes that are not a frame."""
 
 _NAME: Final = re.compile(r"([1-9][0-9]{3}(?:0[1-9]|1[0-2])[0-3][0-9][0-2][0-9])-([a-z]+-[0-9]+)-([0-9]{1,18})")
 _LINE: Final = re.compile(rb"(\S{1,64}) ([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,18}) ([0-9]{1,15})\n?")
 _UID: Final = re.compile(rb'"uid":"([^"]*)"')
-_HEAD_BYTES: Final = 200  # of a line, which have its uid
+_HEAD_BYTES: Final = 200  # the first bytes of a line, which have its uid
 _LAST_LINE: Final = 256
-"""Bytes at the end of an index that hold at least one line."""
+"""Number of bytes at the end of an index that hold at least one line."""
 
 
 class ArchiveDamaged(LogError):
-    """A file of the archive does not hold what its index says."""
+    """A file of the archive does not match its index."""
 
 
 class VolumeBusy(LogError):
@@ -61,7 +61,7 @@ class VolumeBusy(LogError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request is in its file."""
+    """The place of a request in its file."""
 
     uid: str
     made_ms: int
@@ -74,7 +74,7 @@ class Place:
 
 
 def parse_place(line: bytes) -> Place:
-    """Return what a line of an index says. Raises ArchiveDamaged if it is none."""
+    """Return the place in a line of an index. Raise ArchiveDamaged if it is not such a line."""
     found = _LINE.fullmatch(line)
     if found is None or not line.isascii():
         raise ArchiveDamaged(f"an index of the archive has the line {line[:200]!r}; remove its file, it is made again")
@@ -83,7 +83,7 @@ def parse_place(line: bytes) -> Place:
 
 
 def moments_of(recording: Recording) -> tuple[int, int]:
-    """Return when a request was submitted and when it ended, in ms of Redis' clock; 0 where it does not say."""
+    """Return when a request was submitted and when it ended, in ms of Redis' clock; 0: unknown."""
     first, last = (recording.entries[at].fields.get("ms", "") if recording.entries else "" for at in (0, -1))
     return _number(first), _number(last)
 
@@ -93,14 +93,14 @@ class Volume:
     """One file of an archive, with its index. Volumes are ordered by hour."""
 
     hour: str
-    """`YYYYMMDDHH`, UTC: when its requests were archived."""
+    """Hour when its requests were archived: `YYYYMMDDHH`, UTC."""
     slot: str
     epoch: int
     folder: Path
 
     @classmethod
     def now(cls, folder: Path, slot: str, epoch: int, now_s: float) -> Volume:
-        """Return the one to which the owner of a slot writes now."""
+        """Return the volume to which the owner of a slot writes now."""
         return cls(hour_of(now_s * 1000), slot, epoch, folder)
 
     @property
@@ -117,19 +117,19 @@ class Volume:
 
     @property
     def until_s(self) -> float:
-        """The end of its hour, in seconds since 1970."""
+        """End of its hour, in seconds since 1970."""
         year, *others = (int(self.hour[first:last]) for first, last in ((0, 4), (4, 6), (6, 8), (8, 10)))
         return calendar.timegm((year, *others, 0, 0)) + HOUR_S
 
     def num_bytes(self) -> int:
-        """Return how much disk it takes; 0 if it is gone."""
+        """Return its size on the disk; 0 if it is gone."""
         return sum(_size(path) for path in (self.frames, self.index))
 
-    # what readers do
+    # for readers
 
     def lines(self) -> bytes:
-        """Return the index of all whole frames; b"" if the file is gone, or is none of ours. What the file of the index
-        lacks is made."""
+        """Return the index of all whole frames; b"" if the file is gone, or is not ours. Lines that the index file
+        lacks are made."""
         try:
             return self._lines()
         except UnsafeFile as error:
@@ -137,10 +137,10 @@ class Volume:
             return b""
 
     def _lines(self) -> bytes:
-        """As `lines`. Raises UnsafeFile if the file is none of ours."""
+        """Return the same as `lines`. Raise UnsafeFile if the file is not ours."""
         lines, end = _trusted(self.index)
         try:
-            # Nearly always the index has all. There may be a thousand files, and opening each would take longest.
+            # Nearly always the index is complete. There may be a thousand files, and opening each would take longest.
             frames = os.lstat(f"{self.folder}/{self.name}{FRAMES}") if lines else None
             if frames is not None and frames.st_size == end and stat.S_ISREG(frames.st_mode):
                 return lines
@@ -153,7 +153,7 @@ class Volume:
             return b""
 
     def places(self, since_ms: int = 0, until_ms: int = 1 << 63) -> list[Place]:
-        """Return where every request is that the file holds, of those that were submitted then."""
+        """Return the places of all requests in the file that were submitted from *since_ms* to before *until_ms*."""
         places = map(parse_place, self.lines().splitlines())
         return [place for place in places if place.uid != DAMAGED and since_ms <= place.made_ms < until_ms]
 
@@ -161,7 +161,7 @@ class Volume:
         """Return the requests at *places*, which are all in one frame, by their uids.
 
         Raises:
-            ArchiveDamaged: One is not there.
+            ArchiveDamaged: A request is not there.
             FileNotFoundError: The file is gone.
         """
         first, wanted, found = places[0], {place.uid.encode() for place in places}, dict[str, Recording]()
@@ -179,20 +179,20 @@ class Volume:
         return found
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield all requests, also while the file is replaced; none of a frame that cannot be read."""
+        """Yield all requests, also while the file is replaced, except those of frames that cannot be read."""
         with contextlib.suppress(FileNotFoundError, UnsafeFile), open(open_ours(self.frames), "rb") as file:
             for _, _, inside in frames_in(file, 0):
                 yield from inside
 
-    # what writers do
+    # for writers
 
     @contextlib.contextmanager
     def locked(self, *, make: bool = False) -> Iterator[int]:
-        """Give the descriptor of the frames while nobody else writes to this volume.
+        """Yield the descriptor of the frames, locked against other writers of this volume.
 
         Raises:
-            VolumeBusy: Somebody else does.
-            FileNotFoundError: There is no such file, unless it is to *make*.
+            VolumeBusy: Another process holds the lock.
+            FileNotFoundError: There is no such file, and *make* is not set.
         """
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0)
         while True:
@@ -214,7 +214,7 @@ class Volume:
         """Write *recordings*: the frames, then their lines in the index. When this returns they are on the disk.
 
         Raises:
-            OSError: They are not written, and the file is as it was.
+            OSError: Nothing is written, and the file is as it was.
         """
         if not recordings:
             return
@@ -231,7 +231,7 @@ class Volume:
                 if not before:
                     sync_folder(self.folder)
             except OSError:
-                with contextlib.suppress(OSError):  # whoever writes next cuts it
+                with contextlib.suppress(OSError):  # the next writer cuts it
                     os.ftruncate(descriptor, before)
                 raise
             index = open_private(self.index, os.O_WRONLY | os.O_CREAT | os.O_APPEND, is_ours=True)
@@ -241,7 +241,7 @@ class Volume:
                 os.close(index)
 
     def mend(self) -> None:
-        """Cut a frame that was half written, and complete the index. Does nothing while another process writes.
+        """Cut a half-written frame, and complete the index. Do nothing while another process writes.
 
         Raises:
             OSError: The files cannot be written.
@@ -251,13 +251,13 @@ class Volume:
             self._drop_unfinished()
 
     def leave_out(self, uids: Collection[str]) -> int:
-        """Write the file anew without the requests *uids*; return how many there were.
+        """Rewrite the file without the requests *uids*; return how many there were.
 
-        A frame with one of them that cannot be read goes as a whole. Whenever this dies, the next call does the rest.
+        An unreadable frame with one of them is removed whole. If this dies at any point, the next call does the rest.
 
         Raises:
-            VolumeBusy: Another process writes to it.
-            OSError: It is as it was, or its index has to be made.
+            VolumeBusy: Another process writes to the file.
+            OSError: The file is as it was, or its index has to be made.
         """
         try:
             with self.locked() as descriptor:
@@ -274,11 +274,11 @@ class Volume:
             return 0
 
     def _write_anew(self, kept: Sequence[Place], spoilt: Collection[int]) -> None:
-        """Replace the file by one with the requests *kept*, of which some are in the *spoilt* frames."""
+        """Replace the file by one with the requests *kept*; some of them are in the *spoilt* frames."""
         new, lines, end = self.frames.with_name(f".{self.name}.new"), bytearray(), 0
         descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_ours=True)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # so that nobody writes to it before it has its index
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # no other process may write to it before it has its index
             for offset, places in groupby(kept, key=lambda place: place.offset):
                 inside = list(places)
                 frame = self._frame(inside[0])
@@ -291,7 +291,7 @@ class Volume:
                     end += len(frame)
             os.fsync(descriptor)
             failpoint("archive.before_replace")
-            # Without an index, readers make one of the frames, so it never names what the frames do not hold.
+            # Without an index, readers make one from the frames, so it never names what the frames do not hold.
             self.index.unlink(missing_ok=True)
             sync_folder(self.folder)
             failpoint("archive.without_index")
@@ -299,7 +299,7 @@ class Volume:
             sync_folder(self.folder)
             failpoint("archive.after_replace")
             replace(self.index, lines)
-        except OSError:  # it may be that the disk is full
+        except OSError:  # the disk may be full
             self._drop_unfinished()
             raise
         finally:
@@ -324,12 +324,12 @@ class Volume:
             self._drop_unfinished()
 
     def _drop_unfinished(self) -> None:
-        """Delete what those have left who died while they replaced a file. The caller has the lock."""
+        """Delete the files of processes that died while they replaced a file. The caller has the lock."""
         for path in self.folder.glob(f".{self.name}.*"):
             path.unlink(missing_ok=True)
 
     def _mend(self, descriptor: int, *, thorough: bool) -> int:
-        """Do what `mend` says; return the size of the frames. Unless *thorough*, look only at the end of the index."""
+        """Mend the file; return the size of the frames. Unless *thorough*, look only at the end of the index."""
         size = os.fstat(descriptor).st_size
         end = _trusted(self.index)[1] if thorough else _end_of(_tail(self.index))
         if end == size:
@@ -345,7 +345,7 @@ class Volume:
 
 
 def volumes(folder: Path) -> list[Volume]:
-    """Return the volumes in *folder*, by hour; none if there is no such folder."""
+    """Return the volumes in *folder*, by hour; [] if there is no such folder."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -356,12 +356,12 @@ def volumes(folder: Path) -> list[Volume]:
 
 
 def hour_of(ms: float) -> str:
-    """Return the hour of a moment as a volume's name begins."""
+    """Return the hour of a time, in the form of a volume's name."""
     return time.strftime("%Y%m%d%H", time.gmtime(ms / 1000))
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names of new files on the disk."""
+    """Write the names of new files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -383,7 +383,7 @@ def replace(path: Path, content: bytes | bytearray) -> None:
 
 
 def _scanned(file: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the lines of the index for the whole frames from *offset* on, and for what is damaged between them."""
+    """Yield the lines of the index for the whole frames from *offset* on, and for damaged parts between them."""
     for at, size, recordings in frames_in(file, offset):
         lines = (Place(recording.uid, *moments_of(recording), at, size).line() for recording in recordings)
         found = [line for line in lines if _LINE.fullmatch(line)]
@@ -391,8 +391,8 @@ def _scanned(file: BinaryIO, offset: int) -> Iterator[bytes]:
 
 
 def _trusted(path: Path) -> tuple[bytes, int]:
-    """Return the whole lines of an index, and the end of the last frame that they name; nothing of a damaged one, or
-    of one that is none of ours."""
+    """Return the whole lines of an index, and the end of the last frame that they name; nothing if it is damaged or not
+    ours."""
     try:
         with open(open_ours(path), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES:
@@ -424,7 +424,7 @@ def _say_refused(error: UnsafeFile) -> None:
 
 
 def _end_of(lines: bytes) -> int:
-    """Return the end of the frame that the last of *lines* names, 0 without any, and -1 if it is no whole line."""
+    """Return the end of the frame in the last of *lines*, 0 without any, and -1 if that is not a whole line."""
     if not lines:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""Writes requests into an archive, and removes old files. One writer for each owner of a slot of archivers.
+"""Writes requests into an archive, and removes old files. Each owner of an archiver's slot has one writer.
 
 Several archivers share a folder. Each appends to files of its own; any of them mends and removes the files of all.
 """
@@ -36,7 +36,7 @@ class Writer:
     def __init__(
         self, folder: Path, slot: str, epoch: int, *, max_bytes: int = 0, clock_s: Callable[[], float] = time.time
     ) -> None:
-        """With *max_bytes*, `tidy` removes the oldest files above it."""
+        """*max_bytes*: `tidy` removes the oldest files above this size; 0: no limit."""
         self.folder = folder
         self._archive = Archive(folder)
         self._slot, self._epoch = slot, epoch
@@ -44,7 +44,7 @@ class Writer:
         self._clock_s = clock_s
 
     def begin(self) -> None:
-        """Mend what others, who died, have left: cut half-written frames and complete indexes.
+        """Mend the files of dead archivers: cut half-written frames and complete indexes.
 
         Raises:
             ArchiveFull: The files cannot be written.
@@ -56,12 +56,12 @@ class Writer:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
 
     def write(self, recordings: Sequence[Recording]) -> int:
-        """Write those of *recordings* that are not there yet; return how many. All are on the disk when this returns.
+        """Write the *recordings* that are not in the archive yet; return how many. All are then on the disk.
 
         A request that ended again, because Redis had lost its end, is written again.
 
         Raises:
-            ArchiveFull: There is no room. None of them is written.
+            ArchiveFull: There is no room. Nothing is written.
         """
         try:
             there = self._archive.find([recording.uid for recording in recordings])
@@ -75,18 +75,18 @@ class Writer:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
 
     def forget(self, uids: Collection[str], report_progress: Callable[[], None] = lambda: None) -> int:
-        """Take all copies of *uids* out of the files of all archivers; return how many there were.
+        """Remove all copies of *uids* from the files of all archivers; return how many there were.
 
         *report_progress* is called before each file.
 
         Raises:
-            ArchiveFull: A file cannot be written anew.
-            VolumeBusy: Another process writes to one.
+            ArchiveFull: A file cannot be rewritten.
+            VolumeBusy: Another process writes to a file.
         """
         num_removed = 0
         try:
             for volume in self._archive.holding(uids, report_progress):
-                # It makes room in the end. Until then it may take half of what must stay free.
+                # Forgetting makes room in the end. Until then it may take half of what must stay free.
                 self._check_room(volume.num_bytes(), share=0.5)
                 num_removed += volume.leave_out(uids)
             return num_removed
@@ -94,8 +94,8 @@ class Writer:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
 
     def tidy(self, retain_s: float) -> list[str]:
-        """Remove the files that are older than *retain_s* (0: none is too old), and the oldest ones above the size that
-        the archive may have. Those of this hour stay. Return their names.
+        """Remove the files that are older than *retain_s* (0: none is too old), and the oldest ones above the archive's
+        largest size. Files of this hour stay. Return their names.
 
         Raises:
             ArchiveFull: A file cannot be removed.
@@ -111,7 +111,7 @@ class Writer:
                 if volume.until_s <= now_s and (is_old or is_too_much):
                     try:
                         volume.remove()
-                    except (VolumeBusy, UnsafeFile):  # the next time, then; what is none of ours stays
+                    except (VolumeBusy, UnsafeFile):  # the next time removes it; files that are not ours stay
                         continue
                     total -= sizes[volume]
                     removed.append(volume.name)
@@ -122,7 +122,7 @@ class Writer:
         return removed
 
     def num_bytes(self) -> int:
-        """Return how much disk the archive takes."""
+        """Return the size of the archive on the disk."""
         return sum(volume.num_bytes() for volume in volumes(self.folder))
 
     def _check_room(self, needed: int = 0, share: float = 1.0) -> None:

@@ -1,1 +1,1 @@
-"""What a stage may do to the log, and where the log is kept: in Redis or in memory."""
+"""The commits and reads of a stage, and where the log is kept: in Redis or in memory."""

@@ -1,7 +1,7 @@
-"""Where the log's Redis is, as in --redis-url, and the clients that connect to it. Knows no command of the log.
+"""The address of the log's Redis (--redis-url), and the clients that connect to it. Knows no command of the log.
 
 Beyond redis-py's URLs, a URL can name Sentinels to ask for the server, and files that hold passwords. A file is read at
-each connect, so a password can be changed while everything runs. An address is shown without its passwords.
+each connect, so a password can be changed while the processes run. An address is shown without its passwords.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Secret:
     password_file: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Return the options with which a client logs in; none without user and password."""
+        """Return the options with which a client logs in; {} without user and password."""
         return {"credential_provider": _Credentials(self)} if self != Secret() else {}
 
     def read(self) -> str:
@@ -60,7 +60,7 @@ class Secret:
 
 
 class _Credentials(CredentialProvider):
-    """redis-py asks this for user and password at each connect."""
+    """Returns user and password to redis-py at each connect."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
@@ -68,7 +68,7 @@ class _Credentials(CredentialProvider):
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         try:
             password = self._secret.read()
-        except (OSError, UnicodeDecodeError) as error:  # it was there at the start: perhaps it is being replaced
+        except (OSError, UnicodeDecodeError) as error:  # the file was there at the start: perhaps it is being replaced
             raise redis.exceptions.ConnectionError(f"password_file={self._secret.password_file}: {error}") from error
         return (self._secret.user, password) if self._secret.user else (password,)
 
@@ -83,10 +83,10 @@ class Address:
     shown: str
     """The URL without passwords: for logs, errors and people."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Hosts of the server, or of the Sentinels; none if it has a socket."""
+    """Hosts of the server, or of the Sentinels; empty if the server has a socket."""
     socket: str = ""
     service: str = ""
-    """The Sentinels' name of the server; empty without Sentinels."""
+    """Name of the server for the Sentinels; empty without Sentinels."""
     database: int = 0
     secret: Secret = Secret()
     sentinel_secret: Secret = Secret()
@@ -95,10 +95,10 @@ class Address:
     """Options of redis-py's SSL connections; None: no TLS."""
 
     def address_here(self) -> str:
-        """Return the IP address of this machine on the way to the (first) host; empty if the server has a socket.
+        """Return this machine's IP address on the route to the (first) host; empty if the server has a socket.
 
         Raises:
-            OSError: The host is not known, or there is no way to it.
+            OSError: The host is not known, or there is no route to it.
         """
         for host, port in self.hosts[:1]:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -114,7 +114,7 @@ class Address:
             return redis.Redis(retry=retry, **self._server(), **options)
         retries = {"retry": Retry(NoBackoff(), 0)}
         sentinel = _Sentinels(self.hosts, self._sentinel() | self._greeting(_ping) | retries)
-        # "No Sentinel answers" is an error of its own; the caller tries again.
+        # "No Sentinel answers" is an error of its own. Then the caller tries again.
         client = sentinel.master_for(self.service, retry=retry, **self._common(), **options)
         assert isinstance(client, redis.Redis)
         return client
@@ -203,7 +203,7 @@ def _no_master(service: str, num_sentinels: int) -> redis.sentinel.MasterNotFoun
 
 
 class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels, asked one after the other at each connect; the last that answered is asked first."""
+    """Sentinels, asked one after the other at each connect. The last one that answered is asked first."""
 
     def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
         super().__init__(())  # type: ignore[no-untyped-call]  # without clients, which several tasks would share
@@ -251,7 +251,7 @@ class _BoundedMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.as
 
 
 def parse_address(url: str) -> Address:
-    """Return the address that *url* means.
+    """Return the address of *url*.
 
     Raises:
         ConfigError: The URL is wrong, has an unknown option, or names a file that cannot be read. The message has no
@@ -306,7 +306,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.path:
         raise ValueError(f"{text!r}: must be host:port")
-    return parts.hostname, parts.port or default_port  # `port` raises ValueError for what is none
+    return parts.hostname, parts.port or default_port  # `port` raises ValueError for what is not a port
 
 
 def _database(text: str, option: int | None) -> int:
@@ -368,7 +368,7 @@ OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "sentinel_password": str,
     "sentinel_password_file": _file,
 }
-"""Options after the `?` of a URL, under redis-py's names where it has one."""
+"""Options after the `?` of a URL, under redis-py's names if it has one."""
 
 
 def _options(parts: SplitResult) -> dict[str, Any]:

@@ -22,13 +22,13 @@ logger = structlog.get_logger()
 
 CHECK_TIMEOUT_S = 5.0
 AGAIN_S = 0.5
-"""Pause between two questions to a server that is busy."""
+"""Pause between two questions to a busy server."""
 
 
 def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
     """Make sure that the Redis at *url* can hold the log, which may grow to *max_log_bytes*; 0: without a limit.
 
-    While it is busy, this waits.
+    Wait while the server is busy.
 
     Raises:
         ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, is full before the log
@@ -39,7 +39,7 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
     with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
         info = _info(client, address)
         _check_cluster(client, address, names)
-    # The Redis that it behaves like: any Valkey says 7.2.4.
+    # The Redis version that it is compatible with: every Valkey reports 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
         raise ConfigError(f"Redis {info['redis_version']} at {address.shown}: 6.2 or newer is needed; upgrade it")
@@ -71,9 +71,9 @@ def _info(client: redis.Redis, address: Address) -> dict[str, Any]:
 
 
 def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
-    """Ask for a key of the log: a node of a cluster that does not have it says which one does.
+    """Read a key of the log: a node of a cluster that does not have the key names the node that does.
 
-    Other errors are left to the workers, which wait for what passes.
+    Ignore other errors: the workers wait until those pass.
     """
     try:
         client.exists(names.live)
@@ -126,4 +126,4 @@ _TLS_REMEDIES: Final = {
     "CERTIFICATE_VERIFY_FAILED": "name the CA that signed the server's certificate: ?ssl_ca_certs=FILE",
     "WRONG_VERSION_NUMBER": "the server speaks no TLS at this port: use redis://",
 }
-"""Part of OpenSSL's error -> what to do. The first match counts."""
+"""Part of OpenSSL's error -> what to do. The first match is used."""

@@ -1,9 +1,9 @@
-"""Who sends operations to Redis: one driver for threads, one for asyncio. An error of redis-py becomes one of ours.
+"""Sends operations to Redis: one driver for threads, one for asyncio. An error of redis-py becomes one of ours.
 
-Each has two sets of connections. Operations that are safe to run twice go through the client that retries. Those that
-deliver entries, that block, or that build on what was committed before have connections of their own and are never sent
-again: a lost reply may have delivered entries, and behind a broken connection the log may be another one. Every token
-needs several of the second kind, so they keep their connections: redis-py's way through a pool takes longer than Redis.
+Each driver has two sets of connections. Operations that are safe to run twice go through the client that retries.
+Others have connections of their own and are never sent again. They deliver entries, block, or build on what was
+committed before: a lost reply may have delivered entries, and after a broken connection the log may be another one.
+Every token needs several of these, so they keep their connections: redis-py's pool takes longer than Redis.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from pipeline.log.repeated import Repeated, writer_of
 
 try:
     import hiredis
-except ImportError:  # redis-py does without it, too
+except ImportError:  # redis-py works without it, too
     hiredis = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
 COMMAND_TIMEOUT_S: Final = 3.0
-"""With the one retry of a synchronous command far below the watchdog's patience: an error is progress, too."""
+"""Timeout of a command. Even with the one retry it is far below the watchdog's patience: an error is progress, too."""
 LONGEST_WAIT_S: Final = LONGEST_BLOCK_MS / 1000 + 2
 FRESH_S: Final = 0.1
-"""A connection that had a reply so lately is not checked before it is used: it may break during any command."""
+"""Age of the last reply up to which a connection is used unchecked: it may break during any command."""
 
 
 def _raw(client: C) -> C:
-    """Return *client* without redis-py's own parsing of replies: an operation knows what it asked."""
+    """Return *client* without redis-py's own parsing of replies: each operation parses its reply."""
     client.response_callbacks.clear()
     return client
 
@@ -67,17 +67,17 @@ class Driver:
         self._retrying = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
         self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
         self._kept: redis.Connection | None = None
-        """The connection of `_once`, from its first use on."""
+        """Connection of `_once`, from its first use on."""
         self._replied_s = 0.0
-        """When it had its last reply."""
+        """Time of its last reply."""
 
     def close(self) -> None:
         self._retrying.close()
         self._once.close()
 
     def run(self, asked: Operation[T] | Steps[T]) -> T:
-        """Return what the reply to an operation means, or what several operations come to. Raises as the log does."""
-        if not isinstance(asked, Generator):  # as for each token
+        """Send an operation, or several in steps, and return the parsed result. Raise the errors of the log."""
+        if not isinstance(asked, Generator):  # the common case: each token has one
             return asked.parse(self._send(asked))
         steps, reply = asked, None
         while True:
@@ -135,12 +135,12 @@ class Driver:
 
 
 def _packed(connection: redis.Connection, words: Sequence[Any]) -> Sequence[bytes]:
-    """Return a command as Redis reads it, as redis-py does, which asks each of its words what it is."""
+    """Return a command in Redis' format. redis-py does the same, but more slowly: it checks the type of each word."""
     return connection.pack_command(*words) if hiredis is None else (hiredis.pack_command(tuple(words)),)
 
 
 def _check(connection: redis.Connection) -> None:
-    """Close *connection*, so that it connects again, if the server has closed it or sends what nobody has asked for."""
+    """Close *connection*, so that it connects again, if the server has closed it or sends unexpected data."""
     try:
         is_fit = not connection.can_read()
     except (errors.ConnectionError, OSError):
@@ -150,7 +150,7 @@ def _check(connection: redis.Connection) -> None:
 
 
 class AsyncDriver:
-    """Sends operations over connections of asyncio. Any number of tasks may share it."""
+    """Sends operations over connections of asyncio. Any number of tasks may share one driver."""
 
     def __init__(self, url: str) -> None:
         address = parse_address(url)
@@ -162,17 +162,17 @@ class AsyncDriver:
                 retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
             )
         )
-        # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
+        # With a timeout the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
         self._once = _raw(address.async_client(socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
         self._idle: list[redis.asyncio.Connection] = []
-        """The connections of `_once` that no task uses."""
+        """Connections of `_once` that no task uses."""
 
     async def close(self) -> None:
         await self._retrying.aclose(close_connection_pool=True)
         await self._once.aclose(close_connection_pool=True)
 
     async def run(self, asked: Operation[T] | Steps[T]) -> T:
-        """As Driver.run."""
+        """See Driver.run."""
         steps, reply = iter(asked), None
         while True:
             try:
@@ -206,7 +206,7 @@ class AsyncDriver:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[redis.asyncio.Connection]:
-        """Give an open connection of `_once` to one task."""
+        """Yield an open connection of `_once` for one task."""
         pool = self._once.connection_pool
         connection = self._idle.pop() if self._idle else await pool.get_connection()
         try:
@@ -217,10 +217,10 @@ class AsyncDriver:
             self._idle.append(connection)
 
     async def repeat(self, first: Words, then: Callable[[Any], Words | None]) -> None:
-        """Send the command *first*, and after each reply what *then* returns for it, until that is None.
+        """Send the command *first*, and after each reply the command that *then* returns for it, until that is None.
 
-        *then* is called as the bytes come and waits for nothing. Commands are sent once. Raises as the log does, and
-        what *then* raises.
+        *then* is called as the bytes come and must not wait. Commands are sent once. Raise the errors of the log, and
+        of *then*.
         """
         try:
             if not await self._repeat_at_once(first, then):
@@ -231,7 +231,7 @@ class AsyncDriver:
             raise await self._failed(error) from error
 
     async def _repeat_at_once(self, first: Words, then: Callable[[Any], Words | None]) -> bool:
-        """Do so without a task between the commands; return whether this is possible here."""
+        """Repeat without a task between the commands; return whether this is possible here."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(LONGEST_WAIT_S):
@@ -255,7 +255,7 @@ class AsyncDriver:
         return _without_missing(await pipe.execute(raise_on_error=False), batch)
 
     async def _failed(self, error: errors.RedisError) -> LogError:
-        """As Driver._failed; only idle connections are closed, because other tasks use the others."""
+        """See Driver._failed. Only idle connections are closed, because other tasks use the others."""
         translated = translate(error)
         if isinstance(translated, LogReadOnly):
             await self._retrying.connection_pool.disconnect(inuse_connections=False)
@@ -269,7 +269,7 @@ def _script_args(script: Script[Any]) -> list[str | int | bytes]:
 
 
 def _without_missing(replies: Sequence[Any], batch: Batch[Any]) -> list[Any]:
-    """Return the replies to a batch, with None for what it may miss; raise any other error among them."""
+    """Return the replies to a batch, with None for errors that the batch allows; raise any other error among them."""
     missing = ("NOGROUP", "WRONGTYPE") if batch.any_type else ("NOGROUP",)
     for reply in replies:
         if isinstance(reply, errors.RedisError) and not str(reply).startswith(missing):
@@ -278,13 +278,13 @@ def _without_missing(replies: Sequence[Any], batch: Batch[Any]) -> list[Any]:
 
 
 _IN_SCRIPT = re.compile(r"(Error running script \(call to \w+\): @user_script: ?\d+: )?(@user_script: ?\d+: -)?")
-"""Redis 6.2 puts this before an error inside a script, which makes each a plain ResponseError; 7 does not."""
+"""Text of Redis 6.2 before an error inside a script, which makes each a plain ResponseError; 7 has no such text."""
 
 _FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
-"""Servers say one of these when a script does what its user may not do; a forbidden script call itself is NOPERM."""
+"""Messages of servers when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
 _NOT_THERE = " connecting to "
-"""redis-py says this only when no connection was made. A refused password is a ConnectionError, too."""
+"""Text of redis-py's errors when no connection was made. A refused password is a ConnectionError, too."""
 
 _CODES: Final[Mapping[type[errors.RedisError], str]] = {
     errors.AskError: "ASK",
@@ -297,19 +297,19 @@ _CODES: Final[Mapping[type[errors.RedisError], str]] = {
     errors.ReadOnlyError: "READONLY",
     errors.TryAgainError: "TRYAGAIN",
 }
-"""redis-py has a class for each of these codes, and takes the code out of the text. It leaves other codes in there.
-Where a script of 6.2 passes an error on, and where redis-py does not read the reply, these are in there, too."""
+"""Codes that redis-py has a class for and removes from the text. Other codes stay in the text. So do these, where a
+script of 6.2 passes an error on, or where redis-py does not read the reply."""
 
 PASSING: Final = frozenset(
     {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOREPLICAS", "TRYAGAIN"}
 )
-"""Codes of what ends without us: who is told so waits and tries again."""
+"""Codes of errors that pass without us: the caller waits and tries again."""
 ELSEWHERE: Final = frozenset({"ASK", "MOVED"})
-"""Codes of a node of a cluster that does not have the log, or hands it over to another node just now."""
+"""Codes of a cluster node that does not have the log, or is handing it over to another node."""
 
 
 def code_of(error: errors.RedisError) -> tuple[str, str]:
-    """Return the code of an error reply, and what it says; of another error its first word, and all of it."""
+    """Return the code of an error reply, and its text; for another error its first word, and its text."""
     text = _IN_SCRIPT.sub("", str(error), count=1)
     if code := _CODES.get(type(error)):
         return code, f"{code} {text}"

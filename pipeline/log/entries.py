@@ -1,4 +1,4 @@
-"""What the commits write besides events under their own names, and how it reads: the same in Redis and in memory."""
+"""Content of the entries that commits write, besides events, and how to read it: the same in Redis and in memory."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ MINUTE_MS: Final = 60_000
 CONTROL_CAP: Final = 1000
 """MAXLEN ~ of `control`, and how many of its entries one commit reads; commits/*.lua have the same number."""
 BRIEF_MS: Final = 60_000
-"""For how long the history of a refused request is kept, unless the retention is shorter: a reply may be lost."""
+"""Time for which the history of a refused request is kept, unless the retention is shorter: a reply may be lost."""
 LARGE_ANSWER_BYTES: Final = 64 * 1024
-"""A history with a larger answer of a tokenizer is kept as briefly."""
+"""Size of a tokenizer's answer above which its history is kept as briefly."""
 DEAD_CAP: Final = 10_000
 """MAXLEN ~ of the dead letters."""
 COPY_TTL_MS: Final = 60_000
-"""For how long the copy of a stream that is purged waits. A run that stands still for longer begins again."""
+"""Lifetime of the copy of a stream that is being purged. A run that stands still for longer begins again."""
 JOURNAL_CAP: Final = 100_000
-"""MAXLEN ~ of a journal, whose bytes are bounded too. Each entry takes a little more than its bytes."""
+"""MAXLEN ~ of a journal, whose bytes are bounded, too. Each entry takes a little more than its bytes."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
-"""The copy of a history in a dead letter takes no more."""
+"""Largest size of the copy of a history in a dead letter."""
 LETTER_LABELS_BYTES: Final = 4096
-"""A letter without the first entry has its labels, which say whose the request was, unless they take more; end.lua has
-the same number."""
+"""Largest size of the labels in a letter without the first entry. They tell who sent the request. end.lua has the same
+number."""
 LONGEST_TIME: Final = 15
-"""Digits of a moment in milliseconds; more are no time."""
+"""Largest number of digits of a time in milliseconds."""
 LONGEST_REASON: Final = 300
-"""Characters of the reason why an entry could not be read."""
+"""Largest number of characters of the reason why an entry could not be read."""
 
 Skipped: TypeAlias = Callable[[str, str], None]
-"""Is told the id of an entry that was skipped, and why."""
+"""Called with the id of an entry that was skipped, and the reason."""
 
 
 def request_of(entry: Entry) -> tuple[str, str]:
     """Return uid and frontend of an entry of `submitted` or `tokenized`. Other fields have no effect.
 
     Raises:
-        UndecodableEvent: It has not both, or cannot be read at all; NewerVersion: it is of a newer version.
+        UndecodableEvent: One of both is missing, or the entry cannot be read; NewerVersion: it is of a newer version.
     """
     check_readable(entry.fields)
     uid, frontend = entry.fields.get("uid", ""), entry.fields.get("frontend")
@@ -73,13 +73,13 @@ def request_of(entry: Entry) -> tuple[str, str]:
 
 
 def burial_fields(inbox: Inbox, reason: str, uids: Sequence[str]) -> dict[str, str]:
-    """Return the fields of the dead letter of an entry that cannot be read; the commit adds moment and entry."""
+    """Return the fields of the dead letter of an entry that cannot be read; the commit adds time and entry."""
     uid = {"uid": uids[0]} if len(uids) == 1 else {}
     return uid | {"stage": inbox.group, "stream": inbox.stream, "deaths": "0", "error": reason}
 
 
 def letter_fields(dead: DeadLetter) -> dict[str, str]:
-    """Return the fields of a dead letter; the commit adds uid, moment and history."""
+    """Return the fields of a dead letter; the commit adds uid, time and history."""
     entry = orjson.dumps(dict(dead.entry)).decode()
     return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
 
@@ -87,9 +87,9 @@ def letter_fields(dead: DeadLetter) -> dict[str, str]:
 def kept_ms(
     event: TokensProduced | End | Mark, n: int, fields: Mapping[str, str] | Mapping[str, bytes], retention_ms: int
 ) -> int:
-    """Return for how long a history is kept that *event*, with these *fields*, seals after *n* tokens.
+    """Return the time for which a history is kept if *event*, with these *fields*, seals it after *n* tokens.
 
-    Refused requests and large answers of a tokenizer are kept briefly: they can be many, each as large as a body.
+    Refused requests and large answers of a tokenizer are kept briefly: there may be many, each as large as a body.
     """
     refused = isinstance(event, Failed) and 400 <= event.status < 500
     large = isinstance(event, Answered) and sum(map(len, fields.values())) > LARGE_ANSWER_BYTES
@@ -97,20 +97,20 @@ def kept_ms(
 
 
 def brief_ms(retention_ms: int) -> int:
-    """Return for how long a history is kept whose request was refused."""
+    """Return the time for which the history of a refused request is kept."""
     return min(retention_ms, BRIEF_MS)
 
 
 OneToken: TypeAlias = tuple[int, str, str]
-"""Token, text and step of an event that brings one token, and nothing else. Most events are one."""
+"""Token, text and step of an event that has one token, and nothing else. Most events are like this."""
 _OF_ONE_TOKEN: Final = frozenset(("kind", "count", "tokens", "text", "step"))
 """Fields that such an event may have."""
 
 
 def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes] | OneToken], dict[str, str]]:
-    """Return the fields of each of *events*, for its history, in UTF-8, and frontend -> its reply, in JSON.
+    """Return the fields of each of *events* for its history, in UTF-8, and frontend -> its reply, in JSON.
 
-    Clients do not hear of marks. An event is turned into plain values once, because this is the largest commit.
+    Marks are not sent to clients. Each event is turned into plain values only once, because this is the largest commit.
     """
     histories: list[dict[str, bytes] | OneToken] = []
     replies: dict[str, list[dict[str, Any]]] = {}
@@ -119,14 +119,14 @@ def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes] | 
             type(event) is TokensProduced
             and event.__pydantic_fields_set__ <= _OF_ONE_TOKEN
             and len(tokens := event.tokens) == event.count == 1
-        ):  # it takes a third of the time of those below
+        ):  # this takes a third of the time of the other branch
             text, step = event.text, event.step
             plain = {"kind": "tokens", "tokens": tokens, "text": text, "step": step}
             histories.append((tokens[0], text, step))
         else:
             plain = as_plain(event)
             histories.append(as_words(type(event), plain))
-            if not isinstance(event, TokensProduced) and isinstance(event, Mark):  # to ask for a union takes long
+            if not isinstance(event, TokensProduced) and isinstance(event, Mark):  # isinstance with a union takes long
                 continue
         reply = {"uid": uid, "id": entry_id, "n": n, "event": plain}
         if frontend in replies:
@@ -143,7 +143,7 @@ def words_of(one: OneToken) -> dict[str, bytes]:
 
 
 def made_ms_of(step: Entry) -> int:
-    """Return when a step was computed, or else committed, in ms of Redis' clock; 0 if its entry does not say that."""
+    """Return the time when a step was computed, or else committed, in ms of Redis' clock; 0: its entry has neither."""
     made, committed = step.fields.get("made_ms", "0"), step.fields.get("ms", "")
     made_ms = int(made) if made.isdecimal() and len(made) <= LONGEST_TIME else 0
     ms = int(committed) if committed.isdecimal() and len(committed) <= LONGEST_TIME else 0
@@ -161,7 +161,7 @@ def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequenc
 
 
 def is_tombstone(history: Sequence[Entry]) -> bool:
-    """Return whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
+    """Return whether *history*, read from its start, is the tombstone of an erased request: only an end."""
     return len(history) == 1 and history[0].id == SEAL
 
 
@@ -171,22 +171,22 @@ def say_skipped(entry_id: str, error: str) -> None:
 
 
 def replies_of(entries: Sequence[Entry], skipped: Skipped = say_skipped) -> list[Reply]:
-    """Return what entries of a replies stream say: a list in JSON from `produced`, plain fields from `end`.
+    """Return the replies in entries of a replies stream: a list in JSON from `produced`, plain fields from `end`.
 
-    An entry that says something else is skipped: `skipped` is called once with its id and the reason.
+    Skip an entry that has something else: call `skipped` once with its id and the reason.
     """
     replies: list[Reply] = []
     for entry in entries:
         try:
             check_readable(entry.fields)
             replies += _said(entry.fields["events"]) if "events" in entry.fields else [_end_said(entry.fields)]
-        except Exception as error:  # whatever it holds
+        except Exception as error:  # whatever the entry holds
             skipped(entry.id, clipped(repr(error)))
     return replies
 
 
 def told_of(pairs: Sequence[Any], skipped: Skipped = say_skipped) -> list[Reply]:
-    """As `replies_of`, for entries as Redis sends them. There is one for every step, so no Entry is made of it."""
+    """Return replies as `replies_of` does, from Redis' raw pairs. There is one for every step, so no Entry is made."""
     replies: list[Reply] = []
     for pair in pairs:
         said = _said_in_bytes(pair[1])
@@ -195,8 +195,8 @@ def told_of(pairs: Sequence[Any], skipped: Skipped = say_skipped) -> list[Reply]
 
 
 def _said_in_bytes(parts: Sequence[bytes] | None) -> list[Reply] | None:
-    """Return what the fields of an entry by `produced` say; None if it is another one or cannot be read, and
-    `replies_of` says why."""
+    """Return the replies in the raw fields of an entry by `produced`; None if it is another entry or cannot be read:
+    then `replies_of` finds the reason."""
     if not parts or len(parts) != 2 or parts[0] != b"events":
         return None
     try:
@@ -206,7 +206,7 @@ def _said_in_bytes(parts: Sequence[bytes] | None) -> list[Reply] | None:
 
 
 def clipped(text: str) -> str:
-    """Return *text* in one line, not too long for a log line or for a client."""
+    """Return *text* in one line, short enough for a log line or a client."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}.."
 
@@ -233,11 +233,11 @@ def _end_said(entry: Mapping[str, str]) -> Reply:
 _REPLY_EVENTS: TypeAdapter[list[TokensProduced | End]] = TypeAdapter(
     list[Annotated[TokensProduced | End, Field(discriminator="kind")]]
 )
-"""Of a whole step: a call for each event would take half as long again."""
+"""Validates the events of a whole step: a call for each event would take half as long again."""
 
 
 def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
-    """Return the copy of a history that a dead letter holds: the first entry, then as many of the last as fit.
+    """Return the copy of a history for a dead letter: the first entry, then as many of the last ones as fit.
 
     In Redis, end.lua makes it.
     """

@@ -18,30 +18,30 @@ from pipeline.names import ARCHIVE, Names, base_uid
 
 
 def ended_inbox(names: Names) -> Inbox:
-    """Return the stream of what has ended, and the group of the archivers."""
+    """Return the stream of ended requests, and the group of the archivers."""
     return Inbox(names.ended, ARCHIVE)
 
 
 class ArchiverLog(StreamLog, Protocol):
-    """The log as archivers use it."""
+    """The log for archivers."""
 
     def open_archive(self, archive_id: str) -> str:
-        """Have the commits that end requests name them in `ended` from now on.
+        """Let the commits that end requests append their uids to `ended` from now on.
 
-        Return the id of the archive that the namespace has: *archive_id*, unless it has another one.
+        Return the id of the namespace's archive: *archive_id*, unless it already has another one.
         """
 
     def close_archive(self) -> bool:
-        """Undo that, and drop what waits in `ended`. False if the namespace has no archive."""
+        """Undo `open_archive`, and drop the entries of `ended`. Return False if the namespace has no archive."""
 
     def archived(self, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> None:
-        """Consume *entries* of `ended`, and those whose requests are *lost*, which are counted. Raises Fenced."""
+        """Consume *entries* of `ended`, and *lost* ones whose histories expired, which are counted. Raise Fenced."""
 
     def num_unarchived(self) -> int:
-        """Return how many requests expired before an archiver had read them."""
+        """Return how many requests expired before an archiver read them."""
 
     def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
-        """Return how the histories begin that are there; of a request that was erased, its tombstone."""
+        """Return the first entries of the histories that exist; for an erased request, its tombstone."""
 
 
 FORGETTING: Final = "forgetting"

@@ -1,14 +1,14 @@
-"""The journal of an engine: its last steps, with what its schedule was given. How a step is written, and read again.
+"""The journal of an engine: its last steps, with the inputs of its schedule. How a step is written and read.
 
 An entry has the id of its step, `<epoch>-<step>`. Its fields are those of StepCompleted, but for the rows:
 
 | field | |
 |---|---|
-| `tokens` | the tokens of the rows that made one, in order |
+| `tokens` | the tokens of the rows that have one, in order |
 | `rows` | `<n>:<uid>` of each; left out if they are those of the step before that go on, each with its next token |
-| `ends`, `pieces` | index of a row -> its end; -> its prefill chunks, where there were some |
+| `ends`, `pieces` | index of a row -> its end; -> its prefill chunks, if there are any |
 | `events` | the other rows |
-| `bytes` | the commit adds it: how many bytes were written to the journal up to here |
+| `bytes` | added by the commit: how many bytes were written to the journal so far |
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipeline.log.protocol import Entry
 from pipeline.names import base_uid, parse_id
 
 AS_IT_IS: Final = ("ms", "made_ms", "released", "figures", "inputs", "chunks", "schedule")
-"""Fields of a step that are written as they are."""
+"""Fields of a step that are copied unchanged."""
 
 
 class Row(NamedTuple):
-    """A row that made a token."""
+    """A row with a token."""
 
     uid: str
     n: int
@@ -42,14 +42,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JournalStep:
-    """A step as the journal has it."""
+    """A step in the journal."""
 
     epoch: int
     number: int
     ms: int
-    """The moment of its commit, Redis' clock."""
+    """Time of its commit, by Redis' clock."""
     rows: tuple[Row, ...]
-    """None of them has log-probabilities."""
+    """Rows with tokens, without log-probabilities."""
     events: tuple[EventRow, ...]
     released: tuple[str, ...]
     figures: StepStats
@@ -65,7 +65,7 @@ class JournalStep:
 
     @property
     def made_ms(self) -> int:
-        """When it was computed, Redis' clock; older journals say when it was committed."""
+        """Time when it was computed, by Redis' clock; in older journals, when it was committed."""
         return min(self.said_made_ms or self.ms, self.ms)
 
 
@@ -75,7 +75,7 @@ class JournalWriter:
     def __init__(self) -> None:
         self._last = (0, 0)
         self._following: tuple[list[str], list[int]] = ([], [])
-        """Uids and numbers of the next step's tokens, if nothing happens."""
+        """Uids and numbers of the tokens that are expected in the next step."""
 
     def fields(self, entry: Entry, step: StepCompleted) -> dict[str, str]:
         """Return the journal's entry of *step*, which came as *entry*."""
@@ -109,7 +109,7 @@ class JournalReader:
         self._following = list[tuple[int, str]]()
 
     def steps(self, entries: Iterable[Entry]) -> Iterator[JournalStep]:
-        """Yield the steps of the next *entries*; at first those whose rows can be told.
+        """Yield the steps of the next *entries*, from the first one on whose rows are known.
 
         Raises:
             UndecodableEvent: An entry does not decode.
@@ -130,7 +130,7 @@ class JournalReader:
 
 
 def steps(entries: Iterable[Entry]) -> Iterator[JournalStep]:
-    """Yield the steps of a journal, from the first one on whose rows can be told.
+    """Yield the steps of a journal, from the first one on whose rows are known.
 
     Raises:
         UndecodableEvent: An entry does not decode.
@@ -139,24 +139,24 @@ def steps(entries: Iterable[Entry]) -> Iterator[JournalStep]:
 
 
 class Mentions:
-    """Finds the entries of a journal that are about some requests, and those of which nobody can tell what they are
-    about. It is asked about all entries, in their order.
+    """Finds the entries of a journal that are about some requests, or whose requests are unknown. `has` must be called
+    with all entries, in their order.
     """
 
     def __init__(self, bases: Collection[str], uids_in: Callable[[Iterable[str]], set[str]]) -> None:
-        """*bases* are the base uids of the requests, which begin with the moment of their making; *uids_in* finds base
-        uids in texts.
+        """*bases*: base uids of the requests; they begin with the time when the requests were made. *uids_in* finds
+        base uids in texts.
         """
         self._made_ms = min((int(base[:12], 16) for base in bases if uids_in([base])), default=0)
         self._bases, self._uids_in = frozenset(bases), uids_in
         self._last = (0, 0)
         self._following: list[str] | None = None
-        """Whose tokens the next step has, if nothing happens; None: nobody can tell."""
+        """Uids whose tokens are expected in the next step; None: unknown."""
         self._has_begun = False
 
     def has(self, entry: Entry) -> bool:
         before, self._last = self._last, parse_id(entry.id)
-        if before == (0, 0):  # what a journal that begins later had of them may have been deleted, and not their pages
+        if before == (0, 0):  # if the journal begins later, their steps may have been deleted, but not their pages
             self._has_begun = _moment(entry) >= self._made_ms
         follows = self._last == (before[0], before[1] + 1)
         rows = entry.fields.get("rows")
@@ -213,13 +213,13 @@ def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple
 
 
 def _moment(entry: Entry) -> float:
-    """Return when a step was committed, in ms of Redis' clock; if it does not say that, later than everything."""
+    """Return the time when a step was committed, in ms of Redis' clock; infinity if its entry has none."""
     said = entry.fields.get("ms", "")
     return int(said) if said.isdecimal() else math.inf
 
 
 def _loaded(fields: Mapping[str, str], *names: str, default: Any) -> Any:
-    """Return the value of the first of *names* that is there: a field, and what older journals call it."""
+    """Return the value of the first of *names* that exists: a field, and its name in older journals."""
     return next((orjson.loads(fields[name]) for name in names if name in fields), default)
 
 

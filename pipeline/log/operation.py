@@ -1,4 +1,4 @@
-"""What can be asked of Redis, as values: a script, a command or a batch of commands, and what the reply means.
+"""Operations of Redis as values: a script, a command or a batch of commands, and the function that parses the reply.
 
 Knows no connection. `pipeline.log.drivers` sends an operation, for threads or for asyncio.
 """
@@ -21,7 +21,7 @@ Words: TypeAlias = Sequence[str | int | bytes]
 
 
 class LogContext(Protocol):
-    """The log that an operation is for."""
+    """The log of an operation."""
 
     names: Names
     limits: RequestLimits
@@ -29,15 +29,15 @@ class LogContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Script(Generic[T]):
-    """A commit: the script of this name in commits/, its keys and arguments, and what its reply means."""
+    """A commit: its script in commits/, the keys and arguments, and the function that parses its reply."""
 
     name: str
     keys: Sequence[str]
     args: Words
     parse: Callable[[Any], T]
     once: bool = False
-    """Never sent again after a broken connection: the script delivers entries, which `pending` finds, or it builds on
-    what was committed before. The others are safe to run twice."""
+    """Whether it is never sent again after a broken connection: it delivers entries, which `pending` finds, or builds
+    on earlier commits. The others are safe to run twice."""
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))
@@ -45,13 +45,13 @@ class Script(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[T]):
-    """One command, and what its reply means."""
+    """One command, and the function that parses its reply."""
 
     words: Words
     parse: Callable[[Any], T]
     once: bool = False
-    """Never sent again, because the command delivers entries, or blocks, or its caller asks again soon anyway. It has a
-    connection of its own, which is kept: that takes half of the time."""
+    """Whether it is never sent again: it delivers entries, or blocks, or its caller asks again soon anyway. It has a
+    connection of its own, which is kept: that halves its time."""
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))
@@ -59,12 +59,12 @@ class Command(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """Reads that are sent in one piece, and what their replies mean. The reply is None where a group is missing."""
+    """Reads that are sent together, and the function that parses the replies. A reply is None if a group is missing."""
 
     commands: Sequence[Words]
     parse: Callable[[list[Any]], T]
     any_type: bool = False
-    """The reply is None also where a key is of another type: one history that is none must not hide all others."""
+    """Whether a reply is None also if a key is of another type: one wrong key must not hide all other histories."""
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))
@@ -72,27 +72,26 @@ class Batch(Generic[T]):
 
 Operation: TypeAlias = Script[T] | Command[T] | Batch[T]
 Steps: TypeAlias = Generator[Operation[Any], Any, T]
-"""Several operations, of which a later one depends on the reply to an earlier one. `yield from` an operation gives what
-its reply means."""
+"""Several operations that depend on the replies to earlier ones. `yield from` an operation returns its parsed reply."""
 
 
 @functools.cache
 def script_text(name: str) -> str:
-    """Return the Lua text of a commit. The functions that the commits share come first."""
+    """Return the Lua text of a commit. It begins with the functions that the commits share."""
     folder = resources.files("pipeline.log") / "commits"
     return (folder / "lib.lua").read_text() + (folder / f"{name}.lua").read_text()
 
 
 @functools.cache
 def script_sha(name: str) -> str:
-    """Return the hash by which EVALSHA knows the script."""
+    """Return the hash of the script for EVALSHA."""
     return hashlib.sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
 def blocking(block_ms: int) -> list[str | int]:
-    """Return the words that make a read wait. There are none for 0, which Redis takes as forever."""
+    """Return the words that make a read wait. There are none for 0, because Redis would wait forever."""
     return ["BLOCK", min(block_ms, LONGEST_BLOCK_MS)] if block_ms > 0 else []
 
 
 LONGEST_BLOCK_MS = 2000
-"""No read waits longer, so that a stop, a lost group or a deleted stream is noticed soon."""
+"""Longest wait of a read, so that a stop, a lost group or a deleted stream is noticed soon."""

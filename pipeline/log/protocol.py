@@ -1,7 +1,7 @@
-"""StreamLog: all that a stage can do with the log. Its methods are commits and reads; there is no plain append.
+"""StreamLog: everything that a stage can do with the log. Its methods are commits and reads; there is no plain append.
 
-Knows the shapes of arguments and results, and nothing of Redis. `redis.RedisLog` and `memory.MemoryLog` implement it
-and pass one contract suite (tests/pipeline/log/contract).
+Knows the types of arguments and results, and not Redis. `redis.RedisLog` and `memory.MemoryLog` implement it and pass
+one contract suite (tests/pipeline/log/contract).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pipeline.serving import Served, Serving
 
 
 class Submission(Enum):
-    """What became of a submit."""
+    """Outcome of a submit."""
 
     ACCEPTED = "ACCEPTED"
     DUPLICATE = "DUPLICATE"
-    """The uid was submitted before: an earlier try had got through."""
+    """The uid was submitted before: an earlier try had succeeded."""
     BUSY = "BUSY"
-    """Not all of them may wait beside those that wait already: --max-queued-requests."""
+    """Too many requests would wait with these: --max-queued-requests."""
     FULL = "FULL"
-    """The log would hold more bytes than it may: --max-log-bytes. The frontend knows that, the log does not."""
+    """The log would hold more bytes than allowed: --max-log-bytes. The frontend checks that, not the log."""
     ATTACH = "ATTACH"
-    """Another request has the idempotency key: the client means that one."""
+    """Another request has the idempotency key and the same body: the client means that one."""
     MISMATCH = "MISMATCH"
-    """Another request has the idempotency key, but its body is another."""
+    """Another request has the idempotency key, but another body."""
     GONE = "GONE"
-    """The dead letter that it sends again is not there: somebody else has sent it again, or dropped it."""
+    """The dead letter to send again does not exist: another client has sent it again, or dropped it."""
     TOO_FAST = "TOO_FAST"
     """The API key has used up its requests of this minute."""
     TOO_MANY = "TOO_MANY"
-    """As many requests of the API key run as may."""
+    """The API key has as many running requests as it may."""
     TOO_MUCH = "TOO_MUCH"
     """The API key has used up its share of the log."""
 
@@ -47,57 +47,57 @@ class Once:
     """An idempotency key. Submits with the same key and the same body are one request."""
 
     key: str
-    """The hash of the client's key and its scope."""
+    """Hash of the client's key and its scope."""
     digest: str
-    """The hash of the body; without a colon."""
+    """Hash of the body; without a colon."""
     instead_of: str = ""
-    """The uid that may lose the key, because its request is gone or ended in vain; the base uid of siblings."""
+    """Uid that may lose the key, because its request is gone or failed; the base uid of siblings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How much an API key may submit; 0 is no limit."""
+    """Limits of what an API key may submit; 0: no limit."""
 
     key: str
-    """The hash of an API key."""
+    """Hash of an API key."""
     requests_per_minute: int = 0
-    """Accepted submits in each minute of the log's clock; siblings count as one."""
+    """Largest number of accepted submits in each minute of the log's clock; siblings count as one."""
     concurrent_requests: int = 0
-    """Accepted requests that have not ended; siblings count each. Siblings are accepted where one request would be,
-    because more than may run at once could never be accepted otherwise."""
+    """Largest number of accepted requests that have not ended; siblings count each. Siblings are accepted where one
+    request would be, because more than may run at once could never be accepted otherwise."""
     log_bytes: int = 0
-    """Bytes of accepted requests within the retention, as `shared.submitted_bytes` counts them. The submit that reaches
-    the limit is still accepted, because one above it could never be accepted otherwise."""
+    """Largest size of accepted requests within the retention, as `shared.submitted_bytes` counts it. The submit that
+    reaches the limit is still accepted, because one above it could never be accepted otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitResult:
-    """What became of a submit, and of which request it says so."""
+    """Outcome of a submit, and its request."""
 
     submission: Submission
     uid: str
-    """The request that has the idempotency key, else the submitted one; the base uid of siblings."""
+    """Request that has the idempotency key, else the submitted one; the base uid of siblings."""
     again_ms: int = 0
-    """With TOO_FAST: how long the minute still lasts. With TOO_MUCH: how long until the key is below its share."""
+    """With TOO_FAST: time left of the minute. With TOO_MUCH: time until the key is below its share."""
     used_bytes: int = 0
-    """With TOO_MUCH: how much of the log the key has used."""
+    """With TOO_MUCH: size of the key's part of the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What holds for every request of a process. A log gets it when it is made."""
+    """Limits of every request of a process. A log gets them when it is made."""
 
     timeout_s: float = 600.0
     """Time from submit to deadline."""
     retention_s: float = 900.0
     """Time for which an ended history is kept; `entries.kept_ms` has the exceptions."""
     max_queued: int = 1024
-    """Most requests that wait, which no engine has taken; a submit beyond that is BUSY."""
+    """Largest number of requests that no engine has taken; a submit beyond that is BUSY."""
     drops_ended: bool = True
     """Whether commits drop entries of `ended` that are older than the retention, because their histories are gone.
     Tools do not: they do not know the server's retention."""
     journal_bytes: int = 0
-    """Most bytes of the journal of one engine; 0: none is written."""
+    """Largest size of the journal of one engine; 0: none is written."""
 
     @property
     def timeout_ms(self) -> int:
@@ -109,7 +109,7 @@ class RequestLimits:
 
     @property
     def ended_ms(self) -> int:
-        """The age at which commits drop entries of `ended`; 0: at none."""
+        """Age at which commits drop entries of `ended`; 0: never."""
         return self.retention_ms if self.drops_ended else 0
 
 
@@ -145,13 +145,13 @@ class Inbox:
 
 
 GUEST = "guest-"
-"""A nonce that begins so is a guest's: an owner that looks after a slot while its worker is away."""
+"""Beginning of a guest's nonce. A guest is an owner that looks after a slot while its worker is away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who may write for a slot. Once the slot has a later owner, with a larger epoch, Redis refuses the commits of this
-    one (the fence)."""
+    """The holder of a slot, who may write for it. Once the slot has a later owner, with a larger epoch, Redis refuses
+    the commits of this one (the fence)."""
 
     slot: str
     epoch: int
@@ -168,11 +168,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What `take` brought, and how to wait for more."""
+    """Result of `take`, with the cursors for `wait`."""
 
     entries: tuple[Entry, ...]
     cursor: str
-    """The last id of `tokenized` that was delivered to any engine; `wait` waits for what comes after it."""
+    """Last id of `tokenized` that was delivered to any engine; `wait` waits for what comes after it."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
@@ -182,19 +182,19 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """What the engine learns from the commit of a step."""
+    """Reply to the commit of a step."""
 
     steps_length: int
-    """How many steps wait for the detokenizer."""
+    """Number of steps that wait for the detokenizer."""
     newest: str
-    """Id of the newest entry of `tokenized`, or `0-0`: `take` could bring nothing newer."""
+    """Id of the newest entry of `tokenized`, or `0-0`: `take` could return nothing newer."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
     flush: str
-    """As in Taken."""
+    """See Taken."""
     ms: int
-    """When it was done, by Redis' clock."""
+    """Time of the commit, by Redis' clock."""
 
 
 class Produced(NamedTuple):
@@ -205,29 +205,29 @@ class Produced(NamedTuple):
 
     uid: str
     entry_id: str
-    """The explicit id in the history; `names.SEAL` for an end."""
+    """Explicit id in the history; `names.SEAL` for an end."""
     n: int
     event: TokensProduced | End | Mark
     frontend: str
     tell_engine: bool = False
-    """The engine does not know of this end yet, so `control` must say it."""
+    """Whether `control` must tell the engine about this end, which it does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What is kept of a request that killed its worker several times; the commit adds a copy of its history."""
+    """A request that killed its worker several times. The commit adds a copy of its history."""
 
     stage: str
-    """The stage of the worker."""
+    """Stage of the worker."""
     entry: Mapping[str, str]
     """Fields of the entry that the worker had read."""
     deaths: int
     error: str
-    """What is known about the last death."""
+    """Error of the last death, as far as it is known."""
 
 
 class Reply(NamedTuple):
-    """An event as a frontend hears it. After a gap, `n - count` is not the n of the reply before."""
+    """An event that a frontend receives. After a gap, `n - count` is not the n of the reply before."""
 
     uid: str
     entry_id: str
@@ -240,52 +240,52 @@ class Lease:
     """A slot's lease at one moment."""
 
     holder: str
-    """The owner that holds it; empty if nobody does."""
+    """Owner that holds it; empty if it is free."""
     ttl_ms: int
 
     @property
     def is_free(self) -> bool:
-        """Whether a worker may take it: nobody holds it, or a guest does."""
+        """Whether a worker may take it: it has no holder, or a guest holds it."""
         return not self.holder or f":{GUEST}" in self.holder
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much work one stream holds. Consumed entries are deleted, so every entry is work."""
+    """Amount of work in one stream. Consumed entries are deleted, so every entry is work."""
 
     length: int
-    """Entries that wait or are being worked on."""
+    """Number of entries that wait or are being worked on."""
     pending: int
-    """Entries that a consumer has read."""
+    """Number of entries that a consumer has read."""
 
     @property
     def lag(self) -> int:
-        """Entries that no consumer has read. Redis 6.2 does not say it; 7 does not once an unread entry was deleted."""
+        """Number of unread entries. Redis 6.2 does not know it; 7 loses it once an unread entry was deleted."""
         return max(self.length - self.pending, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How much the log holds."""
+    """Amount of work and data in the log."""
 
     submitted: Depth
     tokenized: Depth
     steps: Mapping[str, Depth]
-    """By engine, for every engine that has or had a detokenizer."""
+    """Depth by engine, for every engine that has or had a detokenizer."""
     num_dead: int
-    """Dead letters."""
+    """Number of dead letters."""
     num_live: int
-    """Requests that have not ended."""
+    """Number of requests that have not ended."""
 
 
 Journalled: TypeAlias = Sequence[Mapping[str, str]]
-"""Steps as the journal keeps them (`pipeline.log.journal`), one for each entry; none: they are not kept."""
+"""Steps in the journal's format (`pipeline.log.journal`), one for each entry; none: they are not kept."""
 
 
 class StreamLog(Protocol):
-    """The log as stages use it. `False` from a commit means that it was done before.
+    """The log for stages. `False` from a commit means that it was done before.
 
-    A commit is safe to run twice. Where it is not, its operation says `once`, and it is never sent again.
+    A commit is safe to run twice. If it is not, its operation sets `once`, and it is never sent again.
 
     Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
     """
@@ -304,15 +304,15 @@ class StreamLog(Protocol):
         quota: Quota | None = None,
         letter: str = "",
     ) -> SubmitResult:
-        """Begin the history of each of *events* and hand them to the tokenizers, in this order: all of them or none.
+        """Begin the history of each of *events* and append them to `submitted`, in this order: all of them or none.
 
-        One event is the request *uid*. Several are siblings, under the uids that `names.sibling_uids` gives. A refusal
-        changes nothing and counts for no quota. An accepted submit takes the idempotency key *once*, and drops the dead
-        letter *letter*, which has to be there. Raises LogFull when Redis is at its maxmemory.
+        One event is the request *uid*. Several are siblings, with the uids of `names.sibling_uids`. A refusal changes
+        nothing and uses no quota. An accepted submit takes the idempotency key *once*, and drops the dead letter
+        *letter*, which must exist. Raise LogFull when Redis is at its maxmemory.
         """
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
-        """Consume *entry* of `submitted`, write the prompt's tokens to its history, hand it to the engines."""
+        """Consume *entry* of `submitted`, write the prompt's tokens to its history, and append it to `tokenized`."""
 
     def end(
         self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
@@ -332,22 +332,22 @@ class StreamLog(Protocol):
         attached: bool = False,
         refused: bool = False,
     ) -> bool:
-        """End a request whose client left, as `end` does. False also if another client reads it.
+        """End a request whose client left, as `end` does. Return False also if another client reads it.
 
-        *once* is the idempotency key of the client. *attached*: the client did not send the request; the key led it
-        there. Such a client ends the request only after the sender has left. A sender that leaves one of several
-        siblings to its readers has left them all; abandon each of them all the same. *refused*: the client left because
-        a sibling was refused; without tokens the history is kept as briefly as that one's.
+        *once*: idempotency key of the client. *attached*: the client did not send the request; the key led it there.
+        Such a client ends the request only after the sender has left. A sender that leaves one of several siblings to
+        its readers has left them all; abandon each of them all the same. *refused*: the client left because a sibling
+        was refused; without tokens the history is kept as briefly as that sibling's.
         """
 
     def reading(self, uids: Sequence[str], who: str) -> None:
-        """Note for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
+        """Record for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
 
     def stop_reading(self, uid: str, who: str) -> None:
-        """Take back what `reading` noted."""
+        """Remove what `reading` recorded."""
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
-        """Return the entries of each history, from its start or after the id *after*; none if it is gone or erased."""
+        """Return the entries of each history, from its start or after the id *after*; [] if it is gone or erased."""
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* have not ended."""
@@ -363,14 +363,14 @@ class StreamLog(Protocol):
         requests: Mapping[str, str],
         owner: Owner | None = None,
     ) -> tuple[str, ...] | None:
-        """Consume *entry*, keep it as it is as a dead letter, and end *requests*, uid -> frontend, with *event*.
+        """Consume *entry*, keep it unchanged as a dead letter, and end *requests*, uid -> frontend, with *event*.
 
-        Return the uids of those that had not ended before; None if somebody else has consumed the entry. With *owner*,
-        raises Fenced if the slot has another one.
+        Return the uids of those that had not ended before; None if another worker has consumed the entry. With *owner*,
+        raise Fenced if the slot has another owner.
         """
 
     def leave(self, inbox: Inbox, consumer: str, entry: Entry, version: int) -> bool:
-        """Leave a pending entry to workers that read *version*: they `claim` it. False if it is not pending here."""
+        """Leave a pending entry to workers that read *version*: they `claim` it. Return False if it is not pending."""
 
     def left(self, inbox: Inbox, max_entries: int) -> list[Entry]:
         """Return entries that were left to workers of a newer version than this code."""
@@ -384,32 +384,32 @@ class StreamLog(Protocol):
         """Return all requests that have not ended."""
 
     def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
-        """Return uid -> the frontend that submitted it; "" if nobody listens or the history is gone."""
+        """Return uid -> the frontend that submitted it; "" if no client listens or the history is gone."""
 
     def read_by_others(self, uids: Sequence[str]) -> set[str]:
-        """Return which of *uids* are read by another client than the one that sent them."""
+        """Return which of *uids* are read by another client than their sender."""
 
     # dead letters
 
     def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
         """Return up to *max_entries* letters, the newest first; with *before*, those older than that id.
 
-        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, if the
+        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see entries.copied_fields) and, if the
         history was cut, history_cut: how many entries it lacks.
 
-        That of an entry that could not be read has no history, and uid only if one is known. `deaths` is 0, `stream` is
-        where the entry was, and `entry` is a list of its id, names and values.
+        The letter of an entry that could not be read has no history, and uid only if one is known. Its `deaths` is 0,
+        `stream` is where the entry was, and `entry` is a list of its id, names and values.
         """
 
     def drop_dead(self, entry_id: str) -> bool:
-        """Remove a letter; False if it is not there."""
+        """Remove a letter; return False if it does not exist."""
 
-    # after a time in which the log could not be reached
+    # after the log could not be reached
 
     def incarnation(self) -> str:
-        """Return a text that changes when another server process keeps the log.
+        """Return a text that changes when another server process holds the log.
 
-        A new process may know less than the old one had confirmed: the last second before a crash is lost, or what a
+        A new process may know less than the old one had confirmed: it lacks the last second before a crash, or what a
         replica had not received.
         """
 
@@ -418,7 +418,7 @@ class StreamLog(Protocol):
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
         """Read up to *max_entries* new entries of `tokenized` for an engine. They are pending until `step` ends them.
 
-        Raises Fenced.
+        Raise Fenced.
         """
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
@@ -433,15 +433,15 @@ class StreamLog(Protocol):
         control_cursor: str,
         lease_ms: int,
     ) -> StepCommitted:
-        """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raises Fenced.
+        """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raise Fenced.
 
-        Without steps it only says what is new. A step has the id `<epoch>-<number>`. The numbers ascend. A caller that
-        did not hear the answer commits the same steps again. Raises LogUnavailable while the stream holds an entry
-        after them, which is not the engine's.
+        Without steps, only return what is new. A step has the id `<epoch>-<number>`. The numbers ascend. A caller that
+        did not get the reply commits the same steps again. Raise LogUnavailable while the stream holds a later entry
+        that is not the engine's.
         """
 
     def flush(self, by: str) -> str:
-        """Ask all engines to forget the prefixes that no request uses; return an id, which `take` and `step` give them.
+        """Ask all engines to remove the prefixes that no request uses; return an id, which `take` and `step` deliver.
 
         The message may be lost, so a caller that waits for the engines' answer asks again.
         """
@@ -458,13 +458,13 @@ class StreamLog(Protocol):
         *,
         tries: int = 0,
     ) -> bool:
-        """Consume steps and write what follows from them to the histories and the replies. Raises Fenced.
+        """Consume steps and write the events that follow to the histories and the replies. Raise Fenced.
 
         Nothing is written unless all *entries* are pending. *journal* goes into the engine's journal, with the ids of
-        the steps, and the oldest entries leave it. Where memory is short, the whole journal goes instead.
+        the steps, and the oldest entries leave it. If memory is short, the whole journal is deleted instead.
 
-        With *tries* the one step is not consumed: *events* are a part of what follows from it, and it counts as tried
-        so often from now on. Nothing is written if it was tried so often before.
+        With *tries* the single step is not consumed: *events* are a part of what follows from it, and *tries* becomes
+        its number of tries. Nothing is written if it already had as many.
         """
 
     def journal(
@@ -472,7 +472,7 @@ class StreamLog(Protocol):
     ) -> list[Entry]:
         """Return the steps of an engine's journal from the id *first* to *last*, in their order.
 
-        Of more than *max_entries*, unless that is 0, return the first ones, or those that are *newest*.
+        If there are more than *max_entries*, return the first ones, or the last ones with *newest*; 0: return all.
         """
 
     # consumer groups
@@ -481,24 +481,24 @@ class StreamLog(Protocol):
         """Return how many entries the stream holds: unread ones and those that are being worked on."""
 
     def prepare(self, inbox: Inbox) -> None:
-        """Create the stream and its group where they are missing. The group also reads what was appended before."""
+        """Create the stream and its group where they are missing. The group also reads entries appended before."""
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
         """Read new entries for *consumer*, waiting up to *block_ms*."""
 
     def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
-        """Return what *consumer* has read and not consumed, in order. This does not count as a try."""
+        """Return the entries that *consumer* has read and not consumed, in order. This does not count as a try."""
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of consumers whose slots nobody holds. Raises Fenced if there is one to claim."""
+        """Take over pending entries of consumers whose slots are free. Raise Fenced if there is one to claim."""
 
     def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of the slot that *guest* owns; none if it has another owner. Raises Fenced."""
+        """Take over pending entries of the slot that *guest* owns; none if it has another owner. Raise Fenced."""
 
     def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
-        """Count one more try of a pending entry, before the work on it begins; return the number of tries.
+        """Add one to the tries of a pending entry, before the work on it begins; return the number of tries.
 
-        The read that brought the entry is the first try. 0: the entry is not pending for this slot. Raises Fenced.
+        The read that delivered the entry is the first try. 0: the entry is not pending for this slot. Raise Fenced.
         """
 
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
@@ -510,15 +510,15 @@ class StreamLog(Protocol):
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
-        """Take a free slot under a new epoch; None if somebody holds its lease.
+        """Take a free slot under a new epoch; return None if its lease is held.
 
-        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST. *serving* is what the
-        worker serves. Its stage serves that from now on, if nobody else lives there. Raises DoesNotFit if the living
+        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST. *serving*: what the
+        worker serves. Its stage serves that from now on, if no other worker of it lives. Raise DoesNotFit if the living
         workers of any stage serve something else.
         """
 
     def announce(self, slot: str, status: str) -> bool:
-        """Publish the *status* (JSON) of a worker that will ask for *slot*; False if somebody holds the slot."""
+        """Publish the *status* (JSON) of a worker that will ask for *slot*; return False if the slot is held."""
 
     def unattended(self) -> list[str]:
         """Return the engines that live or have steps waiting, and whose detokenizer is away."""
@@ -526,20 +526,20 @@ class StreamLog(Protocol):
     def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> bool:
         """Keep the lease, or take it again if it expired, and publish *status* (JSON) unless that is empty.
 
-        False: the slot has another owner, or since the lease expired others serve something else than *serving*.
+        Return False if the slot has another owner, or if others serve something else since the lease expired.
         """
 
     def release(self, owner: Owner) -> bool:
-        """Give the lease back and drop the status; False if the lease is somebody else's."""
+        """Give the lease back and drop the status; return False if another owner has the lease."""
 
     def lease(self, slot: str) -> Lease:
-        """Say who holds a slot, and for how long."""
+        """Return the holder of a slot's lease, and its remaining time."""
 
     def statuses(self, stage: str) -> dict[str, str]:
         """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
 
     def serving(self) -> dict[str, Served]:
-        """Return what each stage serves that has a living worker."""
+        """Return what each stage with a living worker serves."""
 
     # frontends
 
@@ -554,40 +554,40 @@ class StreamLog(Protocol):
     ) -> tuple[str, list[Reply]]:
         """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call.
 
-        *skipped* is told the id of an entry that cannot be read, and why; if it is not given, that is a log line.
+        *skipped* is called with the id of an entry that cannot be read, and the reason; the default writes a log line.
         """
 
     def made_between(self, since_ms: int, until_ms: int) -> list[str]:
         """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
 
-        The moments are those in the uids: the clock of the process that drew them. It looks at all keys of the server.
+        The times are those in the uids, by the clock of the process that drew them. This reads all keys of the server.
         """
 
     def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
-        """Write the whole history of a request that has ended, as it is, and keep it for the retention of this log.
+        """Write the whole history of an ended request unchanged, and keep it for the retention of this log.
 
-        False: there is a history of *uid*, which stays as it is.
+        Return False if there is a history of *uid*, which stays as it is.
 
         Raises:
-            NotWhole: The new one has no seal.
-            Forgotten: The request was erased, and is not to come back *again*.
+            NotWhole: The new history has no seal.
+            Forgotten: The request was erased, and *again* is not set.
             LogFull: Redis is at its maxmemory.
         """
 
 
 MOMENT_DIGITS: Final = 12
-"""A uid begins with so many hex digits of the moment at which it was made."""
+"""Number of hex digits at the beginning of a uid: the time when it was made."""
 UID_DIGITS: Final = 32
 LARGEST: Final = 2**64 - 1
-"""The largest half of an id in Redis."""
+"""Largest half of an id in Redis."""
 
 
 class NotWhole(LogError):
-    """Entries are no whole history, so they were not imported."""
+    """Entries are not a whole history, so they were not imported."""
 
 
 class Forgotten(LogError):
-    """A request was erased. Its tombstone keeps it away."""
+    """A request was erased. Its tombstone refuses an import."""
 
     def __init__(self, left_ms: int) -> None:
         super().__init__(f"it was erased; its tombstone stays for {left_ms} ms")
@@ -605,7 +605,7 @@ def _digits(moment_ms: int) -> str:
 
 
 def check_whole(uid: str, entries: Sequence[Entry]) -> None:
-    """Check that *entries* are a history that nothing can be added to.
+    """Check that *entries* are a history to which nothing can be added.
 
     Raises:
         NotWhole: They have no seal, or are not entries of a stream in order.
@@ -621,7 +621,7 @@ def check_whole(uid: str, entries: Sequence[Entry]) -> None:
 
 
 def _parsed(entry_id: str) -> tuple[int, int]:
-    """Return the halves of an id, as Redis writes it; (0, 0) if it is none."""
+    """Return the halves of an id in Redis' format; (0, 0) if *entry_id* is not one."""
     found = _ID.fullmatch(entry_id)
     first, second = (int(found[1]), int(found[2])) if found else (0, 0)
     return (first, second) if max(first, second) <= LARGEST else (0, 0)

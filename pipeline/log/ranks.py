@@ -1,7 +1,7 @@
-"""What the ranks of an engine need of the log besides StreamLog. The same contract suite holds for it.
+"""The methods of the log for the ranks of an engine, beside StreamLog. The same contract suite tests them.
 
-Rank 0 of a group writes a formation each time that the group starts; the other ranks join it, each as a member of a
-consumer group of its own.
+Rank 0 of a group writes a formation each time the group starts. The other ranks join it, each as a member of a consumer
+group of its own.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ def ranks_inbox(names: Names, group: str, stage: str) -> Inbox:
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """One start of a group of ranks, as rank 0 says it."""
+    """One start of a group of ranks, written by rank 0."""
 
     rank_0: Owner
-    """Who holds a slot of rank 0 and writes the formation."""
+    """Owner of rank 0's slot, who writes the formation."""
     nonce: str
-    """Tells one start from another."""
+    """Text that distinguishes one start from another."""
     size: int
     """Number of ranks, rank 0 included."""
     store: str
-    """Where the ranks find each other."""
+    """Place where the ranks find each other."""
     fingerprint: str
-    """Of the weights that rank 0 has."""
+    """Fingerprint of the weights of rank 0."""
     version: str = ""
-    """Of MiniSGL on rank 0."""
+    """Version of MiniSGL on rank 0."""
     settings: str = ""
-    """How rank 0 computes. It must be the same on all ranks."""
+    """Settings with which rank 0 computes. They must be the same on all ranks."""
 
     def fields(self) -> dict[str, str]:
-        """Return the fields of its entry after `nonce` and `ms`, the moment of the commit."""
+        """Return the fields of its entry after `nonce` and `ms`, the time of the commit."""
         rank_0 = {"slot": self.rank_0.slot, "owner": str(self.rank_0)}
         shared = {"fingerprint": self.fingerprint, "version": self.version, "settings": self.settings}
         return rank_0 | {"size": str(self.size), "store": self.store} | shared
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> Formation:
-        """Return what an entry says.
+        """Return the formation in an entry.
 
         Raises:
-            UndecodableEvent: The entry is no formation.
+            UndecodableEvent: The entry is not a formation.
         """
         try:
             epoch, _, nonce = fields["owner"].partition(":")
@@ -63,17 +63,17 @@ class Formation:
 
 
 class RankLog(StreamLog, Protocol):
-    """The log as ranks use it."""
+    """The log for ranks."""
 
     def form(self, group: str, formation: Formation, *, ttl_ms: int) -> str:
         """Write the newest formation of *group*, which deletes the older ones, and return its id.
 
-        The stream lives for *ttl_ms*. The same formation again, by its nonce, only changes that. Raises Fenced if
-        rank 0 has lost its slot.
+        The stream lives for *ttl_ms*. The same formation again, by its nonce, only extends that. Raise Fenced if rank 0
+        has lost its slot.
         """
 
     def joined(self, owner: Owner, group: str, entries: Sequence[Entry]) -> None:
-        """Consume formations that the rank *owner* has joined, or will not join. Raises Fenced.
+        """Consume formations that the rank *owner* has joined, or will not join. Raise Fenced.
 
         The entries stay for the other ranks.
         """
@@ -82,12 +82,12 @@ class RankLog(StreamLog, Protocol):
 def formation_to_join(log: RankLog, owner: Owner, group: str, *, block_ms: int) -> tuple[Entry, Formation] | None:
     """Wait up to *block_ms* for a formation that the rank *owner* may join: the newest one, if its rank 0 lives.
 
-    It stays pending until the rank has `joined` it. If the rank dies before, its next owner gets the formation again.
-    One whose rank 0 has another owner now is consumed. Raises Fenced only where it writes: `joined` is what decides.
+    The entry stays pending until the rank has `joined` it. If the rank dies before, its next owner gets the formation
+    again. If its rank 0 has another owner now, it is consumed. Only writes raise Fenced: `joined` decides.
 
     Raises:
         GroupLost: The group has no formation yet, or none now.
-        UndecodableEvent: An entry is no formation.
+        UndecodableEvent: An entry is not a formation.
     """
     inbox = ranks_inbox(log.names, group, slot_stage(owner.slot))
     log.claim(inbox, owner, 1)
@@ -97,6 +97,6 @@ def formation_to_join(log: RankLog, owner: Owner, group: str, *, block_ms: int) 
         holder = log.lease(formation.rank_0.slot).holder
         if holder == str(formation.rank_0):
             return entry, formation
-        if holder:  # a free lease may be taken again by the same owner: then the formation comes again
+        if holder:  # the same owner may take a free lease again: then the formation comes again
             log.joined(owner, group, [entry])
     return None

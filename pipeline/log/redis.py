@@ -1,7 +1,7 @@
 """StreamLog in Redis Streams, on the commands of Redis 6.2: RedisLog for the synchronous stages, AsyncRedisLog for web.
 
-A method sends the operation of its name: `pipeline.log.operations` has what that is, `pipeline.log.drivers` how it is
-sent.
+A method sends the operation of its name: `pipeline.log.operations` defines the operations, `pipeline.log.drivers` sends
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def _sent(
     operation: Callable[Concatenate[LogContext, P], Operation[T] | Steps[T]],
 ) -> Callable[Concatenate[RedisLog, P], T]:
-    """Return the method that sends *operation* and returns what the reply means."""
+    """Return the method that sends *operation* and returns the parsed reply."""
 
     @functools.wraps(operation)
     def method(log: RedisLog, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,7 +36,7 @@ def _sent(
 def _awaited(
     operation: Callable[Concatenate[LogContext, P], Operation[T] | Steps[T]],
 ) -> Callable[Concatenate[AsyncRedisLog, P], Coroutine[Any, Any, T]]:
-    """As `_sent`, for asyncio."""
+    """Return the same as `_sent`, for asyncio."""
 
     @functools.wraps(operation)
     async def method(log: AsyncRedisLog, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,7 +59,7 @@ class RedisLog:
         self._driver.close()
 
     def another(self) -> RedisLog:
-        """Return a log on connections of its own, for another thread."""
+        """Return a log with connections of its own, for another thread."""
         return RedisLog(self.url, self.names, self.limits)
 
     # requests
@@ -131,7 +131,7 @@ class RedisLog:
     statuses = _sent(workers.statuses)
     serving = _sent(workers.serving)
 
-    # frontends, and who shows the log
+    # frontends, and tools that show the log
 
     open_replies = _sent(frontends.open_replies)
     read_replies = _sent(frontends.read_replies)
@@ -144,7 +144,7 @@ class RedisLog:
     made_between = _sent(past.made_between)
     import_history = _sent(past.import_history)
 
-    # requests that are to be forgotten
+    # erasing requests
 
     archive_id = _sent(forgetting.archive_id)
     at_work = _sent(forgetting.at_work)
@@ -157,7 +157,7 @@ class RedisLog:
 
 
 class AsyncRedisLog:
-    """The part of the log that a frontend needs, for asyncio. Methods of StreamLog's names do what those do."""
+    """The part of the log that a frontend needs, for asyncio. Methods do the same as StreamLog's of the same name."""
 
     def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.url = url
@@ -170,7 +170,7 @@ class AsyncRedisLog:
         await self._driver.close()
 
     def for_a_thread(self) -> RedisLog:
-        """Return a log on connections of its own, for a thread."""
+        """Return a log with connections of its own, for a thread."""
         return RedisLog(self.url, self.names, self.limits)
 
     async def follow_replies(
@@ -182,8 +182,8 @@ class AsyncRedisLog:
         block_ms: int,
         skipped: Skipped = say_skipped,
     ) -> None:
-        """Read as `read_replies`, again and again, until *take* returns False. It gets what each read returns, is
-        called as the bytes come, and waits for nothing. Raises as the log does, and what *take* raises."""
+        """Call `read_replies` again and again, until *take* returns False. *take* gets the result of each read. It is
+        called as the bytes come, and must not wait. Raise the errors of the log, and of *take*."""
         first = frontends.read_replies(self, frontend, after, block_ms=block_ms, skipped=skipped)
         *words, cursor = first.words
 
@@ -219,4 +219,4 @@ class AsyncRedisLog:
     drop_dead = _awaited(requests.drop_dead)
     open_replies = _awaited(frontends.open_replies)
     read_replies = _awaited(frontends.read_replies)
-    requests = _awaited(frontends.requests)  # the last one: it hides the module
+    requests = _awaited(frontends.requests)  # the last one, because it hides the module

@@ -1,8 +1,8 @@
 """Commands over one connection of asyncio, each made from the reply to the one before, without a task between them.
 
 A frontend reads the tokens of every step like this. A read in a coroutine wakes a task, arms timers and goes through
-the layers of redis-py. That takes longer than all else that is done for a token of a single stream. Here the transport
-calls when bytes come, and the next command is sent in the same call.
+the layers of redis-py. That takes longer than everything else for a token of a single stream. Here the transport calls
+when bytes come, and the next command is sent in the same call.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ except ImportError:  # redis-py works without it, too
     hiredis = None  # type: ignore[assignment]
 
 _MORE: Final = object()
-"""The reply is not complete yet."""
+"""Stands for a reply that is not complete yet."""
 
 
 def writer_of(connection: redis.asyncio.Connection) -> asyncio.StreamWriter | None:
-    """Return the stream of a *connection* that is open, or None where `Repeated` cannot read what it brings.
+    """Return the stream of an open *connection*, or None if `Repeated` cannot read from it.
 
-    redis-py has no public way to it. A version that calls it otherwise is used as it comes, through its coroutines.
+    redis-py has no public way to it. If a version gives it another name, redis-py's coroutines are used.
     """
     writer = getattr(connection, "_writer", None)
     return writer if hiredis is not None and isinstance(writer, asyncio.StreamWriter) else None
 
 
 class Repeated(asyncio.Protocol):
-    """Takes the place of a connection's protocol while it sends and reads."""
+    """Replaces the protocol of a connection while it sends and reads."""
 
     def __init__(
         self, writer: asyncio.StreamWriter, answer: Callable[[Any], Words | None], *, patience_s: float
@@ -52,11 +52,11 @@ class Repeated(asyncio.Protocol):
 
     async def run(self, first: Words) -> None:
         """Send *first* and go on until *answer* returns None; then the connection is as before. After an exception, a
-        reply may be on its way: the caller closes the connection.
+        reply may be on its way: the caller must close the connection.
 
         Raises:
-            RedisError: The connection broke, Redis refused a command, or a reply took too long. Also what *answer*
-                raises.
+            RedisError: The connection broke, Redis refused a command, or a reply took too long.
+            Exception: *answer* raised it.
         """
         self._transport.set_protocol(self)
         self._timer = self._loop.call_later(self._patience_s, self._look_at_clock)
@@ -68,7 +68,7 @@ class Repeated(asyncio.Protocol):
             self._transport.set_protocol(self._before)
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio.Protocol.data_received."""
+        """See asyncio.Protocol."""
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not _MORE:
@@ -78,16 +78,16 @@ class Repeated(asyncio.Protocol):
             self._end(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio.Protocol.connection_lost."""
+        """See asyncio.Protocol."""
         self._end(errors.ConnectionError(str(error or "the server closed the connection")))
         self._before.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """As asyncio.Protocol.pause_writing. Nothing here waits: there is one short command at a time."""
+        """See asyncio.Protocol. Nothing here waits: there is one short command at a time."""
         self._before.pause_writing()
 
     def resume_writing(self) -> None:
-        """As asyncio.Protocol.resume_writing."""
+        """See asyncio.Protocol."""
         self._before.resume_writing()
 
     def _take(self, reply: Any) -> None:

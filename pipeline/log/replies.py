@@ -1,4 +1,4 @@
-"""How raw replies of Redis read, in RESP2 and RESP3."""
+"""Parses raw replies of Redis, in RESP2 and RESP3."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def texts(raw: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def nothing(_: Any) -> None:
-    """Read a reply that says nothing."""
+    """Ignore a reply without content."""
 
 
 def is_ok(reply: bytes | str) -> bool:
-    """Return whether a commit took place; any other word says why it did not."""
+    """Return whether a commit took place; any other word is the reason why it did not."""
     return as_text(reply) == "OK"
 
 
@@ -34,7 +34,7 @@ def entries_of(raw: Sequence[Any]) -> list[Entry]:
 
 
 def _fields_of(parts: Sequence[bytes]) -> dict[str, str]:
-    """Return the fields of an entry. Those that are not text are left out, and UNREADABLE names them."""
+    """Return the fields of an entry. Fields that are not text are left out, and UNREADABLE names them."""
     try:
         texts = [item.decode() for item in parts]
         return dict(zip(texts[::2], texts[1::2], strict=True))
@@ -50,12 +50,12 @@ def _fields_of(parts: Sequence[bytes]) -> dict[str, str]:
 
 
 def history_of(raw: Sequence[Any] | None) -> list[Entry]:
-    """As `entries_of` for a history; None says that its key is of another type."""
+    """Return the entries of a history, as `entries_of` does; None: its key is of another type."""
     return [NO_STREAM] if raw is None else entries_of(raw)
 
 
 def letters_of(raw: Sequence[Any]) -> list[Entry]:
-    """Return dead letters, which keep what is not text in JSON: there, a byte that is not UTF-8 reads as `\\x..`."""
+    """Return dead letters. They may hold bytes that are not UTF-8 in JSON: each such byte becomes `\\x..` there."""
     letters = []
     for entry_id, parts in raw:
         texts = [_SPOILT.sub(_written, item.decode(errors="surrogateescape")) for item in parts]
@@ -69,7 +69,7 @@ def _written(found: re.Match[str]) -> str:
 
 _SPOILT = re.compile("[\udc80-\udcff]")
 NO_STREAM: Final = Entry(f"{2**64 - 1}-0", {UNREADABLE: "its key is of another type, expected a stream"})
-"""What is read where a history should be and another type of key is: it comes after every event but the end."""
+"""Entry that is read if the key of a history is of another type: it comes after every event but the end."""
 
 
 def streams_of(raw: Any) -> dict[str, list[Entry]]:
@@ -79,7 +79,7 @@ def streams_of(raw: Any) -> dict[str, list[Entry]]:
 
 
 def first_pairs(raw: Any) -> Sequence[Any]:
-    """Return the entries of the only stream in such a reply as they came, for `entries_of`."""
+    """Return the raw entries of the only stream in such a reply, for `entries_of`."""
     if not raw:
         return ()
     return next(iter(raw.values())) if isinstance(raw, dict) else raw[0][1]
@@ -101,7 +101,7 @@ def lease_of(holder: bytes | None, ttl_ms: int) -> Lease:
 
 
 def depths_of(replies: Sequence[Any]) -> list[Depth | None]:
-    """Return the depth of each stream from the replies to its XLEN and XPENDING; None where it has no such group."""
+    """Return the depth of each stream from the replies to its XLEN and XPENDING; None if it has no such group."""
     pairs = zip(replies[::2], replies[1::2], strict=True)
     return [None if pending is None else Depth(length, pending[0]) for length, pending in pairs]
 
@@ -112,7 +112,7 @@ def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
 
 
 def clock_ms(reply: Sequence[Any]) -> int:
-    """Return the moment that TIME says."""
+    """Return the time in a reply to TIME, in ms."""
     seconds, microseconds = reply
     return int(seconds) * 1000 + int(microseconds) // 1000
 
@@ -123,7 +123,7 @@ def info_of(reply: bytes) -> dict[str, str]:
 
 
 def server_of(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name and version of the server from the fields of INFO. Every Valkey says 7.2.4 in `redis_version`."""
+    """Return the name and version of the server from the fields of INFO. Every Valkey has 7.2.4 in `redis_version`."""
     if "valkey_version" in info:
         return "Valkey", str(info["valkey_version"])
     return "Redis", str(info.get("redis_version", "?"))

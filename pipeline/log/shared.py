@@ -1,4 +1,4 @@
-"""What siblings have in common. It is kept once, under their base uid, and their histories refer to it.
+"""Texts that siblings share. They are kept once, under the base uid, and the siblings' histories refer to them.
 
 In an entry, a field `<name>@` stands for a field `<name>`: its value is a beginning of its own, and then the digest of
 the rest of the text. commits/lib.lua reads it the same way. Knows no Redis, and of the fields of a request only the
@@ -17,23 +17,23 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
 
 MARK: Final = "@"
-"""Ends the name of a field whose text is elsewhere; commits/lib.lua has the same."""
+"""End of the name of a field whose text is elsewhere; commits/lib.lua has the same."""
 DIGEST_CHARS: Final = 32
-"""Hex digits of a digest; commits/lib.lua has the same."""
+"""Number of hex digits of a digest; commits/lib.lua has the same."""
 SHARED_FROM_BYTES: Final = 64
-"""Shorter texts stay in the histories: a reference takes half of that."""
+"""Length below which texts stay in the histories: a reference takes half of it."""
 REFERRING_IDS: Final = (SUBMITTED_ID, TOKENIZED_ID)
-"""The events of a history that may refer to shared texts."""
+"""Ids of the events of a history that may refer to shared texts."""
 NEVER_SHARED: Final = frozenset({"kind", "endpoint", "frontend"})
-"""Short fields, which some readers look at without the rest."""
+"""Short fields, which some readers read without the rest."""
 SEED: Final = b'"seed":%d'
-"""As it is in the text of `sampling`, where what is large comes after it."""
+"""The seed in the text of `sampling`. Large parameters come after it."""
 
 REQUEST_BYTES: Final = 2048
-"""What a request takes in Redis beside its texts: its keys, the names of fields, its other events without tokens."""
+"""Size of a request in Redis beside its texts: its keys, the names of fields, its other events without tokens."""
 
 Words: TypeAlias = dict[str, bytes]
-"""The fields of an entry, or digest -> shared text, in UTF-8."""
+"""Fields of an entry, or digest -> shared text, in UTF-8."""
 
 
 def submitted_words(events: Sequence[Submitted]) -> tuple[list[Words], Words]:
@@ -58,14 +58,13 @@ def submitted_words(events: Sequence[Submitted]) -> tuple[list[Words], Words]:
 
 
 def submitted_bytes(histories: Sequence[Words], shared: Words) -> int:
-    """Return how many bytes requests count that are submitted together; *histories* and *shared* as `submitted_words`
-    returns them."""
+    """Return the size of requests that are submitted together; *histories* and *shared* come from `submitted_words`."""
     texts = sum(len(text) for fields in (*histories, shared) for text in fields.values())
     return REQUEST_BYTES * len(histories) + texts
 
 
 def submitted_fields(events: Sequence[Submitted]) -> list[dict[str, str]]:
-    """Return the whole fields of requests that are submitted together. Equal texts are the same object."""
+    """Return the complete fields of requests that are submitted together. Equal texts are the same object."""
     rows = _rows(events)
     texts = {rest: rest.decode() for rest in {rest for row in rows for _, rest in row.values()}}
     return [{name: own.decode() + texts[rest] for name, (own, rest) in row.items()} for row in rows]
@@ -86,7 +85,7 @@ def digests_in(history: Sequence[Entry]) -> list[str]:
 
 
 def whole_history(history: Sequence[Entry], texts: Mapping[str, str]) -> list[Entry] | None:
-    """Return entries of a history with whole texts, given digest -> text; None if one of them is missing."""
+    """Return entries of a history with complete texts, given digest -> text; None if a text is missing."""
     try:
         return [_whole(entry, texts) if entry.id in REFERRING_IDS else entry for entry in history]
     except KeyError:
@@ -108,11 +107,11 @@ def _digest(text: bytes) -> bytes:
 
 
 def _rows(events: Sequence[Submitted]) -> list[dict[str, tuple[bytes, bytes]]]:
-    """Return the fields of each of *events*, each text in two parts: a beginning of its own, and what others may have,
-    too. The commit adds the deadline.
+    """Return the fields of each of *events*, each text in two parts: a beginning of its own, and a rest that others may
+    have, too. The commit adds the deadline.
 
-    What is equal in one event and the next is written once, and is one object: all come from one body, where `1` and
-    `true` are not in the same place.
+    Fields that are equal in one event and the next are written once, as one object: all events come from one body,
+    where `1` and `true` are not in the same place.
     """
     rows: list[dict[str, tuple[bytes, bytes]]] = []
     last, texts, before_seed = events[0], Words(), b""

@@ -1,6 +1,6 @@
 """The whole log at one moment, and the ends of histories, for the tools that show them.
 
-Shapes only: `RedisLog.snapshot` and `RedisLog.peek` fill them, `pipeline.views.pipeline` folds them.
+Types only: `RedisLog.snapshot` and `RedisLog.peek` fill them, `pipeline.views.pipeline` folds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.log.protocol import Entry, Lease, Occupancy
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """What the server of the log says of itself."""
+    """The server of the log, as it reports itself."""
 
     name: str
     """Redis or Valkey."""
@@ -21,7 +21,7 @@ class RedisFacts:
     up_s: int
     used_bytes: int
     max_bytes: int
-    """0: there is no limit."""
+    """Memory limit; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class SlotState:
     """One slot, read from its three keys."""
 
     owner: str
-    """`<epoch>:<nonce>` of its last owner; empty if nobody has held it yet."""
+    """`<epoch>:<nonce>` of its last owner; empty if it never had one."""
     lease: Lease
     status: str
     """JSON; empty if its worker published none in the last 10 s."""
     said_ms: int
-    """When it was published, by Redis' clock; 0 without a status."""
+    """Time when the status was published, by Redis' clock; 0 without a status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class LogSnapshot:
     """The log at one moment, without the histories."""
 
     now_ms: int
-    """Redis' clock."""
+    """Time by Redis' clock."""
     redis: RedisFacts
     occupancy: Occupancy
     slots: Mapping[str, SlotState]
     """Every slot that was ever held, or that has a status."""
     pending: Mapping[str, int]
-    """Slot -> entries that its worker has read and not consumed."""
+    """Slot -> number of entries that its worker has read and not consumed."""
     living: tuple[str, ...]
     """Requests that have not ended; if there are many, those with the latest deadlines."""
     held: Mapping[str, str]
@@ -57,19 +57,19 @@ class LogSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class HistoryQuery:
-    """What to read of a history."""
+    """The parts of a history to read."""
 
     after: str
-    """Read the events before the first token that come after this id; empty: all of them; `names.SEAL`: none."""
+    """Id after which the events before the first token are read; empty: all of them; `names.SEAL`: none."""
     last: bool
-    """Read the last entry, too."""
+    """Whether to read the last entry, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryEnds:
-    """What was read of a history."""
+    """The parts of a history that were read."""
 
     exists: bool
     head: tuple[Entry, ...] = ()
     last: Entry | None = None
-    """None if nothing has happened since the prompt was tokenized."""
+    """Last entry; None if nothing has happened since the prompt was tokenized."""

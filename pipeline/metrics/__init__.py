@@ -1,1 +1,1 @@
-"""What is measured: every family of figures, and the counts of one process."""
+"""Metrics: the definitions of all families, and the counts of one process."""

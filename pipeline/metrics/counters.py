@@ -1,4 +1,4 @@
-"""What one process has measured, and the text in its status that tells it to the process that shows metrics.
+"""The metrics of one process, and their text in its status, for the process that shows metrics.
 
 Counts live as long as the process; Prometheus can deal with a restart. Knows no clock: the caller measures times.
 """
@@ -23,21 +23,21 @@ _LAYOUT = ""
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a histogram has seen."""
+    """The content of a histogram."""
 
     total: float
-    """The sum of all values."""
+    """Sum of all values."""
     counts: tuple[int, ...]
-    """Values in each bucket; the last one is for values above all bounds."""
+    """Number of values in each bucket; the last one is for values above all bounds."""
 
 
 Reading: TypeAlias = float | Counts
 Readings: TypeAlias = dict[Family, dict[tuple[str, ...], Reading]]
-"""Family -> values of its own labels -> what was measured."""
+"""Family -> values of its own labels -> value."""
 
 
 class Measures:
-    """All that one process measures. Any thread may write; the lock is held for one addition only."""
+    """All metrics of one process. Any thread may write; the lock is held for one addition only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class Measures:
 
 
 def read_snapshot(text: str) -> Readings:
-    """Return what *text* says. Skip what cannot be read: another version may measure something else."""
+    """Return the metrics in *text*. Skip unreadable parts: another version may measure something else."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError:

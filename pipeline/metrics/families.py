@@ -1,4 +1,4 @@
-"""What can be measured: every family that /metrics shows, declared once.
+"""The definitions of all metrics: every family that /metrics shows, declared once.
 
 Names and meanings are vLLM's where it has them, under `minisgl:`. Buckets hold all of vLLM's bounds, so that its
 dashboards read the same, and finer ones below, because a step may take less than its first. Knows no values.
@@ -19,7 +19,7 @@ PREFIX: Final = "minisgl:"
 SLOT: Final = "slot"
 MODEL: Final = "model_name"
 LOG_SLOT: Final = "log"
-"""Stands for a slot where entries wait in the log and no worker has them."""
+"""Stands for the slot of entries that wait in the log and that no worker has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,21 +30,21 @@ class Family:
     kind: Kind
     help: str
     stages: tuple[str, ...] = ()
-    """The stages that measure it. None: the process that shows metrics asks the log."""
+    """Stages that measure it; empty: the process that shows metrics reads it from the log."""
     labels: tuple[str, ...] = ()
-    """Label values are our own words, never a client's: Prometheus keeps a series for each one."""
+    """Names of its own labels. Their values are never a client's words: Prometheus keeps a series for each value."""
     known: tuple[str, ...] = ()
     """Values of the only label that are shown as 0 from the start, so that a rate counts the first event."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, inclusive. One more bucket, above all of them, is implied."""
     of_model: bool = False
-    """It has the label `model_name`, as vLLM's have."""
+    """Whether it has the label `model_name`, as vLLM's have."""
     bare: bool = False
-    """It is shown under its name alone, as every client library of Prometheus names it."""
+    """Whether it is shown without our prefix, under the name that Prometheus' client libraries use."""
 
     @property
     def shown_as(self) -> str:
-        """Its name in the text."""
+        """Name in the text of /metrics."""
         return self.name if self.bare else PREFIX + self.name
 
 
@@ -84,7 +84,7 @@ def _of_request(name: str, help: str, buckets: tuple[float, ...]) -> Family:
     return Family(name, "histogram", help, (DETOKENIZE,), buckets=buckets, of_model=True)
 
 
-# An engine: what it holds and does.
+# An engine.
 
 NUM_RUNNING: Final = _of_engine("num_requests_running", "gauge", "Requests that an engine computes.")
 NUM_WAITING: Final = _of_engine(
@@ -218,7 +218,7 @@ START_SECONDS: Final = _of_process("start_time_seconds", "gauge", "When the proc
 OPEN_FDS: Final = _of_process("open_fds", "gauge", "Open files and connections.")
 MAX_FDS: Final = _of_process("max_fds", "gauge", "Most files and connections that the process may have open.")
 
-# What only we have.
+# Ours only.
 
 COMMIT_SECONDS: Final = Family(
     "commit_latency_seconds",
@@ -317,7 +317,7 @@ ARCHIVE_UNARCHIVED: Final = Family(
     (ARCHIVE,),
 )
 
-# What is asked from the log when somebody wants to see it.
+# Read from the log when /metrics is requested.
 
 LOG_UP: Final = Family("log_up", "gauge", "1 where the log answered; at 0 this process shows what it knows by itself.")
 LOG_SERVER: Final = Family(
@@ -338,7 +338,7 @@ DEAD_LETTERS: Final = Family("dead_letters", "gauge", "Dead letters that are kep
 NUM_LIVE: Final = Family("num_requests_live", "gauge", "Requests that were accepted and have not ended.")
 
 FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Family))
-"""All of them, in this order."""
+"""All families, in the order in which they are shown."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What Prometheus' own client libraries tell of a process, read from /proc; nothing where there is none."""
+"""Metrics of a process as in Prometheus' own client libraries, read from /proc; none where that does not exist."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PROC: Final = Path("/proc")
 
 
 class ProcessMeasures(Measures):
-    """All that one process measures, itself included."""
+    """All metrics of one process, including those of the process itself."""
 
     def snapshot(self) -> str:
-        """As Measures.snapshot, with the process as it is now."""
+        """See Measures.snapshot; the metrics of the process are read now."""
         self._look()
         return super().snapshot()
 
@@ -28,7 +28,7 @@ class ProcessMeasures(Measures):
             *_, start, virtual, resident = _stat()
             num_fds = len(os.listdir(PROC / "self/fd"))
             booted_s = _booted_s()
-        except (OSError, ValueError):  # hidden, or written as no Linux does
+        except (OSError, ValueError):  # hidden, or in another format than Linux'
             return
         times = os.times()
         self.set(OPEN_FDS, num_fds)
@@ -46,6 +46,6 @@ def _stat() -> list[int]:
 
 @functools.cache
 def _booted_s() -> float:
-    """Return when the machine was started, in seconds since 1970. /proc/stat says it too, but may be hidden
+    """Return when the machine was started, in seconds since 1970. /proc/stat has it, too, but may be hidden
     (ProcSubset=pid)."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)

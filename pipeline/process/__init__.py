@@ -1,1 +1,1 @@
-"""Processes: who starts them, what they have from their parent, and how they log."""
+"""Processes: their parents, what they inherit, and how they log."""

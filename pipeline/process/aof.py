@@ -1,11 +1,11 @@
-"""The append-only file of Redis: where its last whole transaction ends. Reads bytes; knows no server and no folder.
+"""Finds where the last whole transaction of Redis' append-only file ends. Reads bytes; knows no server and no folder.
 
     file         = [snapshot] (transaction | annotation)*
     transaction  = command | MULTI command* EXEC
     command      = *<words> CR LF ($<bytes> CR LF <word> CR LF)+
     annotation   = #TS:<seconds> CR LF
 
-A commit is a script, and a script that writes more than once is MULTI .. EXEC here. Left alone, a server may cut an
+A commit is a script, and a script that writes more than once is MULTI .. EXEC here. By itself, a server may cut an
 unfinished transaction between two of its commands and append to it: the next start then applies half of a commit.
 """
 
@@ -18,7 +18,7 @@ from mmap import mmap
 from typing import Final
 
 SNAPSHOTS: Final = (b"REDIS", b"VALKEY")
-"""How a snapshot begins. One may come before the commands."""
+"""Beginnings of a snapshot. One snapshot may come before the commands."""
 CUT_SHORT: Final = "it ends within a command"
 LONGEST_LINE: Final = len(b"*1234567890\r\n")
 _NUM_WORDS: Final = re.compile(rb"\*([1-9]\d{0,9})\r\n")
@@ -28,17 +28,17 @@ _ANNOTATION: Final = re.compile(rb"#TS:\d{1,20}\r\n")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a file cannot be read on, and what can be kept of it."""
+    """The place from which a file cannot be read, and the part that can be kept."""
 
     whole: int
-    """Bytes up to the end of the last whole transaction."""
+    """Number of bytes up to the end of the last whole transaction."""
     at: int
-    """The byte at which something else was expected."""
+    """Position of the first unexpected byte."""
     reason: str
 
 
 class _Unreadable(Exception):
-    """Here is no whole command; the arguments are the byte and the reason."""
+    """There is no whole command here; the arguments are the position and the reason."""
 
 
 def has_snapshot(data: bytes | mmap) -> bool:
@@ -49,9 +49,9 @@ def has_snapshot(data: bytes | mmap) -> bool:
 def find_damage(data: bytes | mmap, begin: int, arities: Mapping[bytes, int]) -> Damage | None:
     """Return the first damage of a file whose commands begin at byte *begin*; None if it is whole.
 
-    *arities* has every command of the server in lower case, with the name `xgroup|create` where there are subcommands.
-    The number is that of the words, name included; -3 means at least three. A changed byte within a word cannot be
-    seen: the file has no checksums.
+    *arities* has every command of the server in lower case, with names such as `xgroup|create` for subcommands, and its
+    number of words, name included; -3 means at least three. A changed byte within a word cannot be seen: the file has
+    no checksums.
     """
     whole = before = position = begin
     is_open = False  # between MULTI and EXEC
@@ -70,7 +70,7 @@ def find_damage(data: bytes | mmap, begin: int, arities: Mapping[bytes, int]) ->
             at, reason = found.args
             is_cut = reason == CUT_SHORT
             if at == start and not is_open and not is_cut and (data[at] == ord("$") or b"\r\n" in last_word):
-                whole = before  # the command before may say too few words or, of its last one, too many bytes
+                whole = before  # the command before may lack words, or its last word may be too long
             return Damage(whole, at, reason)
         is_open = name == b"multi" or (is_open and name != b"exec")
         if not is_open:
@@ -79,7 +79,7 @@ def find_damage(data: bytes | mmap, begin: int, arities: Mapping[bytes, int]) ->
 
 
 def _read_command(data: bytes | mmap, start: int, arities: Mapping[bytes, int]) -> tuple[bytes, bytes, int]:
-    """Return the name of the command at *start*, its last word, and where it ends. Raises _Unreadable."""
+    """Return the name of the command at *start*, its last word, and its end. Raise _Unreadable."""
     count = _NUM_WORDS.match(data, start)
     if count is None:
         raise _Unreadable(start, _ends_within(data, start) or "here is no command")

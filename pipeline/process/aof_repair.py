@@ -1,7 +1,7 @@
 """Repairs the append-only file that an embedded Redis refused: keeps a copy, cuts at the last whole transaction.
 
 The file is `appendonly.aof` up to Redis 6.2. Later servers have several in a folder, with a manifest: a snapshot, and
-what was appended since.
+the commands since then.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from pipeline.process.aof import Damage, find_damage, has_snapshot
 from pipeline.process.parent import request_death_signal
 
 UNASKED_BYTES: Final = 64 * 1024
-"""How much may be cut off without `--repair`."""
+"""Largest number of bytes that may be cut off without `--repair`."""
 FILE: Final = "appendonly.aof"
 MANIFEST: Final = Path("appendonlydir") / f"{FILE}.manifest"
 MANIFEST_LINE: Final = re.compile(r"file (\S+) seq \d+ type ([bi])\b")
-"""A snapshot (b, at most one) or what was appended (i), in the order in which they are read."""
+"""Line about a snapshot (b, at most one) or about commands (i); snapshots are read first."""
 CHECKER: Final = "redis-check-rdb, valkey-check-rdb"
-"""Called by one of these names, a server's binary checks a snapshot instead."""
+"""Names under which a server's binary checks a snapshot instead."""
 CHECKED: Final = re.compile(r"\[offset (\d+)\] [^\n]*RDB looks OK")
 ANSWER_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What was cut off the data of a server."""
+    """The part that was cut off the data of a server."""
 
     file: Path
     lost_bytes: int
-    """Of this file and of those that were to be read after it."""
+    """Number of bytes of this file and of those that would be read after it."""
     copies: Path
-    """The folder with the files as they were."""
+    """Folder with the files as they were."""
     reason: str
 
 
@@ -71,7 +71,7 @@ def cut_damage(folder: Path, binary: str, *, has_parts: bool, is_allowed: bool) 
                 f"{lost_bytes:,} bytes of the data (a copy is kept), or pass another --data-dir"
             )
         copies = keep_copies(folder, [part, *later])
-        for path in reversed(later):  # from the end on: killed in between, the next start finds the same damage
+        for path in reversed(later):  # from the end on: if killed in between, the next start finds the same damage
             _truncate(path, 0)
         _truncate(part, damage.whole)
         return Cut(part, lost_bytes, copies, f"byte {damage.at}: {damage.reason}")
@@ -127,7 +127,7 @@ def _parts(folder: Path, *, has_parts: bool) -> list[Path]:
 
 def _damage_of(path: Path, binary: str, arities: Mapping[bytes, int]) -> Damage | None:
     if path.suffix == ".rdb" or path.stat().st_size == 0:
-        return None  # a snapshot alone, which the server has read before it refused what follows
+        return None  # a snapshot alone: the server has read it before it refused what follows
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         begin = _end_of_snapshot(path, binary) if has_snapshot(data) else 0
         return None if begin is None else find_damage(data, begin, arities)
@@ -142,10 +142,10 @@ def _end_of_snapshot(path: Path, binary: str) -> int | None:
 
 
 def _read_arities(binary: str) -> dict[bytes, int]:
-    """Start *binary* without data, and return its commands as `find_damage` wants them.
+    """Start *binary* without data, and return its commands for `find_damage`.
 
     Raises:
-        ConfigError: It does not start.
+        ConfigError: The binary does not start.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
         path = Path(folder) / "redis.sock"
@@ -164,7 +164,7 @@ def _read_arities(binary: str) -> dict[bytes, int]:
             process.wait()
     if rows is None:
         raise ConfigError(f"{binary} does not start, not even without data")
-    # A row is name, arity, and six to eight other things; subcommands are the tenth.
+    # A row is name, arity, and six to eight other values; subcommands are the tenth.
     rows = [each for row in rows for each in (row[9] if len(row) > 9 and row[9] else [row])]
     return {name.lower(): arity for name, arity, *_ in rows}
 

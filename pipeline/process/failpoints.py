@@ -88,9 +88,9 @@ class _Armed:
     action: str
     seconds: float
     count: int
-    """How often the point fires, in all processes together."""
+    """Number of times that the point fires, in all processes together."""
     first: int
-    """The point may fire from this passing on, counted in each process."""
+    """Passing from which the point may fire, counted in each process."""
     folder: Path
     num_passed: int = 0
 

@@ -1,4 +1,4 @@
-"""How a process logs: structlog on stderr, as text on a terminal and as JSON lines elsewhere. No thread dies silently.
+"""How a process logs: structlog on stderr, as text on a terminal, else as JSON lines. No thread dies silently.
 
 JSON lines have all levels. A terminal shows no debug lines, short times, and the slot without its stage.
 
@@ -57,7 +57,7 @@ def configure_logging(to: BinaryIO | None = None, **bound: object) -> None:
 
 
 def _without_stage(_: object, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Leave out the stage where the slot names it."""
+    """Leave out the stage if the slot names it."""
     if "slot" in line:
         line.pop("stage", None)
     return line

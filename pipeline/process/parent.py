@@ -1,4 +1,4 @@
-"""What a worker gets from its supervisor: variables, and death with the supervisor. Imports nothing slow."""
+"""What a worker inherits from its supervisor: variables, and death with the supervisor. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Final
 
 SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
-"""A worker's environment has here the process id of its supervisor."""
+"""Variable with the process id of a worker's supervisor."""
 RUN_VARIABLE = "MINISGL_RUN"
-"""A worker's environment has here the name of its supervisor's run."""
+"""Variable with the name of the supervisor's run."""
 EXIT_REPLACE: Final = 4
-"""Exit code of a worker that wants to be replaced at once: it could not leave a request that kept it for too long."""
+"""Exit code of a worker that must be replaced at once: it could not leave a request that took too long."""
 
 
 def die_with_supervisor(environment: Mapping[str, str]) -> None:

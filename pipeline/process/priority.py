@@ -1,7 +1,7 @@
-"""How much a process gets of busy cores.
+"""The share of busy cores that a process gets.
 
-A stage that computes for long lowers its priority. Then what takes only a moment, such as an answer of the web process,
-comes first. On a machine with cores to spare, nothing changes.
+A stage that computes for long lowers its priority. Then short work, such as an answer of the web process, comes first.
+On a machine with free cores, nothing changes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ AGAIN_S: Final = 0.15
 
 
 def give_way(steps: int) -> None:
-    """Lower the priority of this process by so many steps of niceness; each makes its share about a fifth smaller.
+    """Lower the priority of this process by *steps* of niceness; each makes its share about a fifth smaller.
 
     On Linux each thread has a niceness, and inherits it from the thread that starts it. All threads of the process get
     the same: threads that compute together wait for the one with the lowest priority.
 
-    Linux may group processes by session (sched(7), "The autogroup feature"). Then the niceness of the group is what
-    counts among sessions. So a process that leads a session, as each worker does, sets both; another one leaves the
-    group, in which others are, alone. What cannot be set stays as it is.
+    Linux may group processes by session (sched(7), "The autogroup feature"). Then only the niceness of the group counts
+    among sessions. So a process that leads a session, as each worker does, sets both. Other processes do not change
+    their group, because it has other members. Settings that fail stay as they are.
     """
     for thread in map(int, os.listdir(THREADS)) if THREADS.exists() else (0,):
-        with contextlib.suppress(OSError):  # one that has ended has none
+        with contextlib.suppress(OSError):  # the thread has ended
             nicer = min(os.getpriority(os.PRIO_PROCESS, thread) + steps, LOWEST)
             os.setpriority(os.PRIO_PROCESS, thread, nicer)
     if os.getsid(0) != os.getpid():
@@ -41,5 +41,5 @@ def give_way(steps: int) -> None:
             try:
                 AUTOGROUP.write_text(str(nicer))
                 return
-            except BlockingIOError:  # Linux takes ten changes a second, of all users together
+            except BlockingIOError:  # Linux accepts ten changes a second, of all users together
                 time.sleep(AGAIN_S)

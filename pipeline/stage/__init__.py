@@ -1,1 +1,1 @@
-"""What each worker of a stage does, whatever its stage: its process, its slot, what it cannot read."""
+"""The common part of all stages' workers: the process, its slot, and entries that it cannot read."""

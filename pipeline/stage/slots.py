@@ -34,17 +34,17 @@ logger = structlog.get_logger()
 Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
 
 WATCHDOG_S = 10.0
-"""A loop without a sign of life for so long is stuck, and its process ends. An error from Redis counts as progress."""
+"""Time without a sign of life after which a stuck loop's process ends. An error from Redis counts as progress."""
 PAUSED_S = 8.0
-"""If a round of the watchdog takes longer than this, its process was stopped: no timeout of the log is so long."""
+"""Duration of a watchdog's round above which its process was stopped: no timeout of the log is so long."""
 WATCH_EVERY_S = 1.0
-"""The watchdog looks at least so often, also under a long lease."""
+"""Longest pause between two looks of the watchdog, even with a long lease."""
 EXIT_STUCK = 3
 """Exit code when the watchdog ends the process."""
 AGAIN_S = 0.2
 """Pause between two requests for a slot while the log cannot be reached."""
 LOOK_AGAIN_S = 0.05
-"""Pause between two looks at what other workers serve, while this one does not fit to it."""
+"""Pause between two looks at what other workers serve, while this one does not fit."""
 
 
 GiveUp = Callable[[StreamLog], None]
@@ -60,65 +60,65 @@ class Ends(Protocol):
 
 
 class Status(Value):
-    """What a worker publishes about itself. /ready, /metrics, /v1/models, the supervisor and discovery read it."""
+    """A worker's report about itself. /ready, /metrics, /v1/models, the supervisor and discovery read it."""
 
     slot: str
     owner: str
     pid: int
     host: str
     run: str = ""
-    """The run of the supervisor that started it. Host and pid do not tell: a restarted container has the same ones."""
+    """Run of the supervisor that started it. Host and pid are not enough: a restarted container has the same ones."""
     phase: Phase = "starting"
     detail: str = ""
-    """What the worker waits for or loads."""
+    """What the worker waits for, or loads."""
     progress: float = 0.0
     """Progress of the phase `loading`, 0 to 1."""
     retention_s: float = 0.0
-    """For how long its log keeps what has ended; 0: an older worker does not say it."""
+    """Time for which its log keeps ended requests; 0: an older worker did not publish it."""
     address: str = ""
-    """Where a frontend listens: http://host:port."""
+    """Address at which a frontend listens: http://host:port."""
     models: tuple[str, ...] = ()
-    """The names that an engine serves; the first is the model's id."""
+    """Names that an engine serves; the first is the model's id."""
     context: int = 0
-    """The served context of an engine: prompt + output tokens of one request."""
+    """Served context of an engine: prompt + output tokens of one request."""
     sampling_defaults: dict[str, int | float] = Field(default_factory=dict)
-    """Sampling that an engine's model recommends, by the names of SamplingParams. It applies where a request has no
-    value of its own."""
+    """Sampling that an engine's model recommends, by the names of SamplingParams, for requests without a value of their
+    own."""
     fingerprint: str = ""
-    """Identifies an engine's weights, or a tokenizer."""
+    """Fingerprint of an engine's weights, or of a tokenizer."""
     bos: str = ""
-    """The text of the token that a tokenizer puts before a prompt; empty: it puts none."""
+    """Text of the token that a tokenizer puts before a prompt; empty: there is none."""
     has_chat_template: bool = True
     """Whether a tokenizer has one."""
     numerics: str = ""
-    """How an engine computes, as in `Admitted`."""
+    """Numerics of an engine, see `Admitted`."""
     batch_invariant: bool = False
-    """Whether an engine gives a request the same tokens whatever it computes beside it."""
+    """Whether an engine computes the same tokens for a request in any batch."""
     why_torch: str = ""
-    """The reason why an engine computes with torch although no flag says so."""
+    """Reason why an engine computes with torch although no flag says so."""
     flushed: str = ""
     """Id of the last flush that the engine has done."""
     flushed_pages: int = 0
-    """Pages that flushes have freed since the engine started."""
+    """Number of pages that flushes have freed since the engine started."""
     books_wrong: int = 0
-    """How often the engine found an error in its counts of pages, which is a bug of ours."""
+    """Number of times that the engine found an error in its page allocation, which is a bug of ours."""
     group: str = ""
-    """The group of a rank, once it has formed `<group>/<nonce>`: this start of it."""
+    """Group of a rank; once it has formed, `<group>/<nonce>`: this start of it."""
     version: str = ""
-    """Of MiniSGL, on a rank. With `settings` and `fingerprint` it must be the same on all ranks."""
+    """Version of MiniSGL on a rank. With `settings` and `fingerprint` it must be the same on all ranks."""
     settings: str = ""
-    """How a rank computes."""
+    """Settings with which a rank computes."""
     num_ranks: int = 0
-    """Of the group of a rank."""
+    """Number of ranks in the group of a rank."""
     metrics: str = ""
-    """The metrics of its process (`Measures.snapshot`), as text in the text: few readers of a status need them."""
+    """Metrics of its process (`Measures.snapshot`), as text in the text: few readers of a status need them."""
 
 
 def parse_status(text: str) -> Status:
     """Return the status that a worker published.
 
     Raises:
-        UndecodableEvent: *text* is no status of this version.
+        UndecodableEvent: *text* is not a status of this version.
     """
     try:
         return Status.model_validate_json(text)
@@ -143,18 +143,18 @@ def known_statuses(texts: Mapping[str, str]) -> list[Status]:
 
 
 def acquire_guest(log: StreamLog, slot: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
-    """Look after *slot* while its worker is away, which can no longer write. None if somebody holds the slot."""
+    """Take over *slot* while its worker is away, which can then no longer write. Return None if the slot is held."""
     return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms, serving)
 
 
 def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
     """Return when no living worker serves something else than *serving*, or at *stop*.
 
-    What dead workers served holds until their leases would have run out. A living worker renews it. A record that never
+    A record of dead workers holds until their leases would have expired. A living worker renews it. A record that never
     expires counts as that of a living worker.
 
     Raises:
-        ConfigError: A living worker serves something else. The line names both.
+        ConfigError: A living worker serves something else. The message names both.
     """
     ttls_ms: dict[tuple[str, Serving], int] = {}
     while not stop:
@@ -187,8 +187,8 @@ def slot_leases(
 ) -> Generator[SlotLease, None, None]:
     """Yield a held slot, and another one after each loss, until *stop*. Each slot is given back before the next.
 
-    While the log cannot be reached, this waits and tries again: a process that is ready does not end. A worker that
-    once served the context of others asks for that again, so that others with less still fit beside it.
+    While the log cannot be reached, wait and try again: a process that is ready does not end. A worker that once served
+    the context of others asks for it again, so that others with less still fit beside it.
 
     Raises:
         ConfigError: The worker would serve *serving*, but a living one serves something else.
@@ -220,7 +220,7 @@ def slot_leases(
 
 
 def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None) -> Serving | None:
-    """Return *serving* with the context that the workers of *stage* serve: that of the first of them."""
+    """Return *serving* with the context that the workers of *stage* serve, which the first of them has set."""
     try:
         served = log.serving().get(stage) if serving is not None and serving.context else None
     except LogUnavailable:  # the slot is held: frontends serve the smallest context of all
@@ -233,7 +233,7 @@ def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None
 def acquire_slot(
     log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None, serving: Serving | None = None
 ) -> Owner:
-    """Take the slot *preferred*, once its dead holder's lease has run out, or else the lowest free one of *stage*.
+    """Take the slot *preferred*, once its dead holder's lease has expired, or else the lowest free one of *stage*.
 
     Raises:
         DoesNotFit: Living workers serve something else than *serving*.
@@ -252,7 +252,7 @@ def acquire_slot(
 
 
 def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
-    """Wait for the lease of *slot* to run out; None as soon as its holder shows a sign of life."""
+    """Wait for the lease of *slot* to expire; return None as soon as its holder shows a sign of life."""
     before = log.lease(slot)
     while True:
         owner = log.acquire(slot, nonce, lease_ms, serving)
@@ -266,7 +266,7 @@ def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, ser
 
 
 class _Round(NamedTuple):
-    """What the watchdog knows of the loop's current round. One value, because two threads use it."""
+    """What the watchdog knows about the loop's current round. One value, because two threads use it."""
 
     began_s: float
     began_cpu_s: float
@@ -276,7 +276,7 @@ class _Round(NamedTuple):
 
 
 class Heartbeat:
-    """A thread, with a log of its own, that says how a worker is, three times within a lease and at each change."""
+    """A thread with its own log that publishes a worker's status, three times within a lease and at each change."""
 
     def __init__(self, log: StreamLog, slot: str, owner: str, lease_ms: int) -> None:
         self._log = log
@@ -293,7 +293,7 @@ class Heartbeat:
         self._stopped = False
         self._round = _Round(time.monotonic(), time.process_time(), WATCHDOG_S, math.inf, None)
         self._forgiven_s = 0.0
-        """Time before this does not count."""
+        """Time before which silence does not count."""
         self._thread = threading.Thread(target=self._keep, name=f"lease {slot}", daemon=True)
         self._thread.start()
 
@@ -360,7 +360,7 @@ class Heartbeat:
 
 
 class Announcement(Heartbeat):
-    """The status of a worker without a slot. It stands under the lowest free slot from *preferred* on."""
+    """The status of a worker without a slot, published under the lowest free slot from *preferred* on."""
 
     def __init__(self, log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
         self._stage = stage
@@ -389,7 +389,7 @@ class SlotLease(Heartbeat):
         measures: Measures | None = None,
         serving: Serving | None = None,
     ) -> None:
-        """Publish the *measures* of this process with the status. *serving* is what it was given the slot for."""
+        """Publish the *measures* of this process with the status. *serving*: what the worker got the slot for."""
         self.owner = owner
         self.serving = serving
         self.lost = threading.Event()
@@ -409,14 +409,14 @@ class SlotLease(Heartbeat):
     def _speak(self, status: Status) -> None:
         if self._measures is not None:
             status = status.model_copy(update={"metrics": self._measures.snapshot()})
-        # A guest is no worker of this slot. It holds the lease, and has its status in its own slot.
+        # A guest is not the slot's worker. It holds the lease, and has its status in its own slot.
         said = "" if self.owner.is_guest else status.model_dump_json()
         if not self._log.renew(self.owner, self._lease_ms, said, self.serving):
             self.lost.set()
 
 
 class Says(Protocol):
-    """What publishes a status: a `Heartbeat`, or what stands for several."""
+    """Publishes a status: a `Heartbeat`, or an object that stands for several."""
 
     def say(self, **changes: object) -> None: ...
 

@@ -1,7 +1,7 @@
-"""The process tree of one command: starts the workers by exec, waits until they are ready, restarts what dies, drains.
+"""The process tree of one command: starts the workers by exec, waits until they are ready, restarts dead ones, drains.
 
 Knows processes and statuses, not what a stage does. Everything here runs in one thread: a child asks to die with the
-thread that started it. What speaks to the log is imported when the children have been started: they need both cores.
+thread that started it. Modules of the log are imported after the children have been started, which need both cores.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ if TYPE_CHECKING:
 logger = structlog.get_logger()
 
 EXIT_CONFIG = 2
-"""Exit code of a child whose configuration cannot work: everything ends with it, unless it was ready before."""
+"""Exit code of a child whose configuration cannot work. Everything ends with it, unless the child was ready before."""
 LONGEST_BACKOFF_S = 5.0
 SERVICE_S = 5.0
-"""A child that served for so long starts over with the shortest backoff."""
+"""Time that a child must have served to start over with the shortest backoff."""
 POLL_S = 0.02
 SETTLED_POLL_S = 1.0
-"""How often the statuses are read once everybody is ready. Until then it sleeps, unless it hears a signal."""
+"""Pause between two reads of the statuses once all children are ready. Until then it sleeps, unless a signal comes."""
 REASON_S = 0.5
-"""How long the other ranks of an engine have to end by themselves."""
+"""Time for which the other ranks of an engine may end by themselves."""
 TELL_LATE_S = 10.0
-"""Pause between two log lines that say which children are not ready yet."""
+"""Pause between two log lines about children that are not ready yet."""
 MOST_DEATHS_AT_START = 5
-"""A child that died so often and was never ready will not be."""
+"""Number of deaths after which a child that was never ready is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A worker that should run: its stage, its command line without the slot, and what else it is given."""
+    """A worker that should run: its stage, its command line without the slot, and what it inherits."""
 
     stage: str
     arguments: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
     drain_s: float = 10.0
-    """How long it may take to end after SIGTERM."""
+    """Longest time that it may take to end after SIGTERM."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that only this worker gets, such as its secrets."""
     rank: int = 0
-    """Of a rank of an engine: which one."""
+    """Number of the rank, for a rank of an engine."""
     group: str = ""
-    """Of a rank: the ranks of one engine have the same. They end together, and start together under a new name."""
+    """Group of a rank, the same for all ranks of an engine. They end together, and start together under a new name."""
     spans_machines: bool = False
-    """Of a rank: other machines have ranks of its engine. They meet under the name in its flags, at each start."""
+    """Whether other machines have ranks of its engine. These meet under the name in its flags, at each start."""
 
     @property
     def role(self) -> str:
-        """The stage under which it publishes its status."""
+        """Stage under which it publishes its status."""
         return rank_stage(self.rank) if self.rank else self.stage
 
 
 @dataclass(slots=True)
 class _Child:
-    """One process of a job, and what is known of it."""
+    """One process of a job, and its state."""
 
     job: Job
     process: subprocess.Popen[bytes]
     slot: int
     status: Status | None = None
     held: Sequence[Status] = ()
-    """The statuses of all slots that it holds."""
+    """Statuses of all slots that it holds."""
     ready_s: float = float("inf")
-    """When it first said that it was ready."""
+    """Time when it was first ready."""
     was_ready: bool = False
-    """One of its processes was ready."""
+    """Whether one of its processes was ready."""
     failures: int = 0
     blamed: _Child | None = None
-    """Another rank of the same engine, with which this one was ended the last time."""
+    """Another rank of the same engine, whose death ended this one the last time."""
     restart_s: float = field(default=float("inf"))
-    """When it is started again, while it is down."""
+    """Time when it is started again, while it is down."""
 
     @property
     def name(self) -> str:
@@ -101,11 +101,11 @@ class _Child:
 
 
 class ChildFailed(MiniSGLError):
-    """A child ended with the exit code for configuration; it has said why."""
+    """A child ended with the exit code for configuration. Its own output says why."""
 
 
 class StartFailed(MiniSGLError):
-    """The children did not become ready; the message names who and why."""
+    """The children did not become ready. The message names them and the reason."""
 
 
 class Supervisor:
@@ -121,9 +121,9 @@ class Supervisor:
         watch_redis: Callable[[], None],
         output: BinaryIO | None = None,
     ) -> None:
-        """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive.
+        """*program*: start of every child's command line, `minisgl`, by exec. *watch_redis*: keeps Redis alive.
 
-        *open_log* is called once, after the start. The children write to *output*, or where this process does.
+        *open_log* is called once, after the start. The children write to *output*, or where this process writes.
         """
         self._open_log = open_log
         self._watch_redis = watch_redis
@@ -134,12 +134,12 @@ class Supervisor:
         self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
         self._children: list[_Child] = []
         self._num_starts: Counter[str] = Counter()
-        """Of each group of ranks. Ranks of another start do not find each other."""
+        """Number of starts by group of ranks. Ranks of different starts do not find each other."""
         self._looked_s = 0.0
         self._is_settled = False
-        """All children are ready."""
+        """Whether all children are ready."""
         self._heard: int | None = None
-        """The pipe that has a byte for each signal, such as that a child has ended; None: not listening."""
+        """Pipe with a byte for each signal, such as the end of a child; None: not listening."""
         self.signals = 0
 
     @functools.cached_property
@@ -165,7 +165,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def without_interrupts(self) -> Iterator[None]:
-        """Leave SIGINT to somebody else on this terminal. Not ignored, which a child would inherit."""
+        """Leave SIGINT to another program on this terminal. Not by SIG_IGN, which a child would inherit."""
 
         def leave(*_: object) -> None: ...
 
@@ -176,10 +176,10 @@ class Supervisor:
             signal.signal(signal.SIGINT, before)
 
     def start(self) -> None:
-        """Start one process for every job. Each asks for the lowest slot that no other of them asks for.
+        """Start one process for every job. Each asks for a slot of its own, the lowest possible.
 
-        Who lives in a slot keeps it (`acquire_slot`). The statuses are no help here: after a crash they outlive their
-        workers, and what these had in hand is found by whoever has their slots.
+        A living holder keeps its slot (`acquire_slot`). The statuses are no help here: after a crash they outlive their
+        workers, and new holders of the slots find the unfinished work of those workers.
         """
         num_started: Counter[str] = Counter()
         for job in self._jobs:
@@ -188,7 +188,7 @@ class Supervisor:
             self._children.append(_Child(job, self._spawn(job, slot), slot))
 
     def wait_until_ready(self, timeout_s: float, show: Callable[[Sequence[str]], None] | None = None) -> bool:
-        """Wait until every child says that it is ready; False when a signal came first. *show* is told who is late.
+        """Wait until every child is ready; return False if a signal comes first. *show* gets the late children.
 
         Raises:
             ChildFailed: A child ended with the exit code for configuration.
@@ -219,7 +219,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Keep the children alive until a signal comes, or *until* holds.
+        """Keep the children alive until a signal comes, or *until* returns True.
 
         Raises:
             ChildFailed: A child that was never ready ended with the exit code for configuration.
@@ -236,7 +236,7 @@ class Supervisor:
             os.read(self._heard, 4096)
 
     def watch(self) -> None:
-        """Reap, restart, and read what the children say, once."""
+        """Reap children, restart them, and read their statuses, once."""
         self._watch_redis()
         for child in self._children:
             if child.is_down:
@@ -250,7 +250,7 @@ class Supervisor:
             self._read_statuses()
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
-        """End the children: those of the first stages, and when they have ended those of the next."""
+        """End the children stage by stage: those of the first entry of *order*, then those of the next."""
         for stages in order:
             children = [child for child in self._children if child.job.stage in stages and child.process.poll() is None]
             for child in children:
@@ -272,7 +272,7 @@ class Supervisor:
             command += ["--rank", str(job.rank)]
         if job.group and not job.spans_machines:
             command += ["--group", f"{self._run}.{job.group}.{self._num_starts[job.group]}"]
-        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which ends the stages in their order.
+        # Its own session: Ctrl-C in the terminal reaches only the supervisor, which ends the stages in their order.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -300,9 +300,9 @@ class Supervisor:
             self._end_group(child)
 
     def _end_group(self, dead: _Child) -> None:
-        """End the other ranks of an engine: they start again with the one that died, and all after the same backoff.
+        """End the other ranks of an engine. They start again with the dead one, and all after the same backoff.
 
-        One that ended by itself may have done so because of another, whose exit code says why.
+        A rank that ended by itself may have done so because of another one, whose exit code shows the reason.
         """
         self._num_starts[dead.job.group] += 1
         others = [child for child in self._children if child.job.group == dead.job.group and child is not dead]
@@ -322,7 +322,7 @@ class Supervisor:
                 raise ChildFailed(f"{child.name} cannot run with this configuration")
 
     def _free_slots(self, child: _Child) -> None:
-        """Give back the leases of a child that is dead for certain: nobody needs to wait until they run out."""
+        """Release the leases of a dead child, so that other workers need not wait until they expire."""
         child.status, held, child.held = None, child.held, ()
         if not held:
             return
@@ -348,9 +348,9 @@ class Supervisor:
             found = [status for role in roles for status in read_statuses(self._log, role)]
         except LogError as error:
             logger.warning("log_unavailable", error=str(error))
-            self._looked_s = time.monotonic() + SETTLED_POLL_S  # it is no use to ask more often
+            self._looked_s = time.monotonic() + SETTLED_POLL_S  # asking more often is no use
             return
-        # What a worker announced under another slot, before it had its own, is there for some seconds more.
+        # A status that a worker announced under another slot, before it had its own, stays for some seconds.
         found.sort(key=lambda status: bool(status.owner))
         found = [status for status in found if status.run == self._run]
         said = {(slot_stage(status.slot), status.pid): status for status in found}
@@ -377,7 +377,7 @@ class Supervisor:
 
 
 def _facts(status: Status) -> dict[str, object]:
-    """Return what the line of a ready worker says about it: of an engine what it serves, and how it computes."""
+    """Return the fields of a ready worker's log line; for an engine what it serves, and how it computes."""
     if not status.models:
         return {}
     dtype_quantization_kernels = "/".join(status.numerics.split("/")[:3])

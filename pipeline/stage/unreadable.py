@@ -1,9 +1,9 @@
-"""What a worker does with an entry that it cannot read: it buries the entry, or leaves it to a newer worker.
+"""Handles entries that a worker cannot read: buries them, or leaves them to a newer worker.
 
-    the entry                                   what becomes of it
+    the entry                                   outcome
     of a newer version, its request lives       left: a newer worker claims it, older ones do not
     of a newer version, its request has ended   buried
-    of a newer version that names no request    left for LEFT_S, then buried
+    of a newer version, without a request       left for LEFT_S, then buried
     any other                                   buried at once
 
 A burial is one commit, one log line and one count. It ends the requests that the entry names.
@@ -28,16 +28,16 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
 logger = structlog.get_logger()
 
 LEFT_S: Final = DEFAULT_LIMITS.timeout_s
-"""How long an entry of a newer version is left if it names no request, whose deadline would end the wait."""
+"""Time for which an entry of a newer version is left if it names no request, whose deadline would end the wait."""
 MOST_LOOKED_AT: Final = 100
 STREAMS: Final[Mapping[str, str]] = {TOKENIZE: "submitted", GENERATE: "tokenized", DETOKENIZE: "steps"}
-"""What the metric calls the stream that a group reads."""
+"""Name in the metric of the stream that a group reads."""
 DAMAGED: Final = "log_damaged"
 """Code of the error with which requests end."""
 
 
 class UnreadableEntries:
-    """Buries or leaves the entries of one inbox. Its methods raise as the log does, and can be called again then."""
+    """Buries or leaves the entries of one inbox. After an error of the log, a method can be called again."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class UnreadableEntries:
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With *owner*, bury only for that owner of a slot."""
+        """*owner*: bury only for that owner of a slot."""
         self._owner = owner
         self._log = log
         self._inbox = inbox
         self._measures = measures
         self._clock_s = clock_s
         self._left_s: dict[str, float] = {}
-        """When an entry that is left was first seen, by its id."""
+        """Id of an entry that is left -> time when it was first seen."""
 
     def refuse(self, entry: Entry, error: UndecodableEvent, consumer: str, uids: Sequence[str]) -> bool:
         """Bury *entry*, which *consumer* has read, or leave it. Return whether it is buried.
 
-        *uids* are the requests that it names. A step that is left stays with its consumer, because the owner of a slot
+        *uids*: the requests that it names. A step that is left stays with its consumer, because the owner of a slot
         reads the steps of its engine in order.
         """
         if not isinstance(error, NewerVersion) or self._is_over(entry, uids):
@@ -74,7 +74,7 @@ class UnreadableEntries:
         return False
 
     def look(self) -> None:
-        """Bury what was left, by this worker or another one, and has waited for long enough."""
+        """Bury the entries that this or another worker left, once they have waited long enough."""
         left = self._log.left(self._inbox, MOST_LOOKED_AT)
         self._left_s = {entry.id: self._left_s.get(entry.id, self._clock_s()) for entry in left}
         for entry in left:
@@ -83,7 +83,7 @@ class UnreadableEntries:
                 self._bury(entry, UndecodableEvent("it is of a newer version, and no newer worker has read it"), uids)
 
     def _is_over(self, entry: Entry, uids: Sequence[str]) -> bool:
-        """Return whether no worker needs to read *entry* any more."""
+        """Return whether no worker needs to read *entry* now."""
         if uids:
             return not self._log.alive(uids)
         return self._clock_s() - self._left_s.get(entry.id, self._clock_s()) >= LEFT_S

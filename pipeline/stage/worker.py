@@ -1,8 +1,8 @@
-"""The process of a stage's worker, and its consumer-group runtime: read, hand over, and nothing lost on the way.
+"""The process of a stage's worker, and its consumer-group runtime, which reads entries, hands them over and loses none.
 
 A worker first handles what its slot had read before and not consumed, one entry at a time. Then it reads new entries,
-and claims those of slots that nobody holds. After a broken read, and once a second, it looks up the first part again: a
-reply may have been lost, or a former worker of the slot, which does not know that it lost it, may have read an entry.
+and claims entries of free slots. After a broken read, and once a second, it looks up its unconsumed entries again: a
+reply may have been lost, or a former worker, which does not know that it lost the slot, may have read an entry.
 
 An entry that was read before may have killed its worker. So the log counts each try before the work begins, and an
 entry that was tried too often is buried instead.
@@ -30,20 +30,20 @@ BLOCK_MS = 500
 CLAIM_EVERY_S = 1.0
 BACKOFF_S = 0.2
 LEAVING_S = 1.0
-"""So long a process that ends at once tries to leave its slot."""
+"""Longest time that a process which ends at once tries to leave its slot."""
 MOST_DELIVERIES = 4
-"""An entry that is still there after so many tries, the last three of them alone, has killed its workers."""
+"""Number of tries, the last three of them alone, after which an entry has killed its workers."""
 
 Handle = Callable[[Sequence[Entry]], Sequence[Entry] | None]
-"""Does the work of a stage on the entries of one read, and commits it. What it puts off it returns; each of these comes
-again before what is read next, one at a time."""
+"""Does the work of a stage on the entries of one read, and commits it. Returns the entries that it puts off; each of
+these comes again before what is read next, one at a time."""
 Bury = Callable[[Entry, int], None]
-"""Ends the request of an entry that killed its worker so many times, without doing its work. Of an entry
-of several requests it finds the one at fault."""
+"""Ends the request of an entry that killed its worker so many times, without doing its work. If the entry has several
+requests, it finds the one at fault."""
 
 
 class Stop:
-    """Set by SIGTERM and SIGINT: finish what is in hand, then leave."""
+    """Set by SIGTERM and SIGINT: finish the work in hand, then leave."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -68,14 +68,14 @@ class Stop:
 class EndAtOnce:
     """Lets SIGTERM and SIGINT end this process at once, until it is `over`: for work that is worth nothing half done.
 
-    The main thread may wait in C, where Python calls no handler of signals. So another thread hears of them.
+    The main thread may wait in C, where Python calls no signal handler. So another thread waits for the signals.
     """
 
     def __init__(self, leave: Callable[[], object]) -> None:
         """Call it in the main thread. *leave* is called at the end, if the process has handlers for these signals."""
         self._leave = leave
         heard, self._said = os.pipe()
-        os.set_blocking(self._said, False)  # as signals want it
+        os.set_blocking(self._said, False)  # signals require it
         self._before = signal.set_wakeup_fd(self._said, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(heard,), name="end at once", daemon=True).start()
 
@@ -110,14 +110,14 @@ class WorkerProcess:
         self._preferred = preferred
 
     def loading(self, detail: str, patience_s: float) -> Announcement:
-        """Announce that the worker loads *detail*; the watchdog lets that take *patience_s*."""
+        """Announce that the worker loads *detail*, and let the watchdog wait *patience_s*."""
         announcement = Announcement(self._lease_log, self._stage, self.lease_ms, preferred=self._preferred)
         announcement.report_progress(patience_s=patience_s)
         announcement.say(phase="loading", detail=detail)
         return announcement
 
     def slot_leases(self, serving: Serving | None = None) -> Generator[SlotLease, None, None]:
-        """As `pipeline.stage.slots.slot_leases`, until this process is to end."""
+        """Return `pipeline.stage.slots.slot_leases`, until this process should end."""
         return slot_leases(
             self.log,
             self._lease_log,
@@ -150,8 +150,8 @@ def follow(
     Unless *in_order*, new entries come between those that the slot had read before, which can take long. *bury* gets an
     entry that was tried more than *most_tries* times.
 
-    *held* returns the ids of the entries that *handle* took and goes on with later. While there are some, it is called
-    at each turn, also without entries; then it may wait a moment.
+    *held* returns the ids of the entries that *handle* took and continues later. While there are some, *handle* is
+    called at each turn, also without entries; then it may wait a moment.
 
     *forget* is called when the log could not be reached: it may come back without the last commits. *look* is called
     once a second while there is nothing of its own to do.
@@ -169,7 +169,7 @@ def follow(
                 reader.put_off(handle(entries) or ())
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
-            if group_lost:  # it cannot be made again either: the key may be of another type
+            if group_lost:  # making it again fails, too: the key may be of another type
                 stop.wait(BACKOFF_S)
             group_lost = True
             forget()
@@ -185,7 +185,7 @@ def follow(
 
 
 class _Reader:
-    """Decides where the next entries come from."""
+    """Decides which entries come next."""
 
     def __init__(
         self,
@@ -216,12 +216,12 @@ class _Reader:
         self._looked_s = time.monotonic()
 
     def unsure(self) -> None:
-        """Look up again what this slot has read and not consumed."""
+        """Look up the unconsumed entries of this slot again."""
         self._own = None
         self._put_off.clear()
 
     def put_off(self, entries: Sequence[Entry]) -> None:
-        """Give these again later, one beside each read."""
+        """Return *entries* again later, one beside each read."""
         self._put_off += entries
 
     def next(self) -> list[Entry]:
@@ -237,7 +237,7 @@ class _Reader:
                 self._own = self._log.claim(self._inbox, owner, self._max_entries)
                 if self._own:
                     logger.info("claimed", slot=owner.slot, entries=len(self._own))
-        # What may have killed its worker comes alone, also beside what is held.
+        # An entry that may have killed its worker comes alone, not even beside held ones.
         while self._own and not self._reads_next and not (self._suspect and self._held()):
             entry = self._own[0]
             is_tried = self._may_be_tried(entry)
@@ -254,7 +254,7 @@ class _Reader:
         return [*(self._put_off.pop(0) for _ in self._put_off[:1]), *new]
 
     def _unconsumed(self) -> list[Entry]:
-        """Return what this slot has read and not consumed, without what is put off or held."""
+        """Return what this slot has read and not consumed, except what is put off or held."""
         put_off = {*(entry.id for entry in self._put_off), *self._held()}
         pending = self._log.pending(self._inbox, self._slot_lease.owner.slot)
         return [entry for entry in pending if entry.id not in put_off]

@@ -255,6 +255,7 @@ class Story:
             pause_ms = 0 if self._made_ms is None else made.ms - self._made_ms
             if n > self._moment["first_n"]:
                 self._moment["longest_pause_ms"] = max(self._moment["longest_pause_ms"], pause_ms)
+                self._changes.moments[self._num_moments - 1] = self._moment
             token |= {"at_ms": self._at(made.ms), "pause_ms": pause_ms}
             self._changes.tokens.append(token | {"commit": made.first, "estimated": made.is_estimate})
             self._made_ms = made.ms

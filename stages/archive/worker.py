@@ -1,7 +1,7 @@
-"""An archiver: reads what has ended, writes it into files, and then consumes it.
+"""An archiver: reads ended requests, writes them into files, and then consumes their entries.
 
 The order is: write and sync the frames, write the index, acknowledge. So a request that an archiver wrote and did not
-acknowledge is read again, and found in the files. While the disk is full, archiving waits, and nothing else does.
+acknowledge is read again, and found in the files. While the disk is full, only archiving waits.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ logger = structlog.get_logger()
 
 MOST_READ: Final = 32
 READ_AHEAD: Final = 1000
-"""Entries of one more read, when the last ones were of requests that were erased .."""
+"""Number of entries of one more read, when the last ones were of erased requests .."""
 MOST_AHEAD: Final = 10_000
-""".. and most that are in hand at the same time."""
+""".. and largest number of entries in hand at the same time."""
 DISK_PATIENCE_S: Final = 120.0
-"""A disk may take so long for one batch before the watchdog ends the process."""
+"""Longest time for one batch on a disk before the watchdog ends the process."""
 FULL_RETRY_S: Final = 1.0
 FULL_SAID_EVERY_S: Final = 60.0
 BUSY_RETRY_S: Final = 0.02
 TIDY_EVERY_S: Final = 60.0
 DRAIN_S: Final = 5.0
-"""How long an archiver that is to end writes what is still there: when the server starts again it may have expired."""
+"""Time for which an archiver that must end still writes: these requests may expire before the next server start."""
 AGAIN_S: Final = 0.2
 
 
 class ArchiveWorker:
-    """What the owner of one slot does."""
+    """The work of the owner of one slot."""
 
     def __init__(
         self,
@@ -80,24 +80,24 @@ class ArchiveWorker:
         self._unhandled: list[Entry] = []
         """Entries that were read."""
         self._erased: list[Entry] = []
-        """Entries that were read, of requests that are to be forgotten."""
+        """Entries that were read, of erased requests."""
 
     def begin(self) -> None:
-        """Mend what dead archivers have left."""
+        """Mend the files of dead archivers."""
         self._on_disk(self._writer.begin)
 
     def handle(self, entries: Sequence[Entry]) -> None:
-        """Archive the requests that *entries* of `ended` name, or forget them, and consume these."""
+        """Archive the requests of *entries* of `ended`, or forget them, and consume the entries."""
         self._unhandled = [*entries]
         try:
             while self._unhandled and self._handle_next():
                 pass
-        finally:  # what is left is pending
+        finally:  # unhandled entries stay pending
             self._unhandled.clear()
             self._erased.clear()
 
     def _handle_next(self) -> bool:
-        """Handle the next entries; False if this worker is to end before that is done."""
+        """Handle the next entries; return False if this worker must end before that is done."""
         self._report_progress()
         entries, self._unhandled = self._unhandled[:MOST_READ], self._unhandled[MOST_READ:]
         uids = [uid_of(entry) for entry in entries]
@@ -138,7 +138,7 @@ class ArchiveWorker:
         return [entry for entry in entries if uid_of(entry) in begins and begins[uid_of(entry)].id == SEAL]
 
     def _read_again(self) -> None:
-        """Take in what was erased of what this slot had read before, perhaps by an archiver that died."""
+        """Add the erased requests among what this slot had read before, perhaps by an archiver that died."""
         in_hand = {entry.id for entry in self._erased}
         pending = self._log.pending(ended_inbox(self._log.names), self._slot_lease.owner.slot)
         pending = [entry for entry in pending if entry.id not in in_hand]
@@ -146,7 +146,7 @@ class ArchiveWorker:
             self._erased += self._erased_of(pending[first : first + READ_AHEAD])
 
     def _read_on(self) -> None:
-        """Read on while most of what comes was erased, so that each file is written anew once for all of that."""
+        """Read on while most entries are of erased requests, so that each file is rewritten once for all of them."""
         inbox, slot = ended_inbox(self._log.names), self._slot_lease.owner.slot
         while len(self._erased) + len(self._unhandled) < MOST_AHEAD:
             entries = self._log.read(inbox, slot, max_entries=READ_AHEAD, block_ms=0)
@@ -157,7 +157,7 @@ class ArchiveWorker:
                 break
 
     def _forget(self) -> None:
-        """Take what was erased out of the files, and consume its entries."""
+        """Remove erased requests from the files, and consume their entries."""
         removed = self._writer.forget({uid_of(entry) for entry in self._erased}, self._report_progress)
         if removed:
             logger.info("archive_forgot", requests=removed)
@@ -166,7 +166,7 @@ class ArchiveWorker:
         self._erased.clear()
 
     def _forget_meanwhile(self) -> None:
-        """Forget, while the disk is full: that makes room."""
+        """Forget erased requests while the disk is full: that makes room."""
         self._read_on()
         if self._erased:
             with contextlib.suppress(ArchiveFull, VolumeBusy):
@@ -176,20 +176,20 @@ class ArchiveWorker:
         self._slot_lease.report_progress(patience_s=DISK_PATIENCE_S)
 
     def bury(self, entry: Entry, deaths: int) -> None:
-        """Consume an entry that ended its archiver so often, and keep it as a dead letter."""
+        """Consume an entry that ended its archiver *deaths* times, and keep it as a dead letter."""
         reason = f"it ended its archiver {deaths} times"
         event = Failed(status=500, code="poisonous", message=reason)
         self._log.bury(ended_inbox(self._log.names), entry, reason, event, {}, self._slot_lease.owner)
         self._measures.add(BURIED)
 
     def forget(self) -> None:
-        """The log could not be reached, or has lost its data: it may not know any more that it has an archive."""
+        """Open the archive again: after a loss of its data, the log may not know that it has one."""
         self._is_sure = False
-        with contextlib.suppress(LogError):  # else the next look does it
+        with contextlib.suppress(LogError):  # if it fails, the next look does it
             self._open()
 
     def look(self) -> None:
-        """Remove old files, and say how it stands."""
+        """Remove old files, and publish the metrics."""
         if not self._is_sure:
             self._open()
         self._measures.set(ARCHIVE_BACKLOG, self._log.backlog(ended_inbox(self._log.names)))
@@ -200,7 +200,7 @@ class ArchiveWorker:
             self._tidy()
 
     def drain(self) -> None:
-        """Archive what is still there, for a while."""
+        """Archive the requests that are left, for a while."""
         until_s = time.monotonic() + DRAIN_S
         inbox, slot = ended_inbox(self._log.names), self._slot_lease.owner.slot
         try:
@@ -224,9 +224,9 @@ class ArchiveWorker:
             logger.error("archive_not_tidied", error=str(error))
 
     def _on_disk(self, work: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Do *work* on the files, as often as it takes; False if this worker is to end before it is done.
+        """Call *work* on the files until it succeeds; return False if this worker must end before.
 
-        *meanwhile* is done between two tries while the disk is full.
+        *meanwhile* is called between two tries while the disk is full.
         """
         while True:
             try:
@@ -259,7 +259,7 @@ def is_kept(submitted: Mapping[str, str]) -> bool:
 
 
 def open_archive(log: ArchiverLog, archive_id: str) -> None:
-    """Have the log name to archivers what ends.
+    """Let the log append ended requests to `ended`, for archivers.
 
     Raises:
         ConfigError: The namespace has another archive.
@@ -301,7 +301,7 @@ def serve(
 
 
 def run(config: ArchiveConfig, open_log: Callable[[], ArchiverLog]) -> int:
-    """Be one archiver until SIGTERM; return the exit code.
+    """Run one archiver until SIGTERM; return the exit code.
 
     Raises:
         ConfigError: The folder cannot be an archive, or is not the one of this namespace.

@@ -1,4 +1,4 @@
-"""Where a text may be cut, so that the tokens of its parts, one after the other, are those of the whole.
+"""Finds where a text may be cut, so that the tokens of its parts, one after the other, are those of the whole.
 
 The library takes up to 330 bytes of memory for each byte that it encodes at once. So a long text is encoded in parts. A
 border lies after a letter or a digit, where each step of the tokenizer does the same with both parts as with the whole:
@@ -8,7 +8,7 @@ border lies after a letter or a digit, where each step of the tokenizer does the
 - No pattern of the pre-tokenizer takes both characters in one match (`patterns.py`).
 - A word ends at the border, or the model never joins the two characters: it is a BPE, and no token has them in a row.
 
-A tokenizer with a step that is not known here is asked for the whole text, and so is one where no border is found.
+If a step of the tokenizer is not known here, or no border is found, the text is encoded as a whole.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tokenizers import Tokenizer, models, normalizers
 from stages.tokenize.patterns import Pattern, UnknownPattern, literal
 
 PART: Final = 16 << 10
-"""Characters of a part, about."""
+"""Approximate number of characters of a part."""
 NEAR: Final = 512
-"""A border is looked for in so many characters before the end of a part. Without one there, the part is as long again:
-to look for one everywhere could take seconds."""
+"""Number of characters before the end of a part in which a border is searched. Without one there, the part is as long
+again: to search everywhere could take seconds."""
 AFTER: Final = " \n\t\r0123456789.,;:!?'\"()[]{}/\\|-_+*&%$#@~^`。，、！？；：（）「」『』《》“”"
-"""What a border may lie before. A mark after one of them makes no other character of both, as it does of `=`."""
+"""Characters after a border. A mark after one of them does not make another character of both, as it does of `=`."""
 BEFORE: Final = r"[^\W_\u1100-\u11ff\U00010000-\U0010ffff]"
 """A letter or a digit that is not composed with the one before: the parts of Korean syllables may be."""
 PAIRS_KNOWN: Final = 8192
@@ -39,13 +39,13 @@ GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 """The pattern of ByteLevel."""
 SPACES: Final = " \n\t\r"
 ONE_BY_ONE: Final = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents")
-"""Normalizers that change what is on both sides of a border as they change it alone."""
+"""Normalizers that change the text on both sides of a border as they change each side alone."""
 
 State = Mapping[str, Any]
 Normalize = Callable[[str, str], str | None]
-"""The characters around a border -> what becomes of the second one; None: this is no border."""
+"""(left, right) of a border -> the second character, normalized; None: this is not a border."""
 Split = Callable[[str, str], bool | None]
-"""The characters around a border -> whether a word ends there; None: this is no border."""
+"""(left, right) of a border -> whether a word ends there; None: this is not a border."""
 
 
 class UnknownStep(ValueError):
@@ -53,13 +53,13 @@ class UnknownStep(ValueError):
 
 
 class Borders:
-    """Those of the texts of one tokenizer."""
+    """Borders in the texts of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises UnknownStep or UnknownPattern."""
+        """Raise UnknownStep or UnknownPattern if a step of *tokenizer* is not known here."""
         steps = _flat(tokenizer.normalizer, "normalizers")
         self._drops_space = _prepends(steps)
-        """Whether each part gets a space in front. Then parts begin after theirs."""
+        """Whether each part gets a space in front. Then a part begins after its own space."""
         self._normalize = [_normalize_of(step) for step in (steps[1:] if self._drops_space else steps)]
         self._splits = _splits_of(_flat(tokenizer.pre_tokenizer, "pretokenizers"))
         self._added = _Added(tokenizer, must_be_plain=self._drops_space)
@@ -72,7 +72,7 @@ class Borders:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Borders | None:
-        """Return the borders for a tokenizer; None: it has to be asked for whole texts."""
+        """Return the borders for a tokenizer; None: it must encode whole texts."""
         try:
             return cls(tokenizer)
         except (UnknownStep, UnknownPattern):
@@ -87,7 +87,7 @@ class Borders:
         yield text[begin:]
 
     def _next(self, text: str, begin: int) -> int | None:
-        """Return where the part ends that begins there; None: it is the last one."""
+        """Return where the part ends that begins at *begin*; None: it is the last one."""
         for end in range(begin + PART, len(text), PART):
             for match in reversed([*self._possible.finditer(text, end - NEAR, end)]):
                 if self._may_cut(text, match.end()):
@@ -119,16 +119,16 @@ class Borders:
 
 
 class _Added:
-    """The tokens beside the vocabulary, which are taken out of a text before anything else."""
+    """Added tokens, which are taken out of a text before anything else."""
 
     def __init__(self, tokenizer: Tokenizer, *, must_be_plain: bool) -> None:
-        """*must_be_plain*: what is normalized would begin with a space, too."""
+        """*must_be_plain*: refuse normalized tokens, because what is normalized would begin with a space, too."""
         self._inside: set[str] = set()
-        """Two characters in a row."""
+        """Pairs of characters inside added tokens."""
         self._ends: set[str] = set()
-        """With which those end that look at what follows."""
+        """Last characters of added tokens that look at the next character."""
         self._begins: set[str] = set()
-        """With which those begin that look at what is before."""
+        """First characters of added tokens that look at the character before."""
         self._firsts: set[str] = set()
         self._lasts: set[str] = set()
         for token in tokenizer.get_added_tokens_decoder().values():
@@ -150,28 +150,28 @@ class _Added:
         return left + right in self._inside or left in self._ends or right in self._begins
 
     def are_beside(self, left: str, right: str) -> bool:
-        """Return whether one of them may end before a space, or begin after it, or take more spaces there."""
+        """Return whether an added token may end before a space, or begin after it, or take more spaces there."""
         return left in self._lasts or right in self._firsts or not right.isalnum()
 
 
 class _Joins:
-    """Which characters a model may join in one token."""
+    """Pairs of characters that a model may join in one token."""
 
     def __init__(self, vocabulary: Iterable[str] = (), space: str = " ") -> None:
-        """*space*: how the pre-tokenizer writes one."""
+        """*space*: how the pre-tokenizer writes a space."""
         tokens = [*vocabulary]
         self._space = space
         self._pairs = set(re.findall(rf"(?=(.[{re.escape(AFTER)}▁{space}]))", "\0".join(tokens), re.DOTALL))
         self._alone = {token for token in tokens if len(token) == 1}
 
     def never(self, left: str, right: str) -> bool:
-        """Return whether the two stay in different tokens, and both are known."""
+        """Return whether both characters are known and always stay in different tokens."""
         right = right.replace(" ", self._space)
         return left + right not in self._pairs and {left, right} <= self._alone
 
 
 def _joins_of(tokenizer: Tokenizer) -> _Joins:
-    """Return which characters a model may join. Only a BPE that makes each token by joining two others shows that."""
+    """Return the pairs that a model may join. Only a BPE that makes each token by joining two others shows them."""
     model = tokenizer.model
     last: State = next(reversed(_flat(tokenizer.pre_tokenizer, "pretokenizers")), {"type": ""})
     if not isinstance(model, models.BPE) or last["type"] == "ByteLevel":
@@ -182,7 +182,7 @@ def _joins_of(tokenizer: Tokenizer) -> _Joins:
 
 
 def _flat(step: Any, name: str) -> list[State]:
-    """Return the steps of a normalizer or a pre-tokenizer one by one; *name*: where a sequence of them has them."""
+    """Return the steps of a normalizer or a pre-tokenizer one by one; *name*: the field that a sequence has them in."""
     return list(_flattened(orjson.loads(step.__getstate__()), name)) if step is not None else []
 
 
@@ -194,7 +194,7 @@ def _flattened(state: State, name: str) -> Iterator[State]:
 
 
 def _prepends(steps: Sequence[State]) -> bool:
-    """Return whether a normalizer begins each text with what it writes for a space, as Llama 2's does."""
+    """Return whether a normalizer begins each text with its character for a space, as Llama 2's does."""
     if not steps or steps[0]["type"] != "Prepend":
         return False
     space = {"type": "Replace", "pattern": {"String": " "}, "content": steps[0]["prepend"]}
@@ -249,7 +249,7 @@ def _split_of(step: State) -> Iterator[Split]:
                 yield partial(_only_before, f" {step['replacement']}")
             if step.get("split", True):
                 yield partial(_word_begins, f" {step['replacement']}")
-        case "Whitespace":  # what it takes for a letter is known of the library alone
+        case "Whitespace":  # only the library knows what it takes for a letter
             yield partial(_only_before, SPACES)
             yield partial(_word_begins, SPACES)
         case "WhitespaceSplit":
@@ -265,24 +265,24 @@ def _pattern_of(pattern: State) -> Pattern:
 
 
 def _match_ends(pattern: Pattern, left: str, right: str) -> bool | None:
-    """What the pattern finds is a word, or parts two."""
+    """Return whether a word ends there: a match of *pattern* is a word, or parts two words."""
     return None if pattern.can_take_both(left, right) else pattern.takes_alone(left)
 
 
 def _between(pattern: Pattern, left: str, right: str) -> bool | None:
-    """What the pattern finds is joined with what is beside it, so it must not be there."""
+    """Return False, or None if a match can have either character: it is joined with what is beside it."""
     return None if pattern.can_take(left) or pattern.can_take(right) else False
 
 
 def _digits_end(one_by_one: bool, left: str, right: str) -> bool | None:
-    """A character beyond ASCII may be a number for the library."""
+    """Return whether a word ends there. A character beyond ASCII may be a number for the library."""
     if right.isdigit() and not one_by_one:
         return True if left.isascii() and left.isalpha() else None
     return right.isdigit() or (left.isascii() and left.isdigit())
 
 
 def _only_before(characters: str, left: str, right: str) -> bool | None:
-    """A part that begins with another character would get a space in front, or its beginning is not known."""
+    """Return False before *characters*. Another part would get a space in front, or its beginning is not known."""
     return False if right in characters else None
 
 

@@ -1,7 +1,7 @@
-"""Finds out how a model writes tool calls and thinking: by what its chat template makes of small conversations.
+"""Finds out how a model writes tool calls and thinking, from small conversations that its chat template renders.
 
-Text of a template is never searched: templates share words and differ in what they write. Knows no grammar, and no text
-of an answer.
+The text of a template is never searched: templates share words and differ in what they write. Knows no grammar, and no
+text of an answer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
     ),
     ("pythonic", re.compile(r"""\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)""")),
 )
-"""The value of the argument is in the call alone: a template writes the other names in its list of tools, too."""
+"""Patterns of calls. Only a call has the argument's value: a template's list of tools has the other names, too."""
 NAMED_ARGUMENTS: Final = "[ARGS]"
 """Mistral's newer spelling has it: `[TOOL_CALLS]name[ARGS]{..}`. The older one is a list in JSON."""
 FENCE: Final = "```json"
@@ -115,9 +115,9 @@ BEGINS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
     "qwen3_coder": ("<tool_call>", "<function="),
     **{name: MARKERS[name][:2] for name in ("kimi_k2", "deepseek", "harmony")},
 }
-"""Those that begin a call. Some models leave their first one out."""
+"""Texts that begin a call. Some models leave their first one out."""
 CHANNELS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
-"""What harmony writes around the first message of thinking."""
+"""Text that harmony writes around the first message of thinking."""
 THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -128,9 +128,9 @@ THINKING: Final[tuple[tuple[str, str], ...]] = (
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
 )
-"""What models write around thinking. Others are found where the template writes an old thought."""
+"""Texts that models write around thinking. Others are found if the template writes an old thought."""
 Render = Callable[..., str]
-"""As `Shape.rendered`, for one tokenizer."""
+"""`Shape.rendered` for one tokenizer."""
 _AROUND: Final = re.compile(rf"([<\[◁][^\s<>\[\]◁▷]+[>\]▷])\s*{THOUGHT}\s*([<\[◁][^\s<>\[\]◁▷]+[>\]▷])")
 
 
@@ -140,11 +140,11 @@ class Dialect:
 
     tools: ToolFormat
     is_newer: bool
-    """Of the two spellings of Mistral and DeepSeek, the newer one."""
+    """Whether Mistral or DeepSeek uses the newer one of its two spellings."""
     think: tuple[str, str] | tuple[()]
     added: AddedTokens
     channels: bool = False
-    """As `Markup.channels`, with calls and without."""
+    """See `Markup.channels`; it holds with calls and without."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, shape: Shape, added: AddedTokens, tool_parser: str) -> Dialect:

@@ -1,7 +1,7 @@
-"""Which two characters a pattern of a pre-tokenizer can take one after the other in a match.
+"""Finds out which two characters a pattern of a pre-tokenizer can take one after the other in a match.
 
-Where it cannot, it finds in both halves of a text what it finds in the whole: a match ends there at the latest, and the
-pattern looks no further before. That is so if a pattern looks at nothing but what it takes, and at what comes next
+If it cannot take both, it finds in both halves of a text what it finds in the whole: a match ends there at the latest,
+and the pattern looks no further before. That is so if a pattern looks only at what it takes, and at what comes next
 (`(?!\\S)`). Others are refused: those with `\\b`, `^`, `(?<=..)` or back references.
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 from tokenizers import Regex, pre_tokenizers
 
 GROUPS: Final = {"(?:": False, "(?i:": True, "(?=": None, "(?!": None, "(?": "unknown", "(": False}
-"""How a group begins -> whether its letters count in both cases; None: it looks ahead and takes nothing. In order."""
+"""How a group begins -> whether its letters match in both cases; None: it looks ahead and takes nothing. In order."""
 QUANTIFIER: Final = re.compile(r"[*+?]|\{\d*(?:,\d*)?\}")
 ESCAPE: Final = re.compile(r"\\(?:[pP]\{\^?\w+\}|x\{[\da-fA-F]+\}|x[\da-fA-F]{2}|u[\da-fA-F]{4}|[sSdDwWrntfv]|[^\w\s])")
 AHEAD: Final = -1
@@ -26,12 +26,12 @@ CHARACTERS_KNOWN: Final = 8192
 
 
 class UnknownPattern(ValueError):
-    """The pattern is one that this module cannot judge."""
+    """This module cannot judge the pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a pattern: with which atoms a match of it can begin and end, and whether it can be empty."""
+    """A part of a pattern: the atoms with which a match of it can begin and end, and whether it can be empty."""
 
     first: frozenset[int] = frozenset()
     last: frozenset[int] = frozenset()
@@ -42,11 +42,11 @@ class Pattern:
     """A regular expression, as Oniguruma reads it."""
 
     def __init__(self, source: str) -> None:
-        """Raises UnknownPattern."""
+        """Raise UnknownPattern if *source* cannot be judged."""
         self._source, self._place = source, 0
         self._atoms: list[pre_tokenizers.Split] = []
         self._next: set[tuple[int, int]] = set()
-        """Atoms that can follow each other in a match."""
+        """Pairs of atoms that can follow each other in a match."""
         whole = self._alternatives(ignores_case=False)
         if self._place < len(source) or whole.is_empty:
             raise UnknownPattern(source)
@@ -134,7 +134,7 @@ class Pattern:
 
 
 def _removes(source: str) -> pre_tokenizers.Split:
-    """Return what takes the matches of a pattern out of a text."""
+    """Return a step that removes the matches of a pattern from a text."""
     try:
         return pre_tokenizers.Split(Regex(source), "removed")
     except Exception as error:

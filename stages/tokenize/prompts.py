@@ -1,7 +1,7 @@
 """Turns prompts into token ids and back, with `PreTrainedTokenizerFast` alone, which imports no torch.
 
-Prompts that come as token ids stay as they are. A long text is encoded in parts, where `borders.py` finds that a cut
-changes no token.
+Prompts that come as token ids stay as they are. A long text is encoded in parts, cut where `borders.py` finds that a
+cut changes no token.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from stages.tokenize.shape import Shape
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
-"""Most bytes that are encoded when the served context does not bound them. A BPE takes 2 us for each, and up to
-330 bytes of memory where a text has no border (tokenizers 0.23). Meanwhile this process encodes no other prompt."""
+"""Largest number of bytes to encode if the served context does not bound them. A BPE takes 2 us for each, and up to 330
+bytes of memory where a text has no border (tokenizers 0.23). Meanwhile this process encodes no other prompt."""
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
 LARGEST_PART_BYTES: Final = 128 << 10
-"""Most bytes of a long text without a border, where the tokenizer has any. No text in a language has so many."""
+"""Most bytes of a part of a long text, if the tokenizer has borders. No text in a language has such a part."""
 LONG_TEXT: Final = 64 << 10
-"""Other prompts do not wait for a text of more characters, and it is encoded in parts."""
+"""Number of characters above which a text is encoded in parts, and other prompts do not wait for it."""
 NO_MARKUP: Final = Markup()
 
 
@@ -46,21 +46,21 @@ class Rendered:
     text: str
     add_special_tokens: bool
     param: str
-    """The field of the request that holds it."""
+    """Field of the request that holds it."""
     token_ids: tuple[int, ...] = ()
-    """Not empty: the prompt came as tokens and is not encoded."""
+    """Token ids of a prompt that came as tokens and is not encoded; else empty."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """The bad words of the request as tokens."""
+    """Bad words of the request as tokens."""
     grammar: str = ""
-    """Of a replayed request: as in Tokenized."""
+    """Grammar of a replayed request, see Tokenized."""
     markup: Markup = NO_MARKUP
-    """As in Tokenized."""
+    """See Tokenized."""
     asked: Asked | None = None
-    """What the answer must be, of which a grammar is to be made; None: nothing, or what `grammar` says."""
+    """Demands on the answer, from which a grammar is made; None: there are none, or `grammar` is given."""
 
     @property
     def is_long(self) -> bool:
-        """Whether other prompts must not wait until this one is encoded."""
+        """Whether the text is long, so other prompts must not wait until it is encoded."""
         return len(self.text) > LONG_TEXT
 
 
@@ -71,7 +71,7 @@ class PromptEncoder:
         """*tool_parser*: see `MarkupConfig`.
 
         Raises:
-            ConfigError: The folder has no tokenizer, or its chat template shows no message of a user.
+            ConfigError: The folder has no tokenizer, or its chat template does not show a user's message.
         """
         vocabulary = read_vocabulary(folder)
         try:
@@ -92,9 +92,9 @@ class PromptEncoder:
         num_after = len(list(itertools.takewhile(bool, reversed(added[num_before:]))))
         ids = alone["input_ids"]
         self._before, self._after = tuple(ids[:num_before]), tuple(ids[len(ids) - num_after :])
-        """The special tokens around a text."""
+        """Special tokens around a text."""
         self.bos = str(self._tokenizer.convert_ids_to_tokens(ids[0])) if num_before else ""
-        """The text of the token that is put before a prompt; empty: none is."""
+        """Text of the token that is put before a prompt; empty: there is none."""
         self.has_chat_template = self._tokenizer.chat_template is not None
         self._shape = Shape.of(self._tokenizer)
         self.dialect = Dialect.of(self._tokenizer, self._shape, vocabulary.added, tool_parser)
@@ -110,7 +110,7 @@ class PromptEncoder:
                 request names an unknown token, or sets a variable that clients cannot set.
         """
         sampling = event.sampling
-        # Who names a token that this tokenizer does not have means another model.
+        # A client that names a token which this tokenizer lacks means another model.
         self._refuse_unknown("logit_bias", [token for token, _ in sampling.logit_bias], self._num_tokens)
         self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
         self._refuse_unknown("logprob_token_ids", sampling.logprob_token_ids, self._num_tokens)
@@ -133,7 +133,7 @@ class PromptEncoder:
     def encode(self, prompts: Sequence[Rendered]) -> list[Sequence[int]]:
         """Return the token ids of each prompt. Short ones of one kind are encoded as one batch, in parallel.
 
-        Past transformers, which has every token's place in the text noted: that takes as long again.
+        Bypass transformers, which also records every token's place in the text: that doubles the time.
         """
         encoded: list[Sequence[int]] = [prompt.token_ids for prompt in prompts]
         texts = [(place, prompt) for place, prompt in enumerate(prompts) if not prompt.token_ids]
@@ -186,7 +186,7 @@ class PromptEncoder:
         """Return the text of a request's token ids.
 
         Raises:
-            RequestError: One of them is unknown, or their text is too large.
+            RequestError: A token is unknown, or the text is too large.
         """
         num_bytes = {token: len(spelled) for token, spelled in self._bytes_of(event.prompt_ids, "tokens").items()}
         total = sum(num_bytes[token] for token in event.prompt_ids)
@@ -224,7 +224,7 @@ class PromptEncoder:
         self._refuse_uncut(prompt)
 
     def _refuse_uncut(self, prompt: Rendered) -> None:
-        """Refuse a long text that would be encoded in parts, with one that takes too much memory."""
+        """Refuse a long text if one of its parts takes too much memory to encode."""
         if self._borders is None or not prompt.is_long:
             return
         largest = max(len(part.encode()) for part in self._borders.parts(prompt.text))
@@ -242,9 +242,9 @@ class PromptEncoder:
         return -(-len(prompt.text) // self._longest_token)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the beginning of a text, and after a space if only the first one differs.
+        """Return the tokens of each word at the beginning of a text, and after a space if only the first token differs.
 
-        As vLLM does it (`SamplingParams.update_from_tokenizer`).
+        vLLM does the same (`SamplingParams.update_from_tokenizer`).
 
         Raises:
             RequestError: A word has no tokens, or the words are too long together.
@@ -269,7 +269,7 @@ class PromptEncoder:
         return tuple(dict.fromkeys(found))
 
     def _bytes_of(self, token_ids: Iterable[int], param: str) -> dict[int, bytes]:
-        """Return token -> its bytes. Raises RequestError for an unknown token; even the range can have gaps."""
+        """Return token -> its bytes. Raise RequestError for an unknown token; there may be gaps between tokens."""
         found: dict[int, bytes] = {}
         for token in dict.fromkeys(token_ids):
             piece = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < 2**32 else None
@@ -350,7 +350,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    """Return for how many tokens a model of this config.json has embeddings; 0 if the file does not say."""
+    """Return for how many tokens a model of this config.json has embeddings; 0: the file does not say."""
     text_config = config.get("text_config")
     size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else 0)
     return size if isinstance(size, int) else 0

@@ -1,7 +1,7 @@
-"""Brings conversations into the shape that a chat template takes, which is found by rendering small ones at the start.
+"""Brings conversations into the shape that a chat template takes. It is found at the start by rendering small ones.
 
-Templates differ in how they read content, in where a system message may be, and in how they print arguments of calls. A
-template leaves out what it cannot read without a word. Text of a template is never searched.
+Templates differ in how they read content, where a system message may be, and how they print arguments of calls. A
+template silently leaves out what it cannot read. The text of a template is never searched.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ OTHER_ARGUMENTS: Final = {"probe_key": "probe_other"}
 CUT_ARGUMENTS: Final = '{"probe_key": "probe_val'
 ROLES: Final = ("user", "assistant", "system", "tool")
 SYSTEM_NOTE: Final = "System message:\n"
-"""Begins a system message that a template takes only as text of the user."""
+"""Beginning of a system message that a template takes only as text of the user."""
 LONGEST_ERROR: Final = 400
-"""Characters of a template's error that are kept: transformers may quote the whole conversation."""
+"""Largest number of characters of a template's error: transformers may quote the whole conversation."""
 _PRINTED_PART: Final = re.compile(r"""["']type["']: ?["']text["']""")
-"""A template that prints a list as it is does not read its parts."""
+"""Text that shows that a template prints a list as it is, without reading its parts."""
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a chat template takes."""
+    """Properties of the conversations that a chat template takes."""
 
     parts: frozenset[str] = frozenset()
-    """Roles whose content it reads as a list of parts."""
+    """Roles whose content is a list of parts."""
     arguments: Literal["object", "text", "both"] = "object"
-    """How it prints the arguments of calls: `both` prints an object as JSON, and a text as it is."""
+    """Form of a call's arguments: `both` prints an object as JSON, and a text as it is."""
     systems: Literal["anywhere", "first", "nowhere"] = "anywhere"
-    """Where it takes a system message."""
+    """Places where a system message may be."""
     calls_apart: bool = False
-    """It shows calls only in a message without content, which is None there."""
+    """Whether calls are shown only in a message without content, which is None there."""
     one_call: bool = False
-    """It shows one call of a message."""
+    """Whether only one call of a message is shown."""
     thought_or_content: bool = False
-    """It refuses a message that has calls, a thought and content."""
+    """Whether a message that has calls, a thought and content is refused."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Shape:
         """Find the shape that the template of *tokenizer* takes.
 
         Raises:
-            ConfigError: It shows no message of a user.
+            ConfigError: The template does not show a user's message.
         """
         try:
             tokenizer.get_chat_template()
@@ -89,13 +89,13 @@ class Shape:
             return ""
 
     def shaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return *messages* as the template takes them; they have content as text, and arguments as JSON."""
+        """Return *messages* as the template takes them; their content must be text, and their arguments JSON."""
         whole = self._with_systems(_merged(messages))
         each = (part for message in (_one_by_one(whole) if self.one_call else whole) for part in self._parted(message))
         return [self._message(message) for message in each]
 
     def _parted(self, message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Yield a message as one or, if it has content and calls that stand apart, as two."""
+        """Yield a message, or two messages if it has content and calls that must stand apart."""
         if not self.calls_apart or not message.get("tool_calls"):
             yield message
             return
@@ -109,7 +109,7 @@ class Shape:
             thought, content = f"{thought}\n\n{content}", ""
             shaped |= {"reasoning_content": thought, "content": content}
         if thought:
-            shaped["thought"] = thought  # MiniCPM's name of it; transformers knows the others
+            shaped["thought"] = thought  # MiniCPM's name for it; transformers knows the others
         if message["role"] in self.parts and isinstance(content, str):
             shaped["content"] = [{"type": "text", "text": content}]
         if message.get("tool_calls"):
@@ -122,7 +122,7 @@ class Shape:
         return {**call, "function": function}
 
     def _printed(self, arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-        """Return *arguments* as the template prints them: if they are no object, `{}` or the text as it is."""
+        """Return *arguments* as the template prints them: if they are not an object, `{}` or the text as it is."""
         if self.arguments == "text":
             return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
         found = object_of(arguments) if isinstance(arguments, str) else arguments
@@ -131,7 +131,7 @@ class Shape:
         return found
 
     def _with_systems(self, messages: Messages) -> Messages:
-        """Return *messages* with system messages that the template does not take as text of the user."""
+        """Return *messages*; system messages that the template does not take become text of the user."""
         if self.systems == "anywhere":
             return messages
         kept = messages[:1] if self.systems == "first" else ()
@@ -159,9 +159,9 @@ def object_of(text: str) -> dict[str, Any] | None:
 
 
 def applied(tokenizer: PreTrainedTokenizerFast, messages: Messages, **options: Any) -> str:
-    """Return a conversation as the template of *tokenizer* writes it.
+    """Return a conversation as the template of *tokenizer* renders it.
 
-    As `apply_chat_template`, but it leaves out no content that is None: some templates ask for that.
+    Like `apply_chat_template`, but keep content that is None: some templates require it.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -176,10 +176,10 @@ def user() -> dict[str, str]:
 
 
 def called(*arguments: str | Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """Yield conversations with a tool call for each of *arguments*. Templates differ in what they want around it."""
+    """Yield conversations with a tool call for each of *arguments*. Templates differ in what they need around it."""
     calls = [
         {"id": f"probe000{number}", "type": "function", "function": {"name": "probe_tool", "arguments": each}}
-        for number, each in enumerate(arguments, 1)  # Mistral's templates want nine letters and digits as an id
+        for number, each in enumerate(arguments, 1)  # Mistral's templates need nine letters and digits as an id
     ]
     answered = [{"role": "tool", "content": ANSWER, "tool_call_id": call["id"], "name": "probe_tool"} for call in calls]
     for content in ("", None):
@@ -197,7 +197,7 @@ def _merged(messages: Messages) -> Messages:
 
 
 def _one_by_one(messages: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield *messages* with one call in each, and its result behind it."""
+    """Yield *messages* with one call in each, and its result after it."""
     place = 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -219,14 +219,14 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _shows(tokenizer: PreTrainedTokenizerFast, shape: Shape, messages: Messages, **options: Any) -> bool:
-    """Return whether the text of a small conversation has that of all its messages."""
+    """Return whether the text of a small conversation has the text of all its messages."""
     text = shape.rendered(tokenizer, messages, **options)
     texts = [message["content"] for message in messages if message["content"]]
     return all(each in text for each in texts) and not (shape.parts and _PRINTED_PART.search(text))
 
 
 def _with_users(tokenizer: PreTrainedTokenizerFast) -> Shape:
-    """Return how the template reads a message of a user: others are read the same way, unless they show that not."""
+    """Return how the template reads a user's message. Other roles are read the same way, until they show otherwise."""
     alone, ruled = [user()], [{"role": "system", "content": RULE}, user()]
     for shape in (Shape(), Shape(parts=frozenset(ROLES))):
         if _shows(tokenizer, shape, alone) or _shows(tokenizer, shape, ruled):
@@ -256,13 +256,13 @@ def _with_contents(tokenizer: PreTrainedTokenizerFast, shape: Shape, role: str) 
 
 
 def _arguments(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Literal["object", "text", "both"]:
-    """Return how the template prints the arguments of a call. One that shows no calls gets objects."""
+    """Return how the template prints the arguments of a call; `object` if it shows no calls."""
     as_text = replace(shape, arguments="text")
     objects = [shape.rendered(tokenizer, probe, tools=[TOOL]) for probe in called(ARGUMENTS)]
     texts = [as_text.rendered(tokenizer, probe, tools=[TOOL]) for probe in called(CUT_ARGUMENTS)]
     if not any(CUT_ARGUMENTS in text for text in texts):
         return "object"
-    printed = str(ARGUMENTS)  # what Python writes is no JSON
+    printed = str(ARGUMENTS)  # what Python prints is not JSON
     return "both" if any(ARGUMENTS["probe_key"] in text and printed not in text for text in objects) else "text"
 
 

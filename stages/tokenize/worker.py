@@ -1,8 +1,8 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
 Long prompts, and long lists of token ids to decode, come after that batch, and only one of them before the next read,
-so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can stop
-the encoder. Grammars are checked by another process, one at a time. Their requests wait for it, and no others.
+so that the others wait for no more than one. A request that takes too long fails and ends the process: nothing can stop
+the encoder. Another process checks grammars, one at a time. Only their own requests wait for it.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tok
 logger = structlog.get_logger()
 
 BRIEF_TOKENS = 16 << 10
-"""So many token ids are decoded as fast as a short prompt is encoded."""
+"""Number of token ids that are decoded as fast as a short prompt is encoded."""
 MOST_READ = 4
-"""Few enough that several tokenizers share a burst, and enough for a batch."""
+"""Largest number of entries of a read: few, so that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
-"""Patience of the watchdog with a batch; the CPU time of what is done with a request has its own limit."""
+"""Patience of the watchdog with a batch; the CPU time for a request has its own limit."""
 MOST_ANSWERED = 262_144
-"""Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
+"""Largest number of token ids in an answer: the web process reads and writes that many in 50 ms."""
 BODIES_COUNTED = 16
-"""So many bodies are remembered whose prompts' scores are counted together."""
+"""Number of bodies that are remembered, to count the prompt scores of each body together."""
 MOST_HELD = 256
-"""Requests that wait until their grammars are checked. With fewer, a burst of honest ones would be refused."""
+"""Number of requests that may wait for checks of their grammars. With fewer, a burst of honest ones would fail."""
 CHECK_LOOK_S = 0.005
-"""So long a turn that brings nothing new waits for a check."""
+"""Time that a turn without new requests waits for a check."""
 LEARN_EVERY_S = 1.0
 GIVES_WAY = 10
 """Steps of niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
-"""Errors that end the process. All others fail one request, even if they are no Exception: a panic in the tokenizer's
-Rust code is none."""
+"""Errors that end the process. All others fail one request, even if they are not an Exception, like a panic in the
+tokenizer's Rust code."""
 
 T = TypeVar("T")
 
@@ -70,15 +70,15 @@ class _Work:
     entry: Entry
     submitted: Submitted
     prompt: Rendered | None
-    """None if there is nothing to encode."""
+    """Prompt to encode; None: there is none."""
     num_kept: int | None = None
-    """Tokens of the prompt that are kept; None: all."""
+    """Number of the prompt's tokens that are kept; None: all."""
     grammar: str = ""
-    """As in Tokenized."""
+    """See Tokenized."""
 
     @property
     def is_brief(self) -> bool:
-        """Whether other requests need not be put off for it."""
+        """Whether it takes so little time that other requests need not be put off."""
         if self.prompt is None:
             return len(self.submitted.prompt_ids) <= BRIEF_TOKENS
         return not self.prompt.is_long
@@ -100,9 +100,9 @@ class TokenizeWorker:
         self._log = log
         self._checker = checker
         self._held: dict[str, Entry] = {}
-        """Entries that wait until their grammars are checked, in order, by id. Only they are kept: bodies are large."""
+        """Entries that wait until their grammars are checked, in order, by id. Bodies are not kept: they are large."""
         self._checking: _Work | None = None
-        """The first of them, once its check has begun."""
+        """First of the held requests, once its check has begun."""
         self._limit_cpu_s = limit_cpu_s
         self.slot_lease = slot_lease
         self._encoder = encoder
@@ -110,28 +110,28 @@ class TokenizeWorker:
         self._unreadable = UnreadableEntries(log, Inbox.submitted(log.names), self._measures)
         self.look = self._unreadable.look
         self.context = 0
-        """The served context, as the engines last published it."""
+        """Served context, as the engines last published it."""
         self._learnt_s = float("-inf")
         self._rendered: tuple[Submitted, Rendered] | None = None
-        """The last of several siblings, but for what is its own, and its prompt."""
+        """Last of several siblings, without its own fields, and its prompt."""
         self._encoded: dict[int, tuple[Rendered, Sequence[int] | RequestError]] = {}
-        """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
+        """id() of a prompt -> the prompt and its tokens, for this batch and for the last of several siblings."""
         self._told: dict[str, dict[str, int]] = {}
-        """Of the last bodies: base uid -> uid -> how many scores its answers tell of the prompt."""
+        """Base uid -> uid -> number of prompt scores that the answers contain, for the last bodies."""
 
     def held(self) -> Collection[str]:
         """Return the ids of the entries that wait until their grammars are checked."""
         return self._held.keys()
 
     def forget(self) -> None:
-        """Hold nothing any more: the log gives again what is not consumed."""
+        """Forget all held requests: the log returns again what is not consumed."""
         self._held.clear()
         self._checking = None
 
     def handle(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Tokenize and commit. Return the entries that are put off: all but the first prompt of those that take long.
+        """Tokenize and commit. Return the entries that are put off: all long prompts but the first.
 
-        Without *entries*, wait a moment for the check of a grammar. An error of one request fails that request alone.
+        Without *entries*, wait a moment for the check of a grammar. An error of one request fails only that request.
         """
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
@@ -149,13 +149,13 @@ class TokenizeWorker:
                 self._answer(each)
             else:
                 self._encode_all([each])
-        last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
+        last = self._rendered[1] if self._rendered is not None else None  # the next batch may use it
         self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
         return [each.entry for each in long if each not in now]
 
     def _prepared(self, entries: Sequence[Entry]) -> list[_Work]:
-        """Return the work for each entry that is not at its end already."""
+        """Return the work for each entry that is not finished already."""
         work: list[_Work] = []
         readable = [entry for entry in entries if self._is_readable(entry)]
         for entry, history in zip(readable, self._log.histories([e.fields["uid"] for e in readable]), strict=True):
@@ -172,7 +172,7 @@ class TokenizeWorker:
         return work
 
     def _with_grammar(self, work: _Work) -> _Work | None:
-        """Return the work with the grammar of its answer; None: it waits for a check, or is at its end."""
+        """Return the work with the grammar of its answer; None: it waits for a check, or is finished."""
         asked = work.prompt.asked if work.prompt is not None else None
         if asked is None:
             return work
@@ -197,7 +197,7 @@ class TokenizeWorker:
         return replace(work, grammar=checked)
 
     def _after_check(self, timeout_s: float) -> list[_Work]:
-        """Return what need not wait any longer, and have the next grammar checked. A check has *timeout_s*."""
+        """Return the work that need not wait longer, and begin the next check. Wait *timeout_s* for the current one."""
         done: list[_Work | None] = []
         if self._checking is not None:
             assert self._checker is not None
@@ -207,13 +207,13 @@ class TokenizeWorker:
             work, self._checking = self._checking, None
             del self._held[work.entry.id]
             done.append(self._checked(work, checked))
-        while self._held and self._checking is None and len(done) < MOST_READ:  # of siblings the first one is checked
+        while self._held and self._checking is None and len(done) < MOST_READ:  # of siblings the first is checked
             entry = self._held.pop(next(iter(self._held)))
             done += map(self._with_grammar, self._prepared([entry]))
         return [work for work in done if work is not None]
 
     def bury(self, entry: Entry, deaths: int) -> None:
-        """End a request that killed its tokenizer so often, and write it to `dead`."""
+        """End a request that killed its tokenizer *deaths* times, and write it to `dead`."""
         if not self._is_readable(entry):
             return
         message = f"The request ended its tokenizer {deaths} times."
@@ -254,7 +254,7 @@ class TokenizeWorker:
         """Return the work for a request, with its prompt rendered.
 
         Raises:
-            RequestError: The error that ends it.
+            RequestError: The error that ends the request.
         """
         if isinstance(submitted, RequestError):
             raise submitted
@@ -269,7 +269,7 @@ class TokenizeWorker:
         return _Work(entry, submitted, prompt, num_kept, prompt.grammar)
 
     def _render(self, submitted: Submitted) -> Rendered:
-        """Return a prompt as text. The choices of one prompt follow each other, and have the same object."""
+        """Return a prompt as text. Choices of one prompt follow each other, and get the same object."""
         if submitted.siblings == 1:
             return self._encoder.render(submitted)
         unlike = {"seed": 0, "prompt_logprobs": None}  # the first choice of a prompt has its scores
@@ -313,7 +313,7 @@ class TokenizeWorker:
                 failpoint("tokenize.after_commit")
 
     def _too_many_scores(self, work: _Work, num_tokens: int) -> RequestError | None:
-        """Count the scores that are told of a prompt, with those of the siblings that came here before."""
+        """Return the error if a prompt has too many scores, counted together with those of the siblings before it."""
         pairs = pairs_told(work.submitted, num_tokens)
         if not pairs:
             return None
@@ -326,7 +326,7 @@ class TokenizeWorker:
         return too_many(sum(told.values()), work.submitted)
 
     def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[Sequence[int] | RequestError]:
-        """Return the tokens of each prompt. What several siblings share is encoded once."""
+        """Return the tokens of each prompt. A prompt that several siblings share is encoded once."""
         new = {id(prompt): (entry, prompt) for entry, prompt in zip(entries, prompts, strict=True)}
         new = {key: each for key, each in new.items() if key not in self._encoded}
         if new:
@@ -386,9 +386,9 @@ class TokenizeWorker:
             self._measures.add(REFUSALS, event.code)
 
     def _attempt(self, name: str, entries: Sequence[Entry], work: Callable[[], T]) -> T | RequestError:
-        """Return what *work* returns, or the error that ends its request alone, whatever it raises; *name* is logged.
+        """Return the result of *work*, or an error for its request alone, whatever *work* raises; *name* is logged.
 
-        The work on *entries* may take as much CPU time as the flag says.
+        The work on *entries* may take as much CPU time as `--tokenize-timeout` says.
         """
         self.slot_lease.report_progress(
             patience_s=LONGEST_BATCH_S, cpu_s=self._limit_cpu_s, give_up=partial(self._give_up, entries)
@@ -426,13 +426,13 @@ def _uids(entries: Sequence[Entry]) -> list[str]:
 
 
 def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
-    """Return what a request is, or the error that ends it.
+    """Return the request of a history, or the error that ends it.
 
     Raises:
         UndecodableEvent: An event of the history does not decode.
     """
     if history and history[-1].id == SEAL:
-        # The log refuses a second end, but that consumes the entry.
+        # The log refuses a second end, but consumes the entry.
         return RequestError("The request has ended before.", code="ended")
     events = [moment.event for moment in walk(history)]
     if not events or not isinstance(events[0], Submitted):  # the history expired or was deleted
@@ -441,7 +441,7 @@ def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
 
 
 def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
-    """Be one tokenizer until SIGTERM; return the exit code."""
+    """Run one tokenizer until SIGTERM; return the exit code."""
     give_way(GIVES_WAY)
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     log, stop = process.log, process.stop

@@ -250,7 +250,7 @@ def test_no_bound_is_broken_by_a_server_that_stood_it(run: Run) -> None:
         {"health": {"ms": [1.0] * 9 + [500.0], "failures": 0}},
         {"health": {"ms": [], "failures": 0}},
         {"health": {"ms": [1.0], "failures": 1}},
-        {"streams": {**SEEN.streams, "early": ["cut"]}},
+        {"streams": dict(SEEN.streams) | {"early": ["cut"]}},
         {"server": Server(deaths=["web-0 with 3"])},
         {"server": Server(web_bytes=478 << 20)},
         {"server": Server(redis_bytes=11, redis_budget_bytes=10)},
@@ -262,9 +262,9 @@ def test_a_broken_bound_is_said(run: Run, changes: dict[str, object]) -> None:
 
 def test_together_a_stream_must_come_whole_and_alone_others_must_be_served_and_streams_go_on() -> None:
     for changes, alone_too in (
-        ({"streams": {**SEEN.streams, "whole": 0}}, False),
-        ({"streams": {**SEEN.streams, "longest_pause_ms": 500.0}}, True),
-        ({"newcomers": {**SEEN.newcomers, "answers": {"chats": {"200": 1, "503": 2}}}}, True),
+        ({"streams": dict(SEEN.streams) | {"whole": 0}}, False),
+        ({"streams": dict(SEEN.streams) | {"longest_pause_ms": 500.0}}, True),
+        ({"newcomers": dict(SEEN.newcomers) | {"answers": {"chats": {"200": 1, "503": 2}}}}, True),
     ):
         assert len(broken("viewers", [changed(ALONE_RUN, **changes)], AttackConfig())) == alone_too
         assert len(broken("viewers", [changed(TOGETHER, **changes)], AttackConfig())) == (not alone_too)
@@ -272,7 +272,7 @@ def test_together_a_stream_must_come_whole_and_alone_others_must_be_served_and_s
 
 def test_the_median_of_runs_is_compared_with_a_bound() -> None:
     slow = changed(
-        ALONE_RUN, streams={**SEEN.streams, "longest_pause_ms": 500.0}, health={"ms": [101.0], "failures": 0}
+        ALONE_RUN, streams=dict(SEEN.streams) | {"longest_pause_ms": 500.0}, health={"ms": [101.0], "failures": 0}
     )
     assert broken("viewers", [slow, ALONE_RUN, ALONE_RUN], AttackConfig()) == []
     assert len(broken("viewers", [slow, ALONE_RUN, slow], AttackConfig())) == 2

@@ -269,7 +269,14 @@ async def test_the_events_of_others_are_as_those_of_a_request_that_is_not_there(
     async with site(redis_url, ready=False, keys=team()) as here:
         for age_s, code in ((0, "request_not_found"), (5000, "request_expired")):
             uid = submit(log, TEAM, uid=f"{int((time.time() - age_s) * 1000):012x}" + new_uid()[12:])
-            for query in ("", "?format=events", "?starting_after=0-1", "?starting_after=9-0", "?format=x"):
+            for query in (
+                "",
+                "?format=events",
+                "?format=story",
+                "?starting_after=0-1",
+                "?starting_after=9-0",
+                "?format=x",
+            ):
                 paths = [f"/v1/requests/{name}/events{query}" for name in (uid, twin_of(uid))]
                 of_another, of_nobody = [await error_of(here.get(path, **HEADERS[BOB])) for path in paths]
                 assert of_another == of_nobody

@@ -1,1 +1,1 @@
-"""The log in the memory of one process: what the one in Redis is held against."""
+"""The log in the memory of one process. Tests compare the one in Redis with it."""

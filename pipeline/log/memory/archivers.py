@@ -1,4 +1,4 @@
-"""What MemoryLog keeps for archivers."""
+"""MemoryLog's methods for archivers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.names import Names
 
 
 class MemoryArchivers:
-    """What ArchiverLog adds to StreamLog, on the streams, the leases and the lock of a MemoryLog."""
+    """ArchiverLog's methods beside StreamLog, on the streams, the leases and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits
@@ -56,7 +56,7 @@ class MemoryArchivers:
             return {uid: first[0] for uid, first in there.items() if first}
 
     def _tell_archivers(self, uid: str) -> None:
-        """Name a request that has ended; drop and count what is too old. The caller holds the lock."""
+        """Append an ended request to `ended`; drop and count entries that are too old. The caller holds the lock."""
         stream = self._streams.append(self.names.ended, None, {"uid": uid})
         if stream is not None and self.limits.ended_ms:
             oldest = (self._now_ms() - self.limits.ended_ms, 0)

@@ -1,4 +1,4 @@
-"""What MemoryLog does for those who forget requests."""
+"""MemoryLog's methods for erasing requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.names import GENERATE, SEAL, parse_id, slot_stage
 
 
 class MemoryForgetting(MemoryArchivers):
-    """What ForgettingLog adds to ArchiverLog, on the streams and the lock of a MemoryLog."""
+    """ForgettingLog's methods beside ArchiverLog, on the streams and the lock of a MemoryLog."""
 
     _readers: dict[str, dict[str, int]]
 
@@ -69,7 +69,7 @@ class MemoryForgetting(MemoryArchivers):
             )
 
     def rewrite_files(self) -> bool:
-        """There are none."""
+        """Return True: there are no files."""
         return True
 
     def are_rewritten(self) -> bool:

@@ -1,4 +1,4 @@
-"""The consumer groups of MemoryLog: who has read which entry and not consumed it."""
+"""The consumer groups of MemoryLog: which consumer has read which entry and not consumed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.names import is_too_new, newer_consumer, parse_id
 
 
 class MemoryGroups:
-    """What StreamLog says of consumer groups, on the streams, the leases and the lock of a MemoryLog."""
+    """StreamLog's methods for consumer groups, on the streams, the leases and the lock of a MemoryLog."""
 
     _changed: threading.Condition
     _streams: Streams
@@ -79,7 +79,7 @@ class MemoryGroups:
             return group.retries[entry_id]
 
     def _consume_or_try(self, inbox: Inbox, entry_id: str, tries: int) -> bool:
-        """Consume an entry, or count its tries up to a number. False: it was consumed, or tried so often, before."""
+        """Consume an entry, or set its number of tries. Return False if it was consumed, or tried as often, before."""
         if not tries:
             return self._streams.consume(inbox, entry_id)
         _, group = self._streams.group(inbox)

@@ -17,20 +17,20 @@ class Leases:
     def __init__(self, clock_ms: Callable[[], int]) -> None:
         self._now_ms = clock_ms
         self.owners: dict[str, Owner] = {}
-        """Who may write for each slot."""
+        """Slot -> owner, who may write for it."""
         self.held: dict[str, tuple[Owner, int]] = {}
-        """Who took the lease of each slot, and when it expires."""
+        """Slot -> owner who took its lease, and when the lease expires."""
         self.said: dict[str, tuple[str, int]] = {}
-        """The status of each slot, and when it expires."""
+        """Slot -> status, and when it expires."""
         self.served: dict[str, tuple[Serving, int]] = {}
-        """What each stage serves, and when that expires."""
+        """Stage -> what it serves, and when that expires."""
 
     def fence(self, owner: Owner) -> None:
         if self.owners.get(owner.slot) != owner:
             raise Fenced(f"{owner.slot} has another owner than {owner}")
 
     def holder(self, slot: str) -> Owner | None:
-        """Return who holds the lease of *slot*."""
+        """Return the holder of the lease of *slot*."""
         holder, expires_ms = self.held.get(slot, (None, 0))
         return holder if self._now_ms() < expires_ms else None
 

@@ -1,6 +1,6 @@
-"""StreamLog in this process: what the commits do, under one lock. `pipeline.log.memory.streams` has the streams.
+"""StreamLog in this process: the commits, under one lock. `pipeline.log.memory.streams` has the streams.
 
-Its clock can be given. `minisgl.LLM` runs on this log, and the tests take it as the measure of what a commit must do.
+The clock is an argument. `minisgl.LLM` runs on this log, and the tests use it as the reference for commits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from pipeline.serving import Served, Serving
 
 
 class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
-    """ForgettingLog, with all that this includes, and RankLog under one condition: every append wakes all that wait.
+    """ForgettingLog, with all its parts, and RankLog under one condition: every append wakes all that wait.
 
     Many threads may share it.
     """
@@ -137,7 +137,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             return SubmitResult(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmitResult | None:
-        """Say which other request has the idempotency key."""
+        """Return the result for another request that has the idempotency key; None: no other one has it."""
         other, digest, expires_ms = self._once.get(once.key, ("", "", 0))
         if self._is_over(expires_ms):
             return None
@@ -148,7 +148,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     def _more_wait_than(self, most: int) -> bool:
         """Return whether more than *most* requests wait: they live, and no engine has taken them.
 
-        Entries of both streams stay for a while when their request has ended, so the smaller of two numbers counts.
+        Entries of both streams stay for a while after their requests have ended, so the smaller of two numbers counts.
         """
         if len(self._live) <= most:
             return False
@@ -230,13 +230,13 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             return {uid for uid in uids if uid in self._live}
 
     def forget(self, uids: Sequence[str]) -> None:
-        """Delete histories now: in the memory of one process nobody else will open them within the retention."""
+        """Delete histories now: in the memory of one process no other client opens them within the retention."""
         with self._changed:
             for uid in uids:
                 self._streams.drop(self.names.request(uid))
 
     def close_replies(self, frontend: str) -> None:
-        """Delete what was said to a frontend that listens no more."""
+        """Delete the replies to a frontend that has stopped listening."""
         with self._changed:
             self._streams.drop(self.names.replies(frontend))
 
@@ -276,7 +276,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             stream = self._streams.get(self.names.dead)
             return stream is not None and stream.entries.pop(parse_id(entry_id), None) is not None
 
-    # after a time in which the log could not be reached
+    # after the log could not be reached
 
     def incarnation(self) -> str:
         """Return always the same: this log ends with its process."""
@@ -458,7 +458,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
         self._wait_for(something_later, block_ms)
         return (entries[-1].id if entries else after), replies_of(entries, skipped)
 
-    # what the commits are made of; the caller holds the lock
+    # parts of the commits; the caller holds the lock
 
     def _sealed(self, uid: str, event: End, frontend: str) -> Stream | None:
         """Seal a history and return it; None if it was sealed before or is gone."""
@@ -477,7 +477,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
         return history
 
     def _in_ms(self, after_ms: int) -> int:
-        """Return the moment *after_ms* from now."""
+        """Return the time *after_ms* from now."""
         return self._now_ms() + after_ms
 
     def _is_over(self, moment_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""What MemoryLog does for tools with requests and steps of the past."""
+"""MemoryLog's methods for tools, about past requests and steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.names import Names
 
 
 class MemoryPast:
-    """What StreamLog says of requests and steps of the past, on the streams and the lock of a MemoryLog."""
+    """StreamLog's methods for past requests and steps, on the streams and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits

@@ -1,4 +1,4 @@
-"""What API keys have used up of their quotas, in this process: the part of `submit` that counts.
+"""Use of the quotas of API keys in this process: the part of `submit` that counts.
 
 The caller holds the lock.
 """
@@ -17,16 +17,16 @@ class Quotas:
 
     def __init__(self, clock_ms: Callable[[], int], retention_ms: Callable[[], int]) -> None:
         self.running: dict[str, set[str]] = {}
-        """Requests of each API key; those that have ended do not count."""
+        """Requests of each API key; ended ones do not count."""
         self._now_ms = clock_ms
         self._retention_ms = retention_ms
         self._minute = 0
         self._accepted: dict[str, int] = {}  # of each API key, in that minute
         self._bytes: dict[str, dict[int, int]] = {}
-        """Of each API key: begin -> bytes, for each sixteenth of the retention."""
+        """API key -> begin -> bytes, for each sixteenth of the retention."""
 
     def used_up(self, quota: Quota, uid: str, live: Collection[str]) -> SubmitResult | None:
-        """Say what of the quota is used up for now."""
+        """Return the refusal of a submit if the quota is used up; None: it is not."""
         minute, ms = divmod(self._now_ms(), MINUTE_MS)
         if minute != self._minute:
             self._minute = minute
@@ -56,7 +56,7 @@ class Quotas:
         self.running.setdefault(quota.key, set()).update(uids)
 
     def _parts(self, key: str) -> dict[int, int]:
-        """Return what an API key has submitted within the retention, the oldest part first."""
+        """Return the bytes that an API key has submitted within the retention, the oldest part first."""
         oldest_ms = self._now_ms() - self._kept_ms
         return {begin_ms: num for begin_ms, num in self._bytes.get(key, {}).items() if begin_ms > oldest_ms}
 
@@ -66,5 +66,5 @@ class Quotas:
 
     @property
     def _kept_ms(self) -> int:
-        """How long after its begin all of a part is older than the retention."""
+        """Time after its begin at which a whole part is older than the retention."""
         return self._retention_ms() + self._part_ms

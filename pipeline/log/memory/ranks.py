@@ -1,4 +1,4 @@
-"""What MemoryLog keeps for the ranks of engines."""
+"""MemoryLog's methods for the ranks of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.names import Names, parse_id, rank_stage, slot_stage
 
 
 class MemoryRanks:
-    """What RankLog adds to StreamLog, on the streams, the leases and the lock of a MemoryLog."""
+    """RankLog's methods beside StreamLog, on the streams, the leases and the lock of a MemoryLog."""
 
     names: Names
     _changed: threading.Condition

@@ -1,7 +1,7 @@
-"""Streams with consumer groups in this process: what the commits of MemoryLog are made of.
+"""Streams with consumer groups in this process, for the commits of MemoryLog.
 
-Not an emulation of Redis. Reads bring what Redis brings. A key is found to have expired when somebody asks for it. The
-caller holds the lock.
+Not an emulation of Redis, but reads return what Redis returns. An expired key is noticed when it is read. The caller
+holds the lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def id_text(entry_id: Id) -> str:
 
 
 def journal_size(fields: Mapping[str, str]) -> int:
-    """Return how many bytes an entry of a journal counts. In Redis, produced.lua counts the same."""
+    """Return the size of a journal's entry. In Redis, produced.lua counts the same."""
     return 32 + sum(len(part.encode()) for field in fields.items() for part in field)
 
 
@@ -41,14 +41,14 @@ class Group:
 
     delivered: Id = (0, 0)
     pending: dict[Id, str] = field(default_factory=dict)
-    """Who has read an entry and not consumed it."""
+    """Entry -> consumer that has read and not consumed it."""
     retries: dict[Id, int] = field(default_factory=dict)
-    """How often an entry was worked on, where that is more than once."""
+    """Entry -> number of tries, if it is more than one."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """Entries in the order of their ids; no id is accepted that is not larger than the last."""
+    """Entries in the order of their ids. A new id must be larger than the last one."""
 
     entries: dict[Id, dict[str, str]] = field(default_factory=dict)
     last: Id = (0, 0)
@@ -57,7 +57,7 @@ class Stream:
 
     def after(self, entry_id: Id, limit: int | None = None) -> list[Id]:
         found: list[Id] = []
-        for other in reversed(self.entries):  # from the end, because it is tails that are read
+        for other in reversed(self.entries):  # from the end, because readers read tails
             if other <= entry_id:
                 break
             found.append(other)
@@ -103,7 +103,7 @@ class Streams:
         return len(stream.entries) if stream is not None else 0
 
     def sweep(self) -> None:
-        """Drop the streams that expired unseen, each time that their number has doubled."""
+        """Drop expired streams that were not read, each time the number of streams has doubled."""
         if len(self.by_key) >= self._sweep_at:
             now_ms = self._now_ms()
             self.by_key = {key: stream for key, stream in self.by_key.items() if now_ms < stream.expires_ms}
@@ -133,9 +133,9 @@ class Streams:
         return stream
 
     def append_steps(self, key: str, steps: Mapping[str, Mapping[str, str]]) -> None:
-        """Append steps of an engine, by id, unless they are there or were.
+        """Append steps of an engine, by id, unless they exist or existed.
 
-        Raises LogUnavailable while there is an entry of somebody else that they cannot follow.
+        Raise LogUnavailable while there is an entry of another writer that they cannot follow.
         """
         stream, ids = self.get(key), list(steps)
         if ids and stream is not None and stream.last >= parse_id(ids[0]):
@@ -176,7 +176,7 @@ class Streams:
         return stream, stream.groups[inbox.group]
 
     def pending(self, inbox: Inbox) -> list[Entry]:
-        """Return what was delivered and not consumed; nothing where there is no such group."""
+        """Return the entries that were delivered and not consumed; [] if there is no such group."""
         stream = self.get(inbox.stream)
         group = stream.groups.get(inbox.group) if stream is not None else None
         return stream.read(group.pending) if stream is not None and group is not None else []
@@ -195,11 +195,11 @@ class Streams:
         return stream.read(new)
 
     def consume(self, inbox: Inbox, entry_id: str) -> bool:
-        """Acknowledge and delete an entry. False, and the entry stays, when it was not pending."""
+        """Acknowledge and delete an entry. Return False, and keep the entry, if it was not pending."""
         return self.consumed(inbox, entry_id) is not None
 
     def consumed(self, inbox: Inbox, entry_id: str) -> dict[str, str] | None:
-        """Do the same; return what the entry held, or None."""
+        """Do the same; return the fields of the entry, or None."""
         stream = self.get(inbox.stream)
         group = stream.groups.get(inbox.group) if stream is not None else None
         if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:

@@ -1,4 +1,4 @@
-"""What archivers ask of the log."""
+"""Operations for archivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What those ask of the log who forget requests."""
+"""Operations that erase requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeline.log.replies import as_text, entries_of, info_of, is_ok, nothing
 from pipeline.names import GENERATE
 
 KEYS_PER_LOOK: Final = 1000
-"""Also entries that have but a uid."""
+"""Number of keys that are read at a time, also of entries with only a uid."""
 ENTRIES_PER_LOOK: Final = 200
 MOST_BEGINNINGS: Final = 100
-"""So often a stream is copied from its start because somebody else has purged it meanwhile."""
+"""Number of times that a stream is copied from its start because another process has purged it meanwhile."""
 
 
 def archive_id(log: LogContext) -> Command[str]:
@@ -73,7 +73,7 @@ def erase(log: LogContext, uid: str, *, finished: bool = False) -> Script[bool]:
 
 def purge(log: LogContext, uids: Collection[str]) -> Steps[Purged]:
     names = log.names
-    for copy in (yield from _keys(names.copy(""))):  # of runs that died; whoever lives begins again
+    for copy in (yield from _keys(names.copy(""))):  # copies of runs that died; living runs begin again
         yield from Command(["PEXPIRE", copy, -1], nothing)
     letters = yield from _purged(log, names.dead, lambda: of_letters(uids))
     yield from _purged(log, names.control, lambda: of_replies(uids))
@@ -95,7 +95,7 @@ def _keys(prefix: str) -> Steps[list[str]]:
 
 
 def _purged(log: LogContext, key: str, chooser: Callable[[], Chooser]) -> Steps[int]:
-    """Take out of the stream *key* what is chosen; return how many entries."""
+    """Remove the chosen entries from the stream *key*; return how many."""
     for _ in range(MOST_BEGINNINGS):
         outcome, num_chosen = yield from _purge_once(log, key, chooser())
         if outcome == "DONE":

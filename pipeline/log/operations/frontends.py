@@ -1,4 +1,4 @@
-"""What a frontend hears, and what `top`, `trace` and the metrics see of the whole log."""
+"""Operations for frontends, and reads of the whole log for `top`, `trace` and the metrics."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES,
 
 LIVING_PER_LOOK = 1024
 HELD_PER_LOOK = 128
-"""A snapshot says who has the newest entries of a stream, so many of them."""
+"""Number of the newest entries of a stream whose consumers a snapshot has."""
 HEAD_ENTRIES = 8
-"""A peek brings no more of what happened to a request before its first token."""
+"""Largest number of entries that a peek returns from before a request's first token."""
 
 _Found: TypeAlias = Mapping[str, tuple[bytes | None, bytes | None, bytes | None]]
 """Slot -> its owner, lease and status, as Redis has them."""
@@ -70,13 +70,13 @@ def _steps_depths(names: Names, engines: Sequence[str]) -> list[Words]:
 
 
 def _depths_there(engines: Sequence[str], replies: Sequence[Any]) -> dict[str, Depth]:
-    """Return how many steps wait of each engine that has or had a detokenizer."""
+    """Return how many steps wait, for each engine that has or had a detokenizer."""
     depths = zip(engines, depths_of(replies), strict=True)
     return {engine: depth for engine, depth in depths if depth is not None}
 
 
 def occupancy(log: LogContext) -> Steps[Occupancy]:
-    """Return how much the log holds."""
+    """Return the amount of work and data in the log."""
     depths = [words for inbox in _shared(log.names) for words in _depth(inbox)]
     num_dead, num_live, *replies = yield from Batch(
         [["XLEN", log.names.dead], ["ZCARD", log.names.live], *depths], list
@@ -98,12 +98,12 @@ def server(_: LogContext) -> Command[tuple[str, str]]:
 
 
 def used_bytes(_: LogContext) -> Command[int]:
-    """Return how much memory the server uses, with what others keep in it."""
+    """Return how much memory the server uses, including data of others."""
     return Command(["INFO", "memory"], lambda reply: int(info_of(reply)["used_memory"]))
 
 
 def snapshot(log: LogContext) -> Steps[LogSnapshot]:
-    """Return how the whole log stands now. The work grows with the number of workers, not with what the log holds."""
+    """Return the state of the whole log. The work grows with the number of workers, not with the size of the log."""
     shared = _shared(log.names)
     newest: list[Words] = [["XREVRANGE", inbox.stream, "+", "-", "COUNT", HELD_PER_LOOK] for inbox in shared]
     commands: list[Words] = [
@@ -139,19 +139,19 @@ def snapshot(log: LogContext) -> Steps[LogSnapshot]:
 
 
 def _holders(inbox: Inbox, entries: Sequence[Entry]) -> Words:
-    """Return the command that says who has *entries*, the newest ones of a stream, newest first."""
+    """Return the command that reads the consumers of *entries*, the newest ones of a stream, newest first."""
     return ["XPENDING", inbox.stream, inbox.group, entries[-1].id, "+", HELD_PER_LOOK]
 
 
 def _held_of(entries: Sequence[Entry], reply: Sequence[Any] | None) -> dict[str, str]:
-    """Return uid -> consumer from that reply; nothing where there is no such group."""
+    """Return uid -> consumer from that reply; {} if there is no such group."""
     uids = {entry.id: entry.fields.get("uid", "") for entry in entries}
     held = {as_text(entry_id): as_text(consumer) for entry_id, consumer, *_ in reply or ()}
     return {uids[entry_id]: consumer for entry_id, consumer in held.items() if entry_id in uids}
 
 
 def _redis_facts(server: bytes, memory: bytes) -> RedisFacts:
-    """Return what two sections of INFO say."""
+    """Return the facts in two sections of INFO."""
     told = info_of(server + memory)
     return RedisFacts(
         *server_of(told),
@@ -162,7 +162,7 @@ def _redis_facts(server: bytes, memory: bytes) -> RedisFacts:
 
 
 def _slots(names: Names) -> Steps[tuple[dict[str, SlotState], dict[str, Depth], dict[str, int]]]:
-    """Read every slot, what waits of the steps of each engine, and what each detokenizer has pending."""
+    """Read every slot, how many steps of each engine wait, and how many each detokenizer has pending."""
     slots: dict[str, SlotState] = {}
     steps: dict[str, Depth] = {}
     pending: dict[str, int] = {}
@@ -200,7 +200,7 @@ def _rank_slots(names: Names) -> Steps[dict[str, SlotState]]:
 
 
 def _found(names: Names, slots: Sequence[str]) -> Steps[_Found]:
-    """Return the owner, lease and status of those *slots* that somebody has held or speaks for."""
+    """Return the owner, lease and status of those *slots* that were ever held or have a status."""
     keys = [["MGET", *map(kind, slots)] for kind in (names.owner, names.lease, names.status)]
     owners, leases, statuses = yield from Batch(keys, list)
     told = zip(slots, zip(owners, leases, statuses, strict=True), strict=True)
@@ -210,8 +210,8 @@ def _found(names: Names, slots: Sequence[str]) -> Steps[_Found]:
 def _slots_seen(
     names: Names, found: _Found, more: Sequence[Words] = ()
 ) -> Steps[tuple[dict[str, SlotState], Sequence[Any]]]:
-    """Return those slots, and the replies to *more* commands. Only of these slots it is asked how long their keys still
-    live, because most numbers of a stage are free."""
+    """Return these slots, and the replies to *more* commands. The lifetimes of keys are read only for these slots,
+    because most numbers of a stage are free."""
     ages: list[Words] = [["PTTL", key(slot)] for key in (names.lease, names.status) for slot in found]
     time_said, *replies = yield from Batch([["TIME"], *ages, *more], list)
     lease_ttls, status_ttls, others = replies[: len(found)], replies[len(found) : len(ages)], replies[len(ages) :]
@@ -241,9 +241,9 @@ def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Steps[dict[str
 
 
 def _peek(key: str, query: HistoryQuery) -> list[Words]:
-    """Return the commands that look at the ends of a history: up to three, of a request that has ended one."""
+    """Return the commands that read the ends of a history: up to three, or one for a request that has ended."""
     after = f"({query.after}" if query.after else "-"
-    # The interval ends with the last id of no tokens, `0-*`.
+    # The interval ends with the last id before the first token, `0-*`.
     head: list[Words] = [["XRANGE", key, after, "0", "COUNT", HEAD_ENTRIES]] if query.after != SEAL else []
     last: list[Words] = [["XREVRANGE", key, "+", f"({TOKENIZED_ID}", "COUNT", 1]] if query.last else []
     return [["EXISTS", key], *head, *last]
@@ -269,7 +269,7 @@ def requests(log: LogContext, cursor: str, max_keys: int) -> Command[tuple[str, 
 def scan(
     prefix: str, cursor: str, max_keys: int, named: Callable[[bytes], str] = as_text
 ) -> Command[tuple[str, list[str]]]:
-    """As `requests`, of the keys that begin with *prefix*, as *named* returns them."""
+    """Return the same as `requests` for the keys that begin with *prefix*, converted by *named*."""
     literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix)
 
     def parse(reply: Any) -> tuple[str, list[str]]:

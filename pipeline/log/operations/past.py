@@ -1,4 +1,4 @@
-"""What tools ask of requests of the past: which there were, and how one comes in from a file."""
+"""Operations for past requests: which ones there were, and how one is imported from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS_PER_LOOK = 1000
 
 def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[str]]:
     found, cursor = set[str](), ""
-    while cursor != "0":  # SCAN may bring a key twice
+    while cursor != "0":  # SCAN may return a key twice
         cursor, uids = yield from requests(log, cursor or "0", KEYS_PER_LOOK)
         found |= {uid for uid in uids if is_between(uid, since_ms, until_ms)}
     return sorted(found)

@@ -1,4 +1,4 @@
-"""What the ranks of an engine ask of the log."""
+"""Operations for the ranks of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request from its submit to its end, and what the janitor and `minisgl dead` ask of requests."""
+"""Operations on requests, from submit to end, and for the janitor and `minisgl dead`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from pipeline.log.shared import digests_in, referring, submitted_bytes, submitte
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
-"""A read that waits for histories brings no more of each."""
+"""Largest number of entries of each history that a waiting read returns."""
 
 
 class OtherMinute(LogUnavailable):
-    """By Redis' clock it is none of the minutes in which the submit could be counted; send it again with *minute*."""
+    """Redis' clock has a minute in which the submit cannot be counted; send it again with *minute*."""
 
     def __init__(self, minute: int) -> None:
         super().__init__(f"the clocks of Redis and of this machine are minutes apart: Redis has minute {minute}")
@@ -66,7 +66,7 @@ def written(event: Event) -> list[str | bytes]:
 
 
 def shared_by(names: Names, uid: str) -> list[str]:
-    """Return the key of what *uid* shares with its siblings; none for a single request."""
+    """Return the key of the texts that *uid* shares with its siblings; [] for a single request."""
     base = base_uid(uid)
     return [] if uid == base else [names.shared(base)]
 
@@ -81,15 +81,15 @@ def submit(
     letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
-    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock.
+    """Submit, counted in the minute of this machine's clock, or once more in the minute of Redis' clock.
 
-    *has_room* says whether so many bytes more may be written. If not, the requests are FULL, unless they are there
+    *has_room*: returns whether so many bytes more may be written. If not, the requests are FULL, unless they exist
     already or something else is refused first.
     """
     histories, shared = submitted_words(events)
     num_bytes = submitted_bytes(histories, shared)
     is_full = not has_room(num_bytes)
-    if is_full:  # the script needs no more to refuse them, or to find what is there
+    if is_full:  # enough for the script to refuse them, or to find existing ones
         histories, shared = [{} for _ in events], {}
 
     def submit(minute: int) -> Script[SubmitResult]:
@@ -115,7 +115,7 @@ def _submit(
     *,
     is_full: bool,
 ) -> Script[SubmitResult]:
-    """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
+    """Submit, counted in *minute* of Redis' clock, or the one before or after. Raise OtherMinute if it is another."""
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
@@ -155,7 +155,7 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
 
 
 def end_words(event: End) -> list[str | bytes]:
-    """Return the words of an end; the commit counts the tokens."""
+    """Return the words of an end; the commit adds the number of tokens."""
     return flat(_end_fields(event))
 
 
@@ -218,7 +218,7 @@ def stop_reading(log: LogContext, uid: str, who: str) -> Command[None]:
 
 
 def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
-    """Return the command that reads a history from its start, or after the id *after*; 0 entries are all."""
+    """Return the command that reads a history from its start, or after the id *after*; *max_entries* 0: all entries."""
     if after == SEAL:  # Redis refuses an interval that begins after the largest id; this one is empty
         return ["XRANGE", names.request(uid), "+", "-"]
     count: list[str | int] = ["COUNT", max_entries] if max_entries else []
@@ -226,9 +226,9 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
 
 
 def wholes(names: Names, histories: Sequence[tuple[str, Sequence[Entry]]]) -> Steps[list[list[Entry] | None]]:
-    """Return the entries of histories, given as (uid, entries), with whole texts; None where they expired meanwhile.
+    """Return the entries of histories, given as (uid, entries), with complete texts; None if they expired meanwhile.
 
-    What siblings share takes one more round trip. Each of its texts is one object, however many refer to it.
+    Shared texts take one more round trip. Each is one object, however many histories refer to it.
     """
     asked: dict[str, dict[str, None]] = {}
     for uid, entries in histories:
@@ -253,8 +253,8 @@ def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Steps
 def histories_there(
     log: LogContext, cursors: Mapping[str, str], *, max_entries: int = 0
 ) -> Steps[dict[str, list[Entry] | None]]:
-    """Return what each history uid -> id has after the id, the first *max_entries* unless that is 0; None where
-    there is no history any more.
+    """Return the entries of each history uid -> id after the id, the first *max_entries* unless that is 0; None if
+    there is no history.
     """
     commands: list[Words] = []
     for uid, after in cursors.items():
@@ -270,7 +270,7 @@ def histories_there(
 def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True) -> Steps[dict[str, Entry]]:
     """Return those of the entries *ids* that the history of *uid* has.
 
-    Unless *whole*, those of siblings lack the texts that they share.
+    Unless *whole*, entries of siblings lack their shared texts.
     """
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
     raw = yield from Batch(commands, list, any_type=True)
@@ -280,7 +280,7 @@ def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True
 
 
 def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
-    """Return how many entries each history has; 0 where there is none. One that was erased has its end alone."""
+    """Return how many entries each history has; 0 if there is none. An erased request has only its end."""
 
     def parse(replies: list[Any]) -> dict[str, int]:
         return {uid: length or 0 for uid, length in zip(uids, replies, strict=True)}
@@ -289,8 +289,8 @@ def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:
-    """Wait up to *block_ms* until one of the histories uid -> id has something after the id; return what they have.
-    A history that is gone is waited for like one to come.
+    """Wait up to *block_ms* until one of the histories uid -> id has entries after the id; return these entries. A
+    deleted history is waited for like a new one.
     """
     uids = {log.names.request(uid): uid for uid in cursors}
     words = ["XREAD", "COUNT", HISTORY_ENTRIES, *blocking(block_ms), "STREAMS", *uids, *cursors.values()]

@@ -1,4 +1,4 @@
-"""What engines and detokenizers commit, what all workers read of their consumer groups, and their slots."""
+"""Operations of engines and detokenizers, reads of consumer groups, and slots."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from pipeline.names import (
 from pipeline.serving import Served, Serving
 
 SLOTS_PER_LOOK = 16
-"""So many slots of a stage are looked at together, and the next ones where one of these was there."""
+"""Number of slots of a stage that are read together. The next ones are read if one of these exists."""
 PENDING_PER_LOOK = 100
 EXPIRED = -2
-"""PTTL of a key that is gone: it was there for the command before."""
+"""PTTL of a key that is gone: it existed for the command before."""
 
 
 def unless_fenced(owner: Owner, reply: Any) -> Any:
-    """Return *reply*. Raises Fenced if it says that *owner* has lost its slot."""
+    """Return *reply*. Raise Fenced if it shows that *owner* has lost its slot."""
     if reply == b"FENCED":
         raise Fenced(f"{owner.slot} has another owner than {owner}")
     return reply
@@ -82,7 +82,7 @@ def wait(log: LogContext, cursor: str, control_cursor: str, *, block_ms: int) ->
 
 @functools.cache
 def _keys_of_step(names: Names, slot: str) -> tuple[str, ...]:
-    """Return the keys of every commit of an engine, as below."""
+    """Return the keys of every commit of an engine. They are cached, as below."""
     return (names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control)
 
 
@@ -120,7 +120,7 @@ def flush(log: LogContext, by: str) -> Script[str]:
 
 @functools.cache
 def _keys_of_produced(names: Names, slot: str, engine: str) -> tuple[str, ...]:
-    """Return the keys of every commit of a detokenizer. There is one for each token, so they are not written anew."""
+    """Return the keys of every commit of a detokenizer. There is a commit for each token, so they are cached."""
     keys = (names.owner(slot), names.steps(engine), names.live, names.control)
     return (*keys, names.ended, names.archive, names.journal(engine))
 
@@ -224,7 +224,7 @@ def pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[list[Entry]]:
         ids = yield from _pending_ids(inbox, consumer, first)
         for entry_id in ids:
             found = yield from Command(["XRANGE", inbox.stream, entry_id, entry_id], entries_of)
-            if not found:  # deleted while pending: nothing is left to do but to forget it
+            if not found:  # deleted while pending, so only the group must forget it
                 yield from Command(["XACK", inbox.stream, inbox.group, entry_id], nothing)
             entries += found
         if len(ids) < PENDING_PER_LOOK:
@@ -261,7 +261,7 @@ def claim_from(log: LogContext, inbox: Inbox, owner: Owner, guest: Owner, max_en
 def _claim(
     names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int, guest: Owner | None = None
 ) -> Script[list[Entry]]:
-    """Claim from the slot *other*, which nobody holds, or which *guest* looks after."""
+    """Claim from the slot *other*, which is free, or which *guest* looks after."""
     keys = [names.owner(owner.slot), names.lease(other), names.owner(other), inbox.stream]
     args: Words = [str(owner), inbox.group, owner.slot, other, max_entries, str(guest or "")]
     return Script("claim", keys, args, lambda reply: entries_of(unless_fenced(owner, reply)), once=True)
@@ -348,7 +348,7 @@ def acquire(
 
 
 def _serving_keys(names: Names, slot: str, serving: Serving | None) -> list[str]:
-    """Return the key of what the slot's stage serves, then those of the other stages; none without *serving*."""
+    """Return the key of what the slot's stage serves, then those of the other stages; [] without *serving*."""
     own = slot_stage(slot)
     stages = [own, *(stage for stage in SERVING_STAGES if stage != own)] if serving else []
     return [names.serving(stage) for stage in stages]
@@ -387,7 +387,7 @@ def lease(log: LogContext, slot: str) -> Batch[Lease]:
 @functools.cache
 def _looked_at(names: Names, first: int) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     """Return the engines' slots from number *first* on, the keys of their leases and of those of their detokenizers,
-    and the keys of their steps. Detokenizers ask for these several times a second, so they are not written anew."""
+    and the keys of their steps. Detokenizers read these several times a second, so they are cached."""
     engines = slots_of(GENERATE, first)
     detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
     return engines, [names.lease(slot) for slot in (*engines, *detokenizers)], [names.steps(slot) for slot in engines]
@@ -425,5 +425,5 @@ def _statuses(names: Names, stage: str, first: int) -> Command[dict[str, str]]:
 
 
 def slots_of(stage: str, first: int) -> list[str]:
-    """Return the slots of *stage* that are looked at together, from number *first* on."""
+    """Return the slots of *stage* that are read together, from number *first* on."""
     return [slot_name(stage, index) for index in range(first, first + SLOTS_PER_LOOK)]

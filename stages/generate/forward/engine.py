@@ -71,8 +71,8 @@ class Computer(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return tokens_R, int64: `best` tokens after *rows_R* of x_TE, or NOT_A_NUMBER; logits_RV, float32, unmasked.
 
-        With a mask, a row's token is the best one that the mask allows; NOT_A_NUMBER: it is so without the mask, or the
-        mask allows no token. Of the logits, only the wanted rows may be read.
+        With a mask, a row's token is the best one that the mask allows. It is NOT_A_NUMBER if it is that without the
+        mask, or if the mask allows no token. Of the logits, only the wanted rows may be read.
         """
         ...
 

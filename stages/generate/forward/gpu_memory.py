@@ -29,7 +29,7 @@ class Measure:
 
     max_prefill_length: int
     memory_ratio: float
-    """Share of the memory that is left, for the pages."""
+    """Share of the remaining memory that the pages get."""
 
 
 def largest_prefill(num_tokens: int, page_size: int) -> BatchPlan:

@@ -20,7 +20,7 @@ from stages.generate.schedule.plan import BatchPlan, Work
 TARGET: Final = 1.5
 """Time of a step with prompts, as a multiple of its time without."""
 PROMPTS: Final = 2
-"""Number of prompts in hand from which the part of the target above 1 grows with their number: more clients gain .."""
+"""Number of prompts in hand above which the target's part above 1 grows with their number: more clients gain .."""
 LARGEST_TARGET: Final = 3.0
 """.. up to this target."""
 FEWEST_TOKENS: Final = 4

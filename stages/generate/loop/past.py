@@ -24,7 +24,7 @@ MOST_DEATHS_ALONE = 3
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the history of a request says to the engine that continues it."""
+    """Facts in the history of a request for the engine that continues it."""
 
     request: NewRequest
     had_begun: bool

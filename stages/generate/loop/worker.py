@@ -47,8 +47,8 @@ from stages.generate.setup.loading import load_engine
 from stages.generate.setup.resolve import Settings, resolve
 
 FEWEST_STEPS_BETWEEN_CHECKS: Final = 100
-"""An idle engine checks its page allocation after this many steps, or after as many steps as it has pages if that is
-more: the cost of a check grows with the pages.
+"""Fewest steps between two checks of an idle engine's page allocation. With more pages than this, there are as many
+steps as pages: the cost of a check grows with the pages.
 """
 
 
@@ -56,7 +56,7 @@ STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
 GIVES_WAY = 8
-"""Niceness of the engine on a CPU: it shares the cores with the processes that pass its tokens on."""
+"""Steps of niceness on a CPU: the engine shares its cores with the processes that pass its tokens on."""
 SWITCH_INTERVAL_S = 0.0005
 """Longest time that the log thread keeps the interpreter from the forward pass, which needs it at every operation."""
 NO_STEP = StepCompleted(rows=())
@@ -218,7 +218,7 @@ class GenerateWorker:
                 raise error
 
     def _enter(self, arrived: Arrived) -> None:
-        """Add a request whose grammar is compiled to the schedule, or to the suspects."""
+        """Add a request, whose grammar is compiled if it has one, to the schedule or to the suspects."""
         request = arrived.request
         if arrived.resumed and not request.grammar:
             self._resumed[request.uid] = len(request.output_ids)

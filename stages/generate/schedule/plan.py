@@ -195,9 +195,7 @@ class Computed:
 
 
 def filled(plan: BatchPlan, token_ids: Sequence[int]) -> BatchPlan:
-    """Return *plan* with its placeholders replaced by *token_ids*, which the step before sampled. NOT_A_NUMBER becomes
-    0.
-    """
+    """Return *plan* with its placeholders replaced by *token_ids* of the step before; NOT_A_NUMBER becomes 0."""
     rows = [
         replace(row, token_ids=(max(token_ids[-1 - row.token_ids[0]], 0),)) if row.token_ids[0] < 0 else row
         for row in plan.rows

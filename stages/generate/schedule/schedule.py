@@ -252,7 +252,7 @@ class Schedule:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether the prompt of a request is not computed yet."""
+        """Whether a request has a prompt that is not computed yet."""
         return bool(self._waiting) or any(request.chunks > 0 for request in self._running)
 
     @property

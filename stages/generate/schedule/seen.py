@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 class Seen:
-    """What a request's list of tokens contains, up to some position."""
+    """The content of a request's list of tokens, up to some position."""
 
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
         self._length = 0
-        """How many tokens of the list are counted."""
+        """Number of tokens of the list that are counted."""
         self._places: dict[int, int] = {}
         """Token -> its index in `output_ids`."""
         self.prompt_ids = array("i")
@@ -23,13 +23,13 @@ class Seen:
         self.output_ids = array("i")
         """The distinct tokens of the output. The prompt may have them, too."""
         self.counts = array("f")
-        """How often the output has each of `output_ids`: float32, as the logits, and exact below 2**24."""
+        """Number of times that the output has each of `output_ids`: float32, as the logits, and exact below 2**24."""
 
     def follow(self, token_ids: Sequence[int], length: int) -> Seen:
         """Count the first *length* of *token_ids*, prompt and output, and return this record.
 
-        Tokens that were counted must still be the same. With fewer tokens than before, the output is counted anew.
-        A token below 0 is not one (NOT_A_NUMBER): its request has left.
+        Tokens that were counted must still be the same. If *length* is smaller than before, the output is counted anew.
+        A token below 0 is not a token (NOT_A_NUMBER): its request has left.
         """
         if length < self._length:
             self._places, self.output_ids, self.counts = {}, array("i"), array("f")

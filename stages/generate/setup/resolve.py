@@ -27,7 +27,7 @@ from stages.generate.setup.contradictions import check_flags, in_place_of_kernel
 from stages.generate.setup.kernel_memory import step_bytes
 
 MOST_GRAPH_ROWS: Final = 256
-"""Default of `--graph`. A larger step keeps the device busy without a graph."""
+"""Largest number of rows of a graph if no flag sets it. A larger step keeps the device busy without a graph."""
 
 logger = structlog.get_logger()
 
@@ -42,7 +42,7 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     attention: str
-    """Attention backend of torch, or `kernels` for their own."""
+    """Attention backend of torch, or `kernels` if they compute the attention."""
     cache: str
     threads: int
     page_size: int

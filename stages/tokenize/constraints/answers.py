@@ -1,7 +1,7 @@
-"""Makes one grammar of all that an answer must be: thinking and its budget, tool calls, and a constraint.
+"""Makes one grammar from all demands on an answer: thinking and its budget, tool calls, and a constraint.
 
-Thinking comes first, where the model thinks in this prompt. It is text without the markers of this model. So neither a
-marker that is spelled letter by letter nor one that is a token can end it early.
+Thinking comes first, where the model thinks in this prompt. It is text without the markers of this model. So no marker,
+spelled letter by letter or as a token, can end it early.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from stages.tokenize.constraints.literals import Rules, quoted
 from stages.tokenize.markup import BEGINS, MARKERS, Dialect
 
 GAP: Final = "/\\n{0,2}/"
-"""Between thinking and JSON or a call."""
+"""Whitespace between thinking and JSON or a call."""
 NEXT: Final = "<|start|>assistant"
-"""Between two messages of harmony."""
+"""Text between two messages of harmony."""
 PREAMBLE: Final = "<|channel|>commentary<|message|>"
-"""Before text that harmony writes before a call."""
+"""Header of text that harmony writes before a call."""
 
 
 def answer_grammar(asked: Asked, dialect: Dialect) -> str:
-    """Return the grammar of an answer; empty if it may be anything. It wants a large stack (`with_stack`).
+    """Return the grammar of an answer; empty if it may be anything. Needs a large stack (`with_stack`).
 
     Raises:
-        RequestError: It cannot be enforced, or this model cannot be told to do what is asked for.
+        RequestError: It cannot be enforced, or this model lacks what is asked for.
     """
     wanted = wanted_calls(asked.calls, asked.tools)
     if not asked.markup.tools:
@@ -62,7 +62,7 @@ def answer_grammar(asked: Asked, dialect: Dialect) -> str:
     if asked.markup.channels and missing:
         raise _no_tokens(asked.param, missing[0])
     if asked.constraint is not None:
-        grammar_of(asked.constraint)  # what is wrong with it alone is said of it alone
+        grammar_of(asked.constraint)  # an error of the constraint alone names it alone
     answer = _Answer(asked, dialect, wanted)
     return made(
         lambda: answered(checked(answer.grammar()), tokens_of(dialect.added)), "unsupported_schema", asked.param
@@ -106,7 +106,7 @@ class _Answer:
     wanted: Wanted
 
     def grammar(self) -> str:
-        """Return its grammar in Lark, or in llguidance's JSON where a client's grammar is part of it."""
+        """Return its grammar in Lark, or in llguidance's JSON if a client's grammar is part of it."""
         rules = Rules()
         thought = self._thought(rules)
         nested: list[dict[str, str]] = []
@@ -120,7 +120,7 @@ class _Answer:
     # thinking
 
     def _thought(self, rules: Rules) -> Sequence[str]:
-        """Return what comes before the answer, as items of a rule."""
+        """Return the items of a rule for what comes before the answer."""
         budget, opens = self.asked.thinking_budget, self.asked.markup.opens_thinking
         if not self.asked.markup.think or (budget == 0 and not opens):
             return ()
@@ -140,23 +140,23 @@ class _Answer:
         if opens:
             return closed, gap
         opened = marker(self.dialect, begin)
-        # llguidance cannot choose between a text and a grammar in the grammar, such as JSON; so such models must think
+        # llguidance cannot choose between text and a nested grammar, such as JSON; so such models must think
         is_optional = opened.startswith("<[") or self.asked.constraint is None
         return (f"({opened} {closed} {gap})?",) if is_optional else (opened, closed, gap)
 
     def _counted(self, rules: Rules, end: str, budget: int | None) -> str:
-        """Return thinking that a token ends, of at most *budget* tokens. The last one may end inside a character."""
+        """Return thinking of at most *budget* tokens that a token ends. The last one may end inside a character."""
         text = rules.add(self._text_without(end), terminal=True)
         attributes = "" if budget is None else f"[max_tokens={budget}]"
         return f"{rules.add(text, attributes=attributes)} {marker(self.dialect, end)}"
 
     def _spelled(self, rules: Rules, end: str) -> str:
-        """Return thinking that a text ends where it comes first."""
+        """Return thinking that ends where its end marker, a text, comes first."""
         text = rules.add(f"({self._text_without(end)}) {quoted(end)}", terminal=True)
         return rules.add(text, attributes="[lazy]")
 
     def _text_without(self, *texts: str, of: str = "/(?s:.*)/") -> str:
-        """Return any text, or what is *of* a form, but none with *texts* in it, or with a call where calls matter."""
+        """Return any text, or text *of* a form, without *texts* in it, and without a call where calls matter."""
         begins = BEGINS[self.asked.markup.tools] if self.wanted else ()
         escaped = [re.escape(text).replace("/", "\\/") for text in dict.fromkeys((*texts, *begins))]
         return f"{of} & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/" if escaped else of
@@ -188,7 +188,7 @@ class _Answer:
         return f"({whole} | {self._final(self._bound(constraint, rules, nested))})"
 
     def _final(self, body: str) -> str:
-        """Return text that is content, with the header that it has in harmony."""
+        """Return text that is content, with its header in harmony."""
         if not self.asked.markup.channels:
             return body
         return f"{marker(self.dialect, '<|channel|>final')} {header_end(self.dialect)} {body}"
@@ -215,12 +215,12 @@ class _Answer:
         return call_rules(rules, self.dialect, self.asked.markup.tools, tools, parallel=said.parallel)
 
     def _optional_tag(self) -> str:
-        """Return what may come before calls that are the whole answer."""
+        """Return the optional tag before calls that are the whole answer."""
         tags = [text for text in MARKERS[self.asked.markup.tools] if text in self.dialect.added.ids]
         return f"{marker(self.dialect, tags[0])}?" if tags else ""
 
     def _free(self, rules: Rules, calls: CallRules, whole: str) -> str:
-        """Return text with calls in it; what begins a call can be nothing else."""
+        """Return text with calls in it. The text that begins a call can be nothing else."""
         parallel = (self.asked.calls or Calls()).parallel
         others = self._other_tokens()
         if not calls.trigger:
@@ -252,7 +252,7 @@ class _Answer:
     def _other_tokens(self) -> str:
         """Return the added tokens of free text as an item of a rule; empty: there are none.
 
-        Those of calls are among them, unless the grammar has rules for calls. Those of thinking are not.
+        Tokens of calls are among them, unless the grammar has rules for calls. Tokens of thinking are not.
         """
         added, markup = self.dialect.added, self.asked.markup
         of_thinking, of_calls = (

@@ -1,4 +1,4 @@
-"""What a client asks of the grammar of its answer, decided without llguidance, which only another process loads."""
+"""Decides what the grammar of an answer must enforce, without llguidance, which only another process loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Wanted = Literal["", "may", "must"]
 
 
 class Asked(Value):
-    """All that decides the grammar of one answer, beside the model's dialect."""
+    """Everything that decides the grammar of one answer, beside the model's dialect."""
 
     constraint: Constraint | None
     calls: Calls | None
@@ -23,7 +23,7 @@ class Asked(Value):
 
     @property
     def param(self) -> str:
-        """The field of the request that asks for the grammar."""
+        """Field of the request that asks for the grammar."""
         if self.constraint is not None:
             return self.constraint.param
         has_calls = self.markup.tools and wanted_calls(self.calls, self.tools)
@@ -33,8 +33,8 @@ class Asked(Value):
 def wanted_calls(calls: Calls | None, tools: Iterable[dict[str, Any]]) -> Wanted:
     """Return whether a grammar has tool calls in it, and whether the answer must be calls.
 
-    Without `strict` and `names`, calls under `auto` are the model's own text. Readers of the answer take the first one
-    alone where the client wants no parallel calls.
+    Without `strict` and `names`, calls under `auto` are the model's own text. If the client wants no parallel calls,
+    readers of the answer take only the first one.
     """
     if calls is None or calls.choice == "none":
         return ""
@@ -45,7 +45,7 @@ def wanted_calls(calls: Calls | None, tools: Iterable[dict[str, Any]]) -> Wanted
 
 
 def needs_check(event: Submitted) -> bool:
-    """Return whether an answer may need a grammar. A replayed request brings its own."""
+    """Return whether an answer may need a grammar. A replayed request has its own."""
     if event.replay is not None:
         return False
     is_bound = event.constraint is not None or event.thinking_budget is not None
@@ -53,7 +53,7 @@ def needs_check(event: Submitted) -> bool:
 
 
 def asked_of(event: Submitted, markup: Markup) -> Asked | None:
-    """Return what a request asks of its answer; None: nothing."""
+    """Return what the answer's grammar must enforce; None: nothing."""
     if not needs_check(event):
         return None
     return Asked(

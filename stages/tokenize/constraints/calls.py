@@ -42,7 +42,7 @@ from stages.tokenize.constraints.schemas import reduced
 from stages.tokenize.markup import FENCE, MARKERS, NAMED_ARGUMENTS, Dialect
 
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function without `parameters`."""
+"""Schema of a function without `parameters`."""
 TAG_END: Final = "\n</parameter>"
 IN_PYTHON: Final = ("pythonic", "lfm2", "minicpm")
 
@@ -56,16 +56,16 @@ class CallableTool:
     name: str
     parameters: Mapping[str, Any] | None
     is_bound: bool
-    """Its arguments must be as its schema says."""
+    """Whether its arguments must follow its schema."""
 
     @property
     def param(self) -> str:
-        """The field of the request that holds its schema."""
+        """Field of the request that holds its schema."""
         return f"tools.{self.place}.function.parameters"
 
     @functools.cached_property
     def schema(self) -> dict[str, Any]:
-        """Its arguments: an object. It has no keyword that binds none.
+        """Schema of its arguments, an object. It has only keywords that bind values.
 
         Raises:
             ValueError: The schema says something else.
@@ -84,10 +84,10 @@ class CallRules:
     """How one or more calls are written, as items of a rule: `trigger` and then `rest`."""
 
     trigger: str
-    """What begins them: an added token, or a text; empty: they are the whole answer, and nothing is before them."""
+    """Added token or text that begins them; empty: they are the whole answer, and nothing is before them."""
     rest: str
     first: str = ""
-    """Without a trigger: the letter that begins them."""
+    """Letter that begins them if there is no trigger."""
 
 
 def call_rules(

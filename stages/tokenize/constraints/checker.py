@@ -1,7 +1,7 @@
 """The tokenizer's side of the process that makes and checks grammars: asks it, and replaces it when it dies.
 
 A thread talks to the process, so that the tokenizer waits for nothing. The process bounds each check itself, by CPU
-time and memory; only one that stands still is ended from here.
+time and memory; this side ends it only if it stands still.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CHECK_BYTES: Final = 64 << 20
 """Memory of one check, beyond that of its process. Honest grammars take up to 15 MB. An engine takes as much for the
 same grammar."""
 STILL_S: Final = 300.0
-"""A process that does not answer for so long was stopped. Its check is done again by another one. On a busy machine, a
+"""Time without an answer after which the process is ended. Another one does the check again. On a busy machine, a
 second of CPU time can take half a minute."""
 MOST_TRIES: Final = 3
-"""Processes that may end under one check for a reason that is not its own."""
+"""Largest number of processes that may end during one check for another reason than the check."""
 MOST_KNOWN: Final = 64
-"""Results that are kept for the next request that asks the same."""
+"""Number of results that are kept for the next request that asks the same."""
 OWN_ENDS: Final = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-"""How a check ends its process that gets no more memory: llguidance aborts, or its stack is full."""
+"""Signals that end the process if a check gets no more memory: llguidance aborts, or its stack is full."""
 ROOT: Final = Path(__file__).resolve().parents[3]
 PROGRAM: Final = (sys.executable, "-P", "-m", "stages.tokenize.constraints.grammar_process")
 
@@ -50,7 +50,7 @@ Checked = str | RequestError
 
 
 class GrammarChecker:
-    """Checks one grammar after the other. Its methods are for the thread of the tokenizer."""
+    """Checks one grammar after the other. Its methods are for the tokenizer's thread."""
 
     def __init__(self, dialect: bytes, *, limit_cpu_s: float = CHECK_CPU_S, limit_bytes: int = CHECK_BYTES) -> None:
         """*dialect*: `Dialect.written`. No process starts before `start` or the first check."""
@@ -62,17 +62,17 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._number = 0
-        """Of the last question; results of earlier ones are not waited for."""
+        """Number of the last question. Results of earlier ones are ignored."""
 
     def known(self, asked: Asked) -> Checked | None:
-        """Return the result of a check that was done not long ago."""
+        """Return the result of a recent check; None: there is none."""
         key = _key(asked.model_dump_json().encode())
         if key in self._known:
             self._known.move_to_end(key)
         return self._known.get(key)
 
     def begin(self, asked: Asked) -> None:
-        """Have a grammar made and checked."""
+        """Let the process make and check a grammar."""
         self._number += 1
         self._questions.put((self._number, asked, asked.model_dump_json().encode()))
         self.start()
@@ -84,7 +84,7 @@ class GrammarChecker:
             self._thread.start()
 
     def result(self, timeout_s: float) -> Checked | None:
-        """Return the result of the last question; None: it is not there within *timeout_s*."""
+        """Return the result of the last question; None: it did not come within *timeout_s*."""
         while True:
             try:
                 number, key, checked = self._results.get(timeout=timeout_s) if timeout_s else self._results.get_nowait()
@@ -105,7 +105,7 @@ class GrammarChecker:
         if self._thread is not None:
             self._thread.join()
 
-    # of the thread
+    # in the thread
 
     def _check_all(self) -> None:
         try:
@@ -126,7 +126,7 @@ class GrammarChecker:
             if self._is_closed:
                 break
             logger.warning("grammar_process_ended", code=code)
-            self._process = self._start()  # while nobody waits
+            self._process = self._start()  # no request waits for this start
             if code == -signal.SIGPROF:
                 return self._too_complex(asked, f"takes more than {self._limit_cpu_s:g} s of CPU time")
             if -code in OWN_ENDS:
@@ -139,7 +139,7 @@ class GrammarChecker:
         return RequestError(f"{message} repetition, depth or choice.", code="grammar_too_complex", param=asked.param)
 
     def _answer(self, message: bytes) -> bytes | None:
-        """Return what the process says; None: it ended."""
+        """Return the answer of the process; None: it ended."""
         if self._process is None:
             self._process = self._start()
         process = self._process
@@ -150,7 +150,7 @@ class GrammarChecker:
         try:
             write_frame(process.stdin, message)
             return read_frame(process.stdout)
-        except OSError:  # it ended before it read all
+        except OSError:  # the process ended before it read all
             return None
         finally:
             watch.cancel()
@@ -165,7 +165,7 @@ class GrammarChecker:
             env=environment | {"PYTHONPATH": path, SUPERVISOR_VARIABLE: str(os.getpid())},
         )
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # one that has ended is found by its first question
+        with contextlib.suppress(OSError):  # the first question finds out that the process has ended
             write_frame(process.stdin, self._dialect)
         return process
 
@@ -176,7 +176,7 @@ class GrammarChecker:
             return 0
         process.kill()
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was not written is written at the close
+            with contextlib.suppress(OSError):  # closing writes what was not written
                 if pipe is not None:
                     pipe.close()
         return process.wait()

@@ -18,18 +18,18 @@ from pipeline.grammars import OF_A_SCHEMA, OF_NAMED_SCHEMAS, OF_SCHEMAS, Path, m
 TYPES: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
 OBJECT: Final = frozenset({"object"})
 PLACES: Final = OF_A_SCHEMA | OF_SCHEMAS | OF_NAMED_SCHEMAS | {"components"}
-"""Keywords with schemas that are reduced. What is elsewhere stays as it is, so no tag can be required there."""
+"""Keywords with schemas that are reduced. Schemas elsewhere stay as they are, so no tag can be required there."""
 MOST_CASES: Final = 64
-"""Cases of one schema that are told apart."""
+"""Largest number of cases of one schema."""
 DEEPEST: Final = 4
-"""Properties of properties that are compared."""
+"""Largest depth of properties in properties that are compared."""
 
 Part = tuple[Path, Mapping[str, Any]]
 """A schema and its place."""
 
 
 def segments(reference: str) -> Path | None:
-    """Return the place that a reference leads to; None: it is no pointer into its own schema."""
+    """Return the place that a reference leads to; None: it is not a pointer into its own schema."""
     root, *steps = reference.split("/")
     if root != "#":
         return None
@@ -38,13 +38,13 @@ def segments(reference: str) -> Path | None:
 
 @dataclass(slots=True)
 class Unions:
-    """What is found about each `oneOf`, by the place of the schema that has it."""
+    """Findings about each `oneOf`, by the place of the schema that has it."""
 
     exclusive: set[Path] = field(default_factory=set)
     overlapping: dict[Path, str] = field(default_factory=dict)
-    """Why the members of the others may overlap."""
+    """Reasons why the members of the others may overlap."""
     tags: dict[Path, set[str]] = field(default_factory=dict)
-    """Properties with a default that tell members apart, by the place of the schema whose `properties` have them."""
+    """Properties with a default that distinguish members, by the place of the schema whose `properties` have them."""
 
 
 def unions_of(root: Mapping[str, Any]) -> Unions:
@@ -65,7 +65,7 @@ def unions_of(root: Mapping[str, Any]) -> Unions:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Schemas that all hold. None of their references and unions is left to follow."""
+    """Schemas that all hold, with no references and unions left to follow."""
 
     parts: tuple[Part, ...]
 
@@ -83,7 +83,7 @@ class _Case:
 
     @functools.cached_property
     def values(self) -> frozenset[tuple[str, Any]] | None:
-        """The values that it has at most; None: that is not known."""
+        """Largest set of values that it allows; None: not known."""
         of_parts = [values for _, schema in self.parts if (values := _values(schema)) is not None]
         return frozenset.intersection(*of_parts) if of_parts else None
 
@@ -105,7 +105,7 @@ class _Case:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The names of its properties."""
+        """Names of its properties."""
         return [name for _, schema in self.parts for name in _object_of(schema.get("properties"))]
 
 
@@ -113,7 +113,7 @@ class _Case:
 class _Reader:
     root: Mapping[str, Any]
     _known: dict[Path, list[_Case]] = field(default_factory=dict)
-    """The cases of a place. While they are looked for, that it may be anything."""
+    """Cases of a place. While they are being computed, the place may be anything."""
 
     def judge(self, at: Path, schema: Mapping[str, Any], found: Unions) -> None:
         """Find out whether the members of the `oneOf` of *schema* exclude each other."""
@@ -139,7 +139,7 @@ class _Reader:
                 found.tags.setdefault(place, set()).add(tag)
 
     def _overlap(self, members: list[list[_Case]], told: set[int]) -> str:
-        """Return why two members may overlap; empty: none do. Those that are *told* apart exclude each other."""
+        """Return why two members may overlap; empty: none do. Members in *told* exclude each other."""
         for first, second in _pairs(len(members), told):
             for one in members[first]:
                 for other in members[second]:
@@ -158,7 +158,7 @@ class _Reader:
         return "both allow the same objects"
 
     def _tag(self, members: list[list[_Case]]) -> str:
-        """Return the property that has other values in each of these objects; empty: none has."""
+        """Return the property that has different values in each of these objects; empty: there is none."""
         if len(members) < 2 or not all(members):
             return ""
         return next((name for name in members[0][0].names if self._is_tag(name, members)), "")
@@ -179,7 +179,7 @@ class _Reader:
         return True
 
     def _values_of(self, case: _Case, name: str) -> frozenset[Any] | None:
-        """Return the values that a property has at most; None: that is not known, or it is not one of `properties`."""
+        """Return the largest set of values of a property; None: not known, or it is not one of `properties`."""
         if name not in case.names:
             return None
         cases = self._cases_of_all(case.property(name))
@@ -240,7 +240,7 @@ class _Reader:
 
 
 def _product(some: list[_Case], others: list[_Case]) -> list[_Case]:
-    """Return the cases in which one of *some* and one of the *others* hold. If they are too many, *some* alone."""
+    """Return the cases in which one of *some* and one of the *others* hold. If they are too many, return *some*."""
     if len(some) * len(others) > MOST_CASES:
         return some
     return [_Case(one.parts + other.parts) for one in some for other in others]
@@ -261,7 +261,7 @@ def _have_own_values(members: list[list[_Case]]) -> bool:
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[tuple[str, Any]] | None:
-    """Return the values of `const` or `enum`, each with its type; None: there is neither, or one is no scalar."""
+    """Return the values of `const` or `enum`, each with its type; None: there is neither, or one is not a scalar."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or any(isinstance(value, dict | list) for value in values):
         return None

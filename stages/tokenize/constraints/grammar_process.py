@@ -1,6 +1,6 @@
-"""The process in which a tokenizer has grammars made and checked: one at a time, each within a bound of work.
+"""The tokenizer's process that makes and checks grammars: one at a time, each within a bound of work.
 
-It holds nothing that is worth anything, so a grammar that goes beyond ends it. Linux ends it at the limit of CPU time
+The process holds no state of value, so a grammar that exceeds a bound ends it. Linux ends it at the limit of CPU time
 (ITIMER_PROF), and refuses memory beyond the other limit, for which llguidance aborts. It ends with its tokenizer.
 """
 
@@ -38,7 +38,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tokenizer, which may go on
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints is not an answer
     limit_cpu_s, limit_bytes = float(sys.argv[1]), int(sys.argv[2])
     if (said := read_frame(questions)) is None:
         return 0
@@ -80,7 +80,7 @@ def _said(error: RequestError) -> bytes:
 
 
 def _memory() -> int:
-    """Return how many bytes this process may write to; 0: this is not Linux, which alone says it and limits it."""
+    """Return how many bytes this process may write to; 0: not on Linux, and only Linux reports and limits it."""
     if not STATUS.exists():
         return 0
     (num_kb,) = (line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))

@@ -1,7 +1,7 @@
 """Turns what an answer must be into one grammar text, and checks it. Knows no vocabulary: the engine has the last word.
 
-llguidance (https://github.com/guidance-ai/llguidance) refuses what it does not know of a JSON schema, by name. Nothing
-that binds a value is dropped here either, but numbers that no grammar can count (`schemas.py`).
+llguidance (https://github.com/guidance-ai/llguidance) refuses unknown keywords of a JSON schema, by name. Keywords that
+bind a value are not dropped here either, except numbers that no grammar can count (`schemas.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stages.tokenize.constraints.schemas import place_of, reduced, why_overlappi
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10
 TOO_LARGE: Final = f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes"
 WHITESPACE: Final = r"\n {0,16}| "
-"""Between two tokens of JSON: a line break with an indentation, or one space. Without a bound, a model that has nothing
-to say writes spaces until the end."""
+"""Whitespace between two tokens of JSON: a line break with an indentation, or one space. Without a bound, a model that
+has nothing to say writes spaces until the end."""
 LARGEST_GBNF_BYTES: Final = 16 << 10
 """The time to convert GBNF to Lark grows with the square of its size: this much takes a quarter of a second."""
 MOST_OPERATORS: Final = 8
-"""`&` and `~` in a client's grammar. The number of states of an intersection is up to the product of its parts', and
-llguidance counts only some of the work for them: 20 take seconds, where 8 take a hundredth of one."""
+"""Largest number of `&` and `~` in a client's grammar. The number of states of an intersection is up to the product of
+its parts', and llguidance counts only some of the work for them: 20 take seconds, but 8 take a hundredth of one."""
 OPERATORS: Final = re.compile(
     r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|~[ \t]*(?=\d)|(?P<operator>[&~])""", re.DOTALL
 )
@@ -45,9 +45,9 @@ OPTIONS: Final = "x-guidance"
 """llguidance's own keyword: options of its compiler, which clients do not set."""
 UNFORCED: Final = '%llguidance {"no_forcing": true}'
 """Lets the model choose the tokens also of a text that must come. Otherwise llguidance chooses them, which needs an
-encoder, and minutes for `((a{100}){100}){100}`. The last line of a grammar that says it counts."""
+encoder, and minutes for `((a{100}){100}){100}`. Of several such lines in a grammar, the last one holds."""
 SOURCE: Final = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*|\n +\^(?=\n|$)")
-"""Where in the grammar llguidance found an error, and the lines around it: clients do not know that text."""
+"""Place of an error in the grammar, and the lines around it, in llguidance's message: clients do not know that text."""
 COERCED: Final = "coerce_one_of"
 """llguidance's option for a `oneOf` whose members may overlap. Its error names it."""
 UNKNOWN_KEYWORDS: Final = re.compile(r'Unimplemented keys: (\[(?:"[\w$]+"(?:, )?)+\])')
@@ -55,11 +55,11 @@ UNKNOWN_KEYWORDS: Final = re.compile(r'Unimplemented keys: (\[(?:"[\w$]+"(?:, )?
 
 
 class TooComplex(ValueError):
-    """A limit of work refuses a grammar."""
+    """A grammar exceeds a limit of work."""
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """Return the grammar of an answer that must be as *constraint* says. It wants a large stack (`with_stack`).
+    """Return the grammar of an answer that must fulfil *constraint*. Needs a large stack (`with_stack`).
 
     Raises:
         RequestError: It cannot be enforced, it allows no answer, or its grammar is too large.
@@ -77,7 +77,7 @@ def made(make: Callable[[], str], code: str, param: str) -> str:
     """Return the grammar that *make* returns.
 
     Raises:
-        RequestError: *make* raised one, or any other error. That becomes one with *code*, about the field *param*.
+        RequestError: *make* raised one, or any other error, which becomes one with *code*, about the field *param*.
     """
     try:
         return make()
@@ -94,7 +94,7 @@ def made(make: Callable[[], str], code: str, param: str) -> str:
 
 
 def rules_of(constraint: Constraint) -> str:
-    """Return what *constraint* says in Lark; raise any error that says why it cannot be said."""
+    """Return *constraint* as rules in Lark; raise any error that says why that is impossible."""
     if constraint.kind != "json" and len(constraint.text.encode()) > LARGEST_GRAMMAR_BYTES:
         raise ValueError(TOO_LARGE)
     return _MAKERS[constraint.kind](constraint)
@@ -108,10 +108,10 @@ def schema_of(constraint: Constraint) -> dict[str, Any] | None:
 def checked(rules: str, schema: Mapping[str, Any] | None = None) -> str:
     """Return the grammar of some rules in Lark, or of several grammars in llguidance's JSON.
 
-    *schema*: what the rules are made of. Errors say where in it something is wrong.
+    *schema*: the source of the rules, in which errors name the place.
 
     Raises:
-        ValueError: It is too large, or llguidance refuses it.
+        ValueError: The grammar is too large, or llguidance refuses it.
     """
     grammar = rules if rules.startswith("{") else f"{rules}\n{UNFORCED}\n"
     if len(grammar.encode()) > LARGEST_GRAMMAR_BYTES:
@@ -122,9 +122,9 @@ def checked(rules: str, schema: Mapping[str, Any] | None = None) -> str:
 
 
 def answered(grammar: str, tokens: LLTokenizer) -> str:
-    """Return a grammar if its answers have characters. It is compiled as engines do it, over *tokens*: the same work.
+    """Return a grammar if its answers have characters. Compile it as engines do, over *tokens*: the work is the same.
 
-    What else is wrong with one that names tokens of the model's own is left to the engine.
+    Other errors of a grammar that names the model's own tokens are left to the engine.
 
     Raises:
         ValueError: It takes too much work, or allows nothing but the empty text.
@@ -158,14 +158,14 @@ def _tokens_of(added: tuple[tuple[str, int], ...], special: frozenset[int]) -> L
     first = 1 + max((token for _, token in added), default=-1)
     tokens = [b""] * first + [bytes([byte]) for byte in range(256)] + [b"\xff<end>"]
     for text, token in added:
-        tokens[token] = b"\xff" + text.encode()  # no text: a grammar must name it
+        tokens[token] = b"\xff" + text.encode()  # not valid text: a grammar must name the token
     end = len(tokens) - 1
     return LLTokenizer(_Tokens(tokens, end, [*special, end]), None, [end])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The bytes of each token, as llguidance takes them (`TokenizerWrapper`)."""
+    """The bytes of each token in llguidance's format (`TokenizerWrapper`)."""
 
     tokens: list[bytes]
     eos_token_id: int
@@ -191,7 +191,7 @@ def too_complex(param: str, reason: str) -> RequestError:
 
 
 def _what_is_wrong(grammar: str, schema: Mapping[str, Any]) -> str:
-    """Return why llguidance refuses a grammar; empty if it does not. Its warnings are about what needs a vocabulary."""
+    """Return why llguidance refuses a grammar; empty if it does not. Its warnings are about vocabularies."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if not is_wrong:
         return ""
@@ -217,12 +217,12 @@ def _of_pattern(constraint: Constraint) -> str:
 
 
 def _of_choice(constraint: Constraint) -> str:
-    """As a terminal, because a rule has at most 2,000 alternatives."""
+    """Return a rule with one terminal, because a rule has at most 2,000 alternatives."""
     return f"start: {CHOSEN}\n{CHOSEN}: {choices_of(constraint)}"
 
 
 def choices_of(constraint: Constraint) -> str:
-    """Return what a terminal is that is one of some texts."""
+    """Return the body of a terminal that is one of some texts."""
     return " | ".join(map(json.dumps, orjson.loads(constraint.text)))
 
 
@@ -251,8 +251,8 @@ _MAKERS: Final[Mapping[str, Callable[[Constraint], str]]] = {
 def json_of(schema: Mapping[str, Any], whitespace: str | None = None) -> str:
     """Return the item of a rule that is JSON by *schema*, a reduced one, with this *whitespace* between tokens.
 
-    None: a space after commas and colons alone, as chat templates write the calls that models learn from. A model that
-    may write anything else there often does, where it has something else in mind than the schema.
+    None: one space after commas and colons only, as chat templates write the calls that models learn from. A model that
+    may write anything else there often does, if it has something else in mind than the schema.
     """
     spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     options = spaced if whitespace is None else {"whitespace_pattern": whitespace}

@@ -1,6 +1,6 @@
 """Rules in Lark for values of a JSON schema that a model does not write in JSON, but in Python or as plain text.
 
-Only what can be enforced becomes a rule. Any other keyword is refused by its name, as llguidance does it for JSON.
+Only what can be enforced becomes a rule. Any other keyword is refused by name, as llguidance does for JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ OF_AN_OBJECT: Final = frozenset({"type", "properties", "required", "additionalPr
 OF_A_TEXT: Final = frozenset({"type", "minLength", "maxLength"})
 OF_A_LIST: Final = frozenset({"type", "items", "minItems", "maxItems"})
 MOST_COUNTED: Final = 1000
-"""Characters of a text between tags that are counted. For 2,000, a matcher exceeds its limits."""
+"""Largest length of a text between tags that can be counted. For 2,000 characters, a matcher exceeds its limits."""
 ANY_PYTHON: Final = """\
 any_value: ANY_SCALAR | "[" (any_value (", " any_value)*)? "]" | "{" (any_entry (", " any_entry)*)? "}"
 any_entry: ANY_TEXT ": " any_value
 ANY_SCALAR: ANY_TEXT | /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,15})?/ | "True" | "False" | "None"
 ANY_TEXT: /"([^"\\\\\\x00-\\x1f]|\\\\["\\\\nt])*"/"""
-"""Literals of Python, with texts in double quotes as JSON has them."""
+"""Literals of Python, with texts in double quotes as in JSON."""
 
 
 def quoted(text: str) -> str:
@@ -41,12 +41,12 @@ class Rules:
 
     lines: list[str] = field(default_factory=list)
     num_letters: int = 0
-    """Of all rules."""
+    """Number of letters of all rules."""
     known: dict[tuple[str, str, bool], str] = field(default_factory=dict)
-    """The names of rules: tools often have the same properties."""
+    """Names of rules by their text: tools often have the same properties."""
 
     def add(self, body: str, *, attributes: str = "", terminal: bool = False) -> str:
-        """Add a rule, unless there is the same; return its name. One with an empty *body* is a new one, to be filled.
+        """Add a rule, unless it exists; return its name. A rule with an empty *body* is a new one, to be filled later.
 
         Raises:
             ValueError: The rules are too large together.
@@ -64,7 +64,7 @@ class Rules:
 
 @dataclass(slots=True)
 class SchemaReader:
-    """What is common to both spellings: a schema that refers to parts of itself."""
+    """The common part of both spellings: a schema that refers to parts of itself."""
 
     rules: Rules
     root: Mapping[str, Any]
@@ -87,7 +87,7 @@ class SchemaReader:
 
 
 def _definition(path: str) -> tuple[str, str] | None:
-    """Return where a reference finds its definition, and the name of that; None: it leads elsewhere."""
+    """Return the place of a reference's definition, and the definition's name; None: it leads elsewhere."""
     root, place, name, *_ = (*path.split("/"), "", "")
     if root != "#" or place not in ("$defs", "definitions"):
         return None
@@ -113,7 +113,7 @@ def fields_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], b
 
 
 def joined(rules: Rules, items: Sequence[tuple[str, bool]], between: str = ", ") -> str:
-    """Return what has the *items* in their order, with a text between two of them. Each says whether it is required."""
+    """Return a rule for the *items* in their order, with *between* between two. Each says whether it is required."""
     first, later = '""', '""'
     for item, is_required in reversed(items):
         begun, going_on = f"{item} {later}", f"{quoted(between)} {item} {later}"
@@ -138,7 +138,7 @@ class PythonLiterals(SchemaReader):
     """Values as Python writes them: `True`, `None`, `{"a": [1]}`."""
 
     named: dict[str, str] = field(default_factory=dict)
-    """Rules of the schemas that are referred to; so a schema may have itself as a part."""
+    """Rules of the schemas that are referred to; so a schema may contain itself."""
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
         """Return the arguments of a call by name: `a=1, b="x"`."""
@@ -243,11 +243,11 @@ class TaggedValues(SchemaReader):
     """Values between two tags, `<parameter=name>` and `</parameter>`: a text is as it is, anything else is JSON."""
 
     end: str
-    """The tag after a value, with the line break before it."""
+    """Tag after a value, with the line break before it."""
     json_of: Any
-    """Returns the item of a rule that is JSON by a schema."""
+    """Function that returns the item of a rule that is JSON by a schema."""
     token: str = ""
-    """The item of a rule for `end`, if that is one token; empty: it is text."""
+    """Item of a rule for `end`, if that is one token; empty: it is text."""
 
     def value(self, schema: Mapping[str, Any]) -> str:
         """Return a rule for one value with the tag that ends it.
@@ -312,7 +312,7 @@ class TaggedValues(SchemaReader):
         return self.rules.add(f"({' | '.join(map(quoted, texts))}) {self.token or quoted(self.end)}")
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        """A text ends where its tag comes first, so it cannot have the tag in it."""
+        """Return a rule for a text. It ends where its tag comes first, so it cannot have the tag in it."""
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if max(least, most or 0) > MOST_COUNTED:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Reduces a JSON schema to the keywords that bind a value, and says where it has one that cannot be enforced.
+"""Reduces a JSON schema to the keywords that bind a value, and finds where it has one that cannot be enforced.
 
-What binds no value is left out: descriptions and other remarks, unknown keywords (JSON Schema ignores them), forms such
-as `uniqueItems: false`, unknown formats, definitions that nothing refers to, and numbers that a grammar cannot count.
+Everything else is left out: descriptions and other remarks, unknown keywords (JSON Schema ignores them), forms such as
+`uniqueItems: false`, unknown formats, definitions that nothing refers to, and numbers that a grammar cannot count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stages.tokenize.constraints.exclusive import Unions, segments, unions_of
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-"""What llguidance checks of a text."""
+"""Formats of texts that llguidance checks."""
 DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 BINDING: Final = frozenset(
     {"$anchor", "$dynamicRef", "$id", "$recursiveRef", "$ref", "$schema", "id"}
@@ -24,11 +24,11 @@ BINDING: Final = frozenset(
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minContains", "maxContains", "dependentRequired"}
     | (COUNTS | OF_A_SCHEMA | OF_SCHEMAS | OF_NAMED_SCHEMAS) - {"contentSchema"}
 )
-"""The keywords that bind a value or say what others mean. JSON Schema ignores all others, or calls them annotations."""
+"""Keywords that bind a value or define what others mean. JSON Schema ignores all others, or calls them annotations."""
 
 
 def reduced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows the same values and has no keyword that binds none."""
+    """Return a schema that allows the same values and has only keywords that bind values."""
     references = [segments(reference) for reference in references_of(schema)]
     names = None if None in references else frozenset(step for place in references if place for step in place)
     reducer = _Reducer(unions_of(schema), names)
@@ -37,7 +37,7 @@ def reduced(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def references_of(value: Any) -> Iterator[str]:
-    """Yield where a schema refers to."""
+    """Yield the references of a schema."""
     for name, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         if name == "$ref" and isinstance(one, str):
             yield one
@@ -61,7 +61,7 @@ def place_of(schema: Any, names: Collection[str]) -> str:
 
 
 def why_overlapping(schema: Mapping[str, Any]) -> str:
-    """Return where a `oneOf` has members that may overlap, and why they do; empty: there is none."""
+    """Return where a `oneOf` has members that may overlap, and why; empty: there is none."""
     at, why = next(iter(unions_of(schema).overlapping.items()), ((), ""))
     return why and f"`{'.'.join((*at, 'oneOf'))}`: {why}"
 
@@ -148,7 +148,7 @@ def _allows_each_text(schema: Any) -> bool:
 
 
 def _name_properties(kept: dict[str, Any]) -> None:
-    """Say with `properties` or `patternProperties` what `propertyNames` says: which names, a pattern, or lengths."""
+    """Write `propertyNames` (names, a pattern, or lengths) as `properties` or `patternProperties`."""
     names, others = kept.get("propertyNames"), kept.get("additionalProperties", True)
     if not isinstance(names, dict) or others is False or {"properties", "patternProperties"} & set(kept):
         return
@@ -174,7 +174,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with its `oneOf` as an `anyOf`. Where there is one already, both must hold."""
+    """Return a schema with its `oneOf` as an `anyOf`. If it already has an `anyOf`, both must hold."""
     if "anyOf" not in schema:
         return {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
     others = {name: value for name, value in schema.items() if name != "oneOf"}

@@ -13,9 +13,8 @@ from support.selection import rest_at_night
 from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import VERSION
-from ops.demo_model.network import Shape
 from ops.demo_model.tokens import make_tokenizer, write_tokenizer
-from ops.demo_model.train import NUM_RECORDED, RECORD_FILE, Plan, Training
+from ops.demo_model.train import NUM_RECORDED, RECORD_FILE, Plan, Shape, Training
 from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder
 from stages.generate.model.recommended import read_recommended
 

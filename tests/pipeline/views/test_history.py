@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -297,10 +298,10 @@ def test_what_is_no_copy_of_a_history_is_refused(history: str) -> None:
 
 
 def told(history: list[Entry]) -> dict[str, Any]:
-    """Return what the changes of all events come to."""
+    """Return what the changes of all events come to, each as it is when it is sent."""
     fold, facts = Story(), dict[str, Any](moments={}, bars={}, tokens=[])
     for each in walk(history, over_holes=True):
-        changes = fold.hear(each.id, each.n, each.event)
+        changes = copy.deepcopy(fold.hear(each.id, each.n, each.event))
         facts |= changes.facts
         facts["moments"] |= changes.moments
         facts["bars"] |= changes.bars
@@ -310,7 +311,7 @@ def told(history: list[Entry]) -> dict[str, Any]:
 
 
 def test_the_changes_that_events_make_come_to_the_story() -> None:
-    history = [*RUNNING, tokens(1, 9), tokens(4, 12, count=2, age_ms=1), tokens(5, 13), finished(5, 20)]
+    history = [*RUNNING, tokens(1, 9), tokens(4, 12, count=2, age_ms=1), tokens(5, 19), tokens(6, 19), finished(6, 20)]
     found, whole = told(history), story("a", history)
     assert [*found["moments"].values()] == whole["moments"]
     assert {name: found[name] for name in ("state", "usage", "completion_tokens", "submitted_ms", "model")} == {

@@ -6,8 +6,11 @@
 //   svg("path", {d: ".."})           the same for SVG
 //   icon("copy")                     a drawing of 16 x 16 in the text's colour, hidden from screen readers
 //   button("Stop", {icon: "stop", class: "danger", click})   with text: false only the icon is visible
+//   tool("Edit", "edit", click, properties)   a quiet one of which only the icon is visible
+//   ticked("`Esc` stops", "kbd")     the text in pieces, of which those in backticks are elements
 //   table(["name", ..], rows, properties)   a table with these columns, or <th>; rows: its <tr>, or its <tbody>
 //   tabs(label, names, choose, at)   buttons of which one is pressed; *choose* is given its place
+//   figures("dl.facts") -> {node, show([[name, value], ..])}   names and values, which change and stay the same nodes
 //   fill(node, ...children)          replaces what the node holds      say(node, text)   only if it says something else
 //   keep(node, children)             makes these its children, and moves only those that are elsewhere
 //   find(selector, root), all(selector, root)   find throws if there is none
@@ -76,6 +79,22 @@ export function tabs(label, names, choose, pressed = 0) {
     el("button", { type: "button", aria: { pressed: at === pressed }, click: () => take(at) }, name),
   );
   return el("div.tabs", { role: "group", aria: { label } }, buttons);
+}
+
+export function figures(tag) {
+  const [node, values] = [el(tag), new Map()];
+  const show = entries => {
+    for (const [name, value] of entries) {
+      if (!values.has(name)) {
+        values.set(name, el("dd.number"));
+        node.append(el("div", el("dt", name), values.get(name)));
+      }
+      const shown = values.get(name);
+      if (typeof value === "string") say(shown, value);
+      else if (shown.firstChild !== value) fill(shown, value);
+    }
+  };
+  return { node, show };
 }
 
 export function keep(parent, nodes) {
@@ -151,6 +170,11 @@ export function button(label, { icon: drawing, class: more = "", text = true, ..
     text && el("span", label),
   );
 }
+
+export const tool = (label, drawing, click, more = {}) =>
+  button(label, { icon: drawing, text: false, class: "quiet tiny", click, ...more });
+
+export const ticked = (text, tag) => text.split("`").map((part, at) => (at % 2 ? el(tag, part) : part));
 
 let region = null;
 export function announce(text) {

@@ -49,6 +49,9 @@ export function bytes(number) {
   return `${digits(number)} ${units[unit]}`;
 }
 
+// What is not known is a dash.
+export const known = (value, says) => (value === null || value === undefined ? "-" : says(value));
+
 export const percent = share => `${digits(share * 100)} %`;
 
 export function clock(ms) {

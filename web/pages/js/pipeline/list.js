@@ -3,7 +3,7 @@
 
 import { call, explain, pageOf } from "../api.js";
 import { button, el, everyFrame, say } from "../dom.js";
-import { ago, BADGES, count, duration, short } from "../format.js";
+import { ago, BADGES, count, duration, known, short } from "../format.js";
 import { Requests } from "./model.js";
 
 const ROW = 36; // height in CSS pixels, as in pipeline.css
@@ -27,15 +27,11 @@ const COLUMNS = [
   ["request", "uid", (row, cell) => link(cell, row.uid)],
   ["state", "state", (row, cell) => badge(cell, row)],
   ["age", "number", (row, cell, nowMs) => words(cell, row.submitted_ms ? ago(nowMs - row.submitted_ms) : "-")],
-  [
-    "took",
-    "number",
-    (row, cell) => words(cell, row.took_ms === null || row.took_ms === undefined ? "-" : duration(row.took_ms)),
-  ],
-  ["prompt", "number", (row, cell) => words(cell, row.prompt_tokens === null ? "-" : count(row.prompt_tokens))],
-  ["cached", "number", (row, cell) => words(cell, row.cached_tokens === null ? "-" : count(row.cached_tokens))],
+  ["took", "number", (row, cell) => words(cell, known(row.took_ms, duration))],
+  ["prompt", "number", (row, cell) => words(cell, known(row.prompt_tokens, count))],
+  ["cached", "number", (row, cell) => words(cell, known(row.cached_tokens, count))],
   ["output", "number", (row, cell) => words(cell, count(row.output_tokens))],
-  ["tokens/s", "number", (row, cell) => words(cell, row.tokens_per_s === null ? "-" : short(row.tokens_per_s))],
+  ["tokens/s", "number", (row, cell) => words(cell, known(row.tokens_per_s, short))],
   ["engine", "engine", (row, cell) => words(cell, row.engine)],
   ["endpoint", "endpoint", (row, cell) => words(cell, row.endpoint)],
 ];

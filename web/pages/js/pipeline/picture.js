@@ -1,8 +1,8 @@
 // The picture of the pipeline: workers as cards, streams as pipes between them, in the order in which a request passes them.
 // Nodes stay while their worker does, so that nothing flickers and the focus stays where it is.
 
-import { el, keep, say } from "../dom.js";
-import { bytes, count, duration, percent, short } from "../format.js";
+import { el, figures, keep, say } from "../dom.js";
+import { bytes, count, duration, known, percent, short } from "../format.js";
 import { FADING_MS, numberOf, phaseOf } from "./model.js";
 
 const KINDS = {
@@ -127,8 +127,7 @@ class Card {
     this._lease = el("span.left");
     this._where = el("p.small.dim");
     this._pending = el("p.small");
-    this._figures = el("dl.inside");
-    this._values = new Map();
+    this._figures = figures("dl.inside");
     this.node = el(
       "article.worker",
       { data: { slot: name }, aria: { label: name } },
@@ -137,7 +136,7 @@ class Card {
       el("span.lease", { aria: { hidden: "true" } }, this._lease),
       this._where,
       this._pending,
-      this._figures,
+      this._figures.node,
     );
   }
 
@@ -159,43 +158,31 @@ class Card {
     ];
     say(this._where, where.filter(Boolean).join(", "));
     say(this._pending, slot.pending ? `${count(slot.pending)} pending` : "");
-    if (engine) this._showFigures(figuresOf(engine, steps));
-  }
-
-  _showFigures(figures) {
-    for (const [name, value] of figures) {
-      if (!this._values.has(name)) {
-        const node = el("dd.number");
-        this._values.set(name, node);
-        this._figures.append(el("div", el("dt", name), node));
-      }
-      say(this._values.get(name), value);
-    }
+    if (engine) this._figures.show(figuresOf(engine, steps));
   }
 }
 
 function figuresOf(engine, steps) {
-  const rate = value => (value === null ? "-" : short(value));
-  const seconds = value => (value === null ? "-" : duration(value * 1000));
-  const figures = [
-    ["running", engine.running === null ? "-" : count(engine.running)],
-    ["waiting", engine.waiting === null ? "-" : count(engine.waiting)],
-    ["pages used", engine.cache_used === null ? "-" : percent(engine.cache_used)],
-    ["cache hits", engine.prefix_hits === null ? "-" : percent(engine.prefix_hits)],
-    ["tokens/s in", rate(engine.prompt_tokens_per_s)],
-    ["tokens/s out", rate(engine.output_tokens_per_s)],
-    ["first token", seconds(engine.first_token_p50_s)],
-    ["between tokens", seconds(engine.between_tokens_p50_s)],
-    ["preempted", engine.preemptions === null ? "-" : count(engine.preemptions)],
+  const seconds = value => duration(value * 1000);
+  const told = [
+    ["running", known(engine.running, count)],
+    ["waiting", known(engine.waiting, count)],
+    ["pages used", known(engine.cache_used, percent)],
+    ["cache hits", known(engine.prefix_hits, percent)],
+    ["tokens/s in", known(engine.prompt_tokens_per_s, short)],
+    ["tokens/s out", known(engine.output_tokens_per_s, short)],
+    ["first token", known(engine.first_token_p50_s, seconds)],
+    ["between tokens", known(engine.between_tokens_p50_s, seconds)],
+    ["preempted", known(engine.preemptions, count)],
   ];
   if (steps) {
-    figures.push(
+    told.push(
       ["pages free", count(steps.free_pages)],
       ["step, median", duration(steps.median_ms)],
       ["step, longest", duration(steps.longest_ms)],
     );
   }
-  return figures;
+  return told;
 }
 
 function group(name, label) {

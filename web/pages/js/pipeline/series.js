@@ -2,7 +2,7 @@
 
 import { nice, onLook, prepared } from "../canvas.js";
 import { el, everyFrame, tabs } from "../dom.js";
-import { count, percent, short } from "../format.js";
+import { count, known, percent, short } from "../format.js";
 import { SERIES_MS } from "./model.js";
 
 const HIGH = 150,
@@ -93,7 +93,7 @@ export class SeriesChart {
           ? each.times.length - 1
           : nearest(each.times, nowMs - ((width - this._at) / width) * SERIES_MS);
       const value = each[this._what.figure][place];
-      said.push(`${engine} ${value === null ? "-" : this._what.says(value)}`);
+      said.push(`${engine} ${known(value, this._what.says)}`);
       swatch.lastChild.textContent = said.at(-1);
       index += 1;
     }

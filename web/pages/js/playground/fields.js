@@ -8,7 +8,7 @@
 // *values* is an object by field name, without the fields that are not set; the form writes into it.
 
 import { call } from "../api.js";
-import { el, fill } from "../dom.js";
+import { el, fill, ticked } from "../dom.js";
 
 const OWN = new Set(["messages", "model", "prompt", "stream_options"]); // the page itself says these
 const FIRST = "temperature top_p top_k min_p max_completion_tokens seed stop logprobs top_logprobs n".split(" ");
@@ -105,11 +105,7 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
     const note = el(
       "div.hint",
       { id: `${id}-hint` },
-      [KINDS[kind].note, schema.description, bounds(schema)]
-        .filter(Boolean)
-        .join(" ")
-        .split("`")
-        .map((part, at) => (at % 2 ? el("code", part) : part)),
+      ticked([KINDS[kind].note, schema.description, bounds(schema)].filter(Boolean).join(" "), "code"),
     );
     const box = el(
       "div",

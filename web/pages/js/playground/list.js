@@ -1,6 +1,6 @@
 // The list of conversations: open, rename, delete, export, import.
 
-import { ask, button, dialog, el, fill, toast } from "../dom.js";
+import { ask, button, dialog, el, fill, toast, tool } from "../dom.js";
 import { explain } from "../api.js";
 import { asFile, fromFile } from "./store.js";
 
@@ -54,18 +54,8 @@ export function conversationList(root, page) {
             },
             titleOf(conversation),
           ),
-          button(`Rename: ${titleOf(conversation)}`, {
-            icon: "edit",
-            text: false,
-            class: "quiet tiny",
-            click: () => rename(conversation),
-          }),
-          button(`Delete: ${titleOf(conversation)}`, {
-            icon: "trash",
-            text: false,
-            class: "quiet tiny",
-            click: () => remove(conversation),
-          }),
+          tool(`Rename: ${titleOf(conversation)}`, "edit", () => rename(conversation)),
+          tool(`Delete: ${titleOf(conversation)}`, "trash", () => remove(conversation)),
         );
       }),
     );

@@ -1,7 +1,7 @@
 // The playground: which conversation is open, its one or two columns, and the field to type in.
 
 import { apiKey, call, explain, onKeyChange } from "../api.js";
-import { announce, ask, button, el, fill, find } from "../dom.js";
+import { announce, ask, button, el, fill, find, ticked } from "../dom.js";
 import { frame } from "../frame.js";
 import { inTab } from "../storage.js";
 import { isLeft, wholeBody } from "./answer.js";
@@ -252,18 +252,7 @@ async function start() {
       send,
       stop,
     ),
-    el(
-      "p.dim.small",
-      { id: "keys" },
-      el("kbd", "Enter"),
-      " sends, ",
-      el("kbd", "Shift"),
-      "+",
-      el("kbd", "Enter"),
-      " starts a new line, ",
-      el("kbd", "Esc"),
-      " stops.",
-    ),
+    el("p.dim.small", { id: "keys" }, ticked("`Enter` sends, `Shift`+`Enter` starts a new line, `Esc` stops.", "kbd")),
   );
   const shade = el("div.shade", { click: drawers.closeWhereNarrow });
   fill(

@@ -3,7 +3,7 @@
 //   answerCall(message, results)  showRequest(message)
 
 import { pageOf } from "../api.js";
-import { button, copy, el, fill, say } from "../dom.js";
+import { button, copy, el, fill, say, tool } from "../dom.js";
 import { count, duration } from "../format.js";
 import { codeBlock, markdown } from "../markdown.js";
 import { rate } from "./answer.js";
@@ -23,8 +23,8 @@ function userView(message, acts) {
       el("div.said", message.content),
       el(
         "div.actions",
-        button("Edit", { icon: "edit", text: false, class: "quiet tiny", click: write }),
-        button("Copy", { icon: "copy", text: false, class: "quiet tiny", click: () => copy(message.content) }),
+        tool("Edit", "edit", write),
+        tool("Copy", "copy", () => copy(message.content)),
       ),
     );
   const write = () => {
@@ -139,25 +139,23 @@ function answerView(message, acts) {
   }
 
   function buttons(answer) {
-    const act = (label, drawing, click, more = {}) =>
-      button(label, { icon: drawing, text: false, class: "quiet tiny", click, ...more });
     const many = message.answers.length;
     return [
       many > 1 &&
         el(
           "span.versions",
           { role: "group", "aria-label": "Answers" },
-          act("Previous answer", "left", () => acts.choose(message, message.shown - 1), {
+          tool("Previous answer", "left", () => acts.choose(message, message.shown - 1), {
             disabled: message.shown === 0,
           }),
           el("span.number.small", `${message.shown + 1} / ${many}`),
-          act("Next answer", "right", () => acts.choose(message, message.shown + 1), {
+          tool("Next answer", "right", () => acts.choose(message, message.shown + 1), {
             disabled: message.shown === many - 1,
           }),
         ),
-      answer.content && act("Copy", "copy", () => copy(answer.content)),
+      answer.content && tool("Copy", "copy", () => copy(answer.content)),
       acts.isLast(message) &&
-        act(
+        tool(
           answer.error ? "Try again" : "Regenerate",
           "again",
           () => acts.regenerate(message),
@@ -174,7 +172,7 @@ function answerView(message, acts) {
             refocus(event, "Tokens");
           },
         }),
-      act("Show the request", "code", () => acts.showRequest(message)),
+      tool("Show the request", "code", () => acts.showRequest(message)),
       answer.uid &&
         el("a.button.quiet.tiny", { href: pageOf(answer.uid), title: `Timeline of request ${answer.uid}` }, "Timeline"),
     ];

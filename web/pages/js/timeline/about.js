@@ -1,7 +1,7 @@
 // What a request is as a whole: its title, its figures, its moments as a table, its siblings, and what was asked.
 
 import { pageOf } from "../api.js";
-import { el, fill, say, table } from "../dom.js";
+import { el, figures, fill, say, table } from "../dom.js";
 import { BADGES, clock, count, duration } from "../format.js";
 
 const SHOWN_ALREADY = new Set(
@@ -19,8 +19,8 @@ export class About {
     this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
-    this._values = new Map();
-    this.facts = el("dl.figures");
+    this._figures = figures("dl.figures");
+    this.facts = this._figures.node;
     const numbers = name => el("th.number", { scope: "col" }, name);
     this._rows = el("tbody");
     this._rowsBy = [];
@@ -63,7 +63,7 @@ export class About {
     this._longest = longest?.n ?? 0;
     say(this._goLongest, longest ? duration(longest.pause_ms) : "");
     this._goLongest.title = `Move to token ${this._longest}`;
-    for (const [name, value] of [
+    this._figures.show([
       ["Prompt", timeline.prompt_tokens === null ? "-" : `${count(timeline.prompt_tokens)}${cached}`],
       ["Output", `${count(timeline.tokens.length)} tokens`],
       ["First token", first ? duration(first.client_at_ms) : "-"],
@@ -73,26 +73,12 @@ export class About {
       ["Client's longest", timeline.tokens.length > 1 ? duration(clientMs) : "-"],
       ["Preempted", String(counted("preempted") || "never")],
       ["Taken over", String(counted("taken_over") || "never")],
-      [
-        "Took",
-        timeline.isOver ? duration(timeline.lastMs) : `${duration(nowMs)} so far`,
-      ],
-    ])
-      this._showFact(name, value);
+      ["Took", timeline.isOver ? duration(timeline.lastMs) : `${duration(nowMs)} so far`],
+    ]);
     const begun = new Date(timeline.submitted_ms);
     this._where.textContent = timeline.endpoint
       ? `${timeline.endpoint}, model ${timeline.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(begun)}`
       : "";
-  }
-
-  _showFact(name, value) {
-    if (!this._values.has(name)) {
-      this._values.set(name, el("dd.number"));
-      this.facts.append(el("div", el("dt", name), this._values.get(name)));
-    }
-    const node = this._values.get(name);
-    if (typeof value === "string") say(node, value);
-    else if (node.firstChild !== value) fill(node, value);
   }
 
   _showMoments() {

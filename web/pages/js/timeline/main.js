@@ -1,7 +1,7 @@
 // /requests/<uid>: the timeline of one request, live or ended. It holds one cursor, the number of a token, which the slider,
 // the keys and the chart move.
 
-import { ApiError, apiKey, call, explain, follow, pageOf, pathOf } from "../api.js";
+import { ApiError, apiKey, call, explain, follow, pageOf, pathOf, pause } from "../api.js";
 import { curl } from "../curl.js";
 import { letters, requeueButton } from "../dead.js";
 import { announce, button, copy, el, everyFrame, fill, find, table, toast } from "../dom.js";
@@ -47,7 +47,7 @@ class RequestPage {
           el("h1", "Request"),
           el("p.notice.warn", { role: "status" }, `${explain(error)} Trying again.`),
         );
-        await new Promise(resolve => setTimeout(resolve, RETRY_MS));
+        await pause(RETRY_MS);
       }
     }
   }
@@ -299,32 +299,27 @@ class RequestPage {
   }
 }
 
-// Read all events of a request into its timeline, and go on while it runs, also after a restart of the server.
+// Read the story of a request into its timeline, and go on while it runs, also after a restart of the server.
 async function hearAll(timeline, onEvent, onTrouble) {
-  for (;;) {
-    try {
-      await hearUntilBroken(timeline, onEvent, onTrouble);
-      return;
-    } catch (error) {
-      if (!PASSING.has(error.code)) throw error;
-      onTrouble(`${error.message} Trying again.`);
-      await new Promise(resolve => setTimeout(resolve, RETRY_MS));
-    }
-  }
-}
-
-async function hearUntilBroken(timeline, onEvent, onTrouble) {
   const path = `${pathOf(timeline.uid)}/events?format=story`;
-  for await (const { id, data } of follow(path, {
-    lastEventId: timeline.lastId || null,
-    onState: (state, sentence) => onTrouble(state === "waiting" ? `${sentence} Trying again.` : ""),
-  })) {
-    if (data === "[DONE]") break;
-    const told = JSON.parse(data);
-    if (told.error && !told.state) throw new ApiError(told.error.message, { code: told.error.code });
-    timeline.take(id, told);
-    onEvent();
-    if (timeline.isOver) break;
+  const onState = (state, sentence) => onTrouble(state === "waiting" ? `${sentence} Trying again.` : "");
+  for (let again = true; again; ) {
+    again = false;
+    for await (const { id, data } of follow(path, { lastEventId: timeline.lastId || null, onState })) {
+      if (data === "[DONE]") return;
+      const told = JSON.parse(data);
+      if (told.error && !told.state) {
+        const { message, code } = told.error;
+        if (!PASSING.has(code)) throw new ApiError(message, { code });
+        onTrouble(`${message} Trying again.`);
+        await pause(RETRY_MS);
+        again = true;
+        break;
+      }
+      timeline.take(id, told);
+      onEvent();
+      if (timeline.isOver) return;
+    }
   }
 }
 

@@ -65,7 +65,8 @@ export class Timeline {
 
   // The text that clients had after n tokens.
   textAt(n) {
-    return this.tokens.slice(0, n).reduce((text, token) => text + token.text, this.text);
+    const texts = this.tokens.slice(0, n).map(token => token.text);
+    return this.text + texts.join("");
   }
 
   // Everything that is known of token n, and of the moment at which it came. n = 0: before the first token.

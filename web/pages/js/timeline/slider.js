@@ -1,6 +1,6 @@
 // The cursor of the timeline as a slider, with buttons: a step, the ends, and playing at the speed of the request.
 
-import { button, el, fill, icon } from "../dom.js";
+import { button, el, fill, icon, ticked } from "../dom.js";
 import { pauseOf } from "./model.js";
 
 const LONGEST_WAIT_MS = 2000; // while it plays
@@ -46,21 +46,7 @@ export class Slider {
       ),
       this._range,
       this._label,
-      el(
-        "p.dim.small.hint",
-        el("kbd", "←"),
-        " ",
-        el("kbd", "→"),
-        " move by a token, with ",
-        el("kbd", "Shift"),
-        " by ten, ",
-        el("kbd", "+"),
-        " ",
-        el("kbd", "-"),
-        " ",
-        el("kbd", "0"),
-        " zoom",
-      ),
+      el("p.dim.small.hint", ticked("`←` `→` move by a token, with `Shift` by ten, `+` `-` `0` zoom", "kbd")),
     );
   }
 
