@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,38 +69,14 @@ INT8, AVX512 = "--quantization int8", "--kernels avx512"
 @pytest.mark.parametrize(
     ("variants", "options", "message"),
     [
-        ((), {"kernels": "avx2"}, f"--kernels avx2: these kernels cannot run here: {NONE}; pass --kernels auto"),
-        (
-            ("avx2",),
-            {"kernels": "avx512"},
-            f"{AVX512}: these kernels cannot run here: the CPU lacks it; pass --kernels auto",
-        ),
-        ((), {"quantization": "int8"}, f"{INT8} needs the CPU kernels, and none can run here ({NONE}); leave it out"),
-        (
-            BOTH,
-            {"quantization": "int8", "kernels": "torch"},
-            f"{INT8} needs the CPU kernels; remove --kernels torch",
-        ),
-        (
-            BOTH,
-            {"quantization": "int8", "attention": "cpu"},
-            f"{INT8} needs the CPU kernels; remove --attn cpu",
-        ),
-        (
-            BOTH,
-            {"kernels": "avx512", "attention": "reference"},
-            f"{AVX512} needs the CPU kernels; remove --attn reference",
-        ),
-        (
-            BOTH,
-            {"kernels": "avx512", "device": "cuda"},
-            f"{AVX512} is for CPUs, and this engine computes on a GPU; pass --device cpu",
-        ),
-        (
-            BOTH,
-            {"quantization": "int8", "device": "auto"},
-            f"{INT8} is for CPUs, and this engine computes on a GPU; pass --device cpu",
-        ),
+        ((), {"kernels": "avx2"}, "--kernels avx2: "),
+        (("avx2",), {"kernels": "avx512"}, f"{AVX512}: "),
+        ((), {"quantization": "int8"}, f"{INT8} "),
+        (BOTH, {"quantization": "int8", "kernels": "torch"}, f"{INT8}.* --kernels torch"),
+        (BOTH, {"quantization": "int8", "attention": "cpu"}, f"{INT8}.* --attn cpu"),
+        (BOTH, {"kernels": "avx512", "attention": "reference"}, f"{AVX512}.* --attn reference"),
+        (BOTH, {"kernels": "avx512", "device": "cuda"}, f"{AVX512}.*--device cpu"),
+        (BOTH, {"quantization": "int8", "device": "auto"}, f"{INT8}.*--device cpu"),
     ],
     ids=str,
 )
@@ -115,7 +92,7 @@ def test_kernels_that_cannot_compute_are_refused_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError) as caught:
         resolve(replace(CPU, **options), spec)
-    assert str(caught.value) == message
+    assert re.match(message, str(caught.value)) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("checkpoint", ["bfloat16", "float16"])
@@ -210,16 +187,12 @@ def test_the_kernels_of_a_cpu_are_deterministic_with_the_flag_and_without(spec: 
 @pytest.mark.parametrize(
     ("variants", "options", "message"),
     [
-        (BOTH, {"kernels": "torch"}, "needs the CPU kernels; remove --kernels torch"),
-        (BOTH, {"attention": "reference"}, "needs the CPU kernels; remove --attn reference"),
-        ((), {}, f"needs the CPU kernels, and none can run here ({NONE}); leave it out"),
-        (
-            (),
-            {"device": "cuda", "attention": "reference"},
-            "attention by reference depends on the batch; pass --attn fi, or --attn torch",
-        ),
-        ((), {"device": "cuda", "attention": "fa,fi"}, "attention by fa,fi depends on the batch; pass --attn fi"),
-        ((), {"device": "cuda", "tp": 2}, "with --tp 2: the ranks on GPUs add in an order that depends on the batch"),
+        (BOTH, {"kernels": "torch"}, "--kernels torch"),
+        (BOTH, {"attention": "reference"}, "--attn reference"),
+        ((), {}, NONE),
+        ((), {"device": "cuda", "attention": "reference"}, "--attn fi, or --attn torch"),
+        ((), {"device": "cuda", "attention": "fa,fi"}, "--attn fi"),
+        ((), {"device": "cuda", "tp": 2}, "--tp 2"),
     ],
 )
 @pytest.mark.usefixtures("gpu")
