@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from support.engine_rig import LEASE_MS, Scene
+from support.engine_rig import LEASE_MS, LIMITS, Scene
 from support.redis_servers import until
 
 from pipeline.events import AnyEvent, Finished, SamplingParams, Submitted, TokensProduced, new_uid
@@ -18,6 +18,7 @@ from pipeline.stage.slots import SlotLease, read_statuses
 from pipeline.stage.worker import Stop, follow
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
+from stages.generate.schedule.schedule import ScheduleLimits
 from stages.tokenize.prompts import Rendered
 from stages.tokenize.worker import TokenizeWorker
 
@@ -66,10 +67,10 @@ class Pipeline:
         )
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Pipeline]:
+    def running(self, limits: ScheduleLimits = LIMITS) -> Iterator[Pipeline]:
         for inbox in self.inboxes:
             self.log.prepare(inbox)
-        with self._detokenizer(), self.scene.running(heard=False) as engine:
+        with self._detokenizer(), self.scene.running(heard=False, limits=limits) as engine:
             self.measures[GENERATE], self.gate = engine.measures, engine.engine.gate
             engine.slot_lease.say(phase="ready", context=CONTEXT)
             until(lambda: any(status.context for status in read_statuses(self.log, GENERATE)))  # a thread writes it

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 from support.checkpoints import make_checkpoint
-from support.engine_rig import POISON
+from support.engine_rig import LIMITS, POISON
 from support.histories import entries_of
 from support.lived_requests import LivedRequests
 from support.log_contract import put
@@ -58,12 +59,13 @@ Run = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def pipeline(redis_url: str) -> Iterator[Pipeline]:
+    """One request at a time: an engine of which all requests of a step fail takes itself for broken, and ends."""
     with contextlib.ExitStack() as logs:
 
         def another_log() -> RedisLog:
             return logs.enter_context(contextlib.closing(RedisLog(redis_url, Names(), RequestLimits(timeout_s=60))))
 
-        with Pipeline(another_log).running() as pipeline:
+        with Pipeline(another_log).running(replace(LIMITS, max_running_requests=1)) as pipeline:
             yield pipeline
 
 
