@@ -114,7 +114,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimedStep:
     """The work and the time of one forward pass."""
 
     seconds: float
@@ -149,7 +149,7 @@ class Cost:
     kv_bytes: int
     """Bytes of the keys and values of one token."""
 
-    def bytes_read(self, step: Step) -> float:
+    def bytes_read(self, step: TimedStep) -> float:
         """Return the bytes that a decode step must read: weights once, and the cached tokens of its rows.
 
         It reads every expert that at least one row uses: the expected number if rows choose at random.
@@ -158,7 +158,7 @@ class Cost:
         num_weights = self.dense + self.head + self.experts * reached
         return num_weights * self.weight_bytes + step.decode_context * self.kv_bytes
 
-    def operations(self, step: Step) -> float:
+    def operations(self, step: TimedStep) -> float:
         """Return the operations of a step: two per weight and token; the head only where a row samples."""
         per_token = self.dense + self.experts * self.chosen_share
         num_tokens = step.prefill_tokens + step.decode_rows
@@ -170,7 +170,7 @@ class StepClock:
 
     def __init__(self, engine: Forward) -> None:
         self._engine = launching(engine)
-        self.steps: list[Step] = []
+        self.steps: list[TimedStep] = []
 
     def forward(self, plan: BatchPlan) -> Computed:
         """Compute one step; it ends when its tokens are on the host."""
@@ -188,7 +188,7 @@ class StepClock:
         began_s = time.perf_counter()
         computed = self._engine.wait(of_engine)
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
-        step = Step(
+        step = TimedStep(
             seconds=launch_s + time.perf_counter() - began_s,
             decode_rows=len(decodes),
             decode_context=sum(row.start + 1 for row in decodes),
@@ -285,7 +285,7 @@ def _llm(model: ModelConfig, engine: EngineConfig, wrap: Callable[[Forward], For
     return LLM(model.model, wrap_engine=wrap, **options)
 
 
-def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any], list[Step]]:
+def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any], list[TimedStep]]:
     """Run the whole workload; return its row of the JSON and its steps."""
     parameters = [
         SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length)
@@ -325,7 +325,7 @@ def _engine(llm: LLM) -> dict[str, Any]:
     return settings | {name: str(settings[name]).removeprefix("torch.") for name in ("device", "dtype")}
 
 
-def _phase_row(steps: Sequence[Step]) -> dict[str, Any]:
+def _phase_row(steps: Sequence[TimedStep]) -> dict[str, Any]:
     sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", "decode_rows", "prefill_tokens")}
     return {"steps": len(steps), **sums}
 
@@ -386,14 +386,14 @@ def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
     )
 
 
-def decode_share(steps: Sequence[Step], cost: Cost, bytes_per_s: float) -> float:
+def decode_share(steps: Sequence[TimedStep], cost: Cost, bytes_per_s: float) -> float:
     """Return the least possible time of the decode steps divided by their real time; 0 without such steps."""
     decodes = [step for step in steps if step.phase == "decode"]
     seconds = sum(step.seconds for step in decodes)
     return sum(map(cost.bytes_read, decodes)) / bytes_per_s / seconds if decodes else 0.0
 
 
-def prefill_share(steps: Sequence[Step], cost: Cost, operations_per_s: float) -> float:
+def prefill_share(steps: Sequence[TimedStep], cost: Cost, operations_per_s: float) -> float:
     """Like `decode_share`, for the steps that compute prompts, alone or beside decode rows."""
     prefills = [step for step in steps if step.phase != "decode"]
     seconds = sum(step.seconds for step in prefills)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ops.offline.progress import Report
-from ops.offline.prompts import Request
+from ops.offline.prompts import OfflineRequest
 from ops.offline.stages import Stages
 from pipeline.errors import MiniSGLError
 from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, Tokenized, TokensProduced, new_uid
@@ -54,7 +54,7 @@ class Call:
     Only so many are in the log as keep the engine busy, so that what waits costs nothing there.
     """
 
-    def __init__(self, stages: Stages, requests: Sequence[Request]) -> None:
+    def __init__(self, stages: Stages, requests: Sequence[OfflineRequest]) -> None:
         self._stages = stages
         self._log = stages.log
         self._most_in_flight = 2 * stages.loaded.settings.limits.max_running_requests

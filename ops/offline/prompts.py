@@ -34,7 +34,7 @@ OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class OfflineRequest:
     """A checked request, with a seed."""
 
     token_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ def checked_requests(
     encoder: PromptEncoder,
     limits: ScheduleLimits,
     structured_outputs: Outputs | Sequence[Outputs | None] | None = None,
-) -> list[Request]:
+) -> list[OfflineRequest]:
     """Return a request for each prompt, in order.
 
     Raises:
@@ -61,7 +61,7 @@ def checked_requests(
     requests = []
     for place, (token_ids, sampling) in enumerate(zip(_encode(rendered, encoder), samplings, strict=True)):
         _check_tokens(place, token_ids, limits)
-        requests.append(Request(token_ids, _with_seed(sampling), constraints[place]))
+        requests.append(OfflineRequest(token_ids, _with_seed(sampling), constraints[place]))
     return requests
 
 

@@ -17,7 +17,7 @@ from support.selection import AT_NIGHT
 from ops.bench import offline, probes
 from ops.bench.datasets import Span
 from ops.bench.models import NONSENSE_ID, nonsense
-from ops.bench.offline import PRESETS, OfflineConfig, Preset, Step, StepClock, chosen, draw
+from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, TimedStep, chosen, draw
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
@@ -114,7 +114,7 @@ def test_a_step_is_clocked_as_what_it_was(
     plan = BatchPlan(1, tuple(rows), num_decode_rows)
     assert clock.forward(plan) == Echo().forward(plan)
     (step,) = clock.steps
-    assert step == Step(step.seconds, *counts)
+    assert step == TimedStep(step.seconds, *counts)
     assert step.phase == phase and step.seconds > 0
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ops.bench.models import NONSENSE, SHAPE_8B, SHAPES, Shape, nonsense, write_config
-from ops.bench.offline import Cost, Step, cost_of, decode_share, prefill_share
+from ops.bench.offline import Cost, TimedStep, cost_of, decode_share, prefill_share
 from stages.generate.model.spec import read_spec
 
 COST = Cost(dense=1000, head=100, experts=0, chosen_share=0.0, weight_bytes=2, kv_bytes=10)
 EXPERTS = Cost(dense=1000, head=100, experts=8000, chosen_share=0.25, weight_bytes=2, kv_bytes=10)
-DECODE = Step(seconds=2.0, decode_rows=2, decode_context=30, prefill_tokens=0, prefill_samples=0)
-PREFILL = Step(seconds=4.0, decode_rows=0, decode_context=0, prefill_tokens=50, prefill_samples=1)
-MIXED = Step(seconds=1.0, decode_rows=2, decode_context=30, prefill_tokens=8, prefill_samples=0)
+DECODE = TimedStep(seconds=2.0, decode_rows=2, decode_context=30, prefill_tokens=0, prefill_samples=0)
+PREFILL = TimedStep(seconds=4.0, decode_rows=0, decode_context=0, prefill_tokens=50, prefill_samples=1)
+MIXED = TimedStep(seconds=1.0, decode_rows=2, decode_context=30, prefill_tokens=8, prefill_samples=0)
 
 
 def test_a_decode_step_reads_the_weights_once_and_the_keys_and_values_of_its_rows() -> None:
@@ -22,7 +22,7 @@ def test_a_decode_step_reads_the_weights_once_and_the_keys_and_values_of_its_row
 
 
 def test_of_experts_it_reads_those_that_its_rows_reach() -> None:
-    one = Step(seconds=1.0, decode_rows=1, decode_context=0, prefill_tokens=0, prefill_samples=0)
+    one = TimedStep(seconds=1.0, decode_rows=1, decode_context=0, prefill_tokens=0, prefill_samples=0)
     assert EXPERTS.bytes_read(one) == (1100 + 8000 / 4) * 2
     assert EXPERTS.bytes_read(DECODE) == (1100 + 8000 * (1 - 0.75**2)) * 2 + 300
 
