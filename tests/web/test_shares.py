@@ -142,7 +142,7 @@ async def test_when_an_address_has_its_share_others_are_served_and_it_can_still_
 async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there_is_cut_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("web.http.connections.KEPT_S", 0.2)
+    monkeypatch.setattr("web.http.connections.KEPT_S", 60)
     async with clients_of(serve_paths) as (server, clients):
         for each in [*await clients.several(12), *await clients.several(4, "127.0.0.2")]:
             assert await each.ask(STREAM) == 200
@@ -156,6 +156,10 @@ async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there
         at_once = await clients.one("127.0.0.3")
         assert await at_once.status() == 503  # nothing was read
         for each in silent:
+            each.writer.close()
+        await until(lambda: all(of() is None for of in server.connections[-KEPT - 1 :]))
+        monkeypatch.setattr("web.http.connections.KEPT_S", 0.1)
+        for each in await clients.several(KEPT, "127.0.0.3"):
             assert await each.is_closed()
         assert await (await clients.one("127.0.0.3")).ask(get("/health")) == 200
 
