@@ -123,6 +123,7 @@ def test_tokens_over_time_add_up_to_all_tokens() -> None:
     assert [rate * 0.5 for rate in per_s] == pytest.approx([10 / 3, 5 / 3, 0, 1])
 
 
+@pytest.mark.night  # matplotlib alone takes seconds
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     report.plot(tmp_path / "plot.png", measured(FAST, SLOW, FAILED), "title")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -59,6 +59,7 @@ def test_every_learned_token_is_a_target_once_after_all_that_comes_before_it(tok
     assert sorted(found) == expected
 
 
+@pytest.mark.night  # trains twice
 def test_an_interrupted_training_goes_on_as_if_nothing_had_been_also_to_a_later_end(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
