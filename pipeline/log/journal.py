@@ -26,7 +26,9 @@ from pipeline.events import Chunk, EventRow, FinishReason, StepCompleted, StepSt
 from pipeline.log.protocol import Entry
 from pipeline.names import base_uid, parse_id
 
-AS_IT_IS: Final = ("ms", "made_ms", "released", "figures", "inputs", "chunks", "schedule")
+OLD_NAMES: Final = {"released": "let_go", "inputs": "given"}
+"""Fields of steps that an earlier version called otherwise."""
+AS_IT_IS: Final = ("ms", "made_ms", "released", "figures", "inputs", "chunks", "schedule", *OLD_NAMES.values())
 """Fields of a step that are copied unchanged."""
 
 
@@ -203,9 +205,9 @@ def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple
         ms=int(fields["ms"]),
         rows=tuple(rows),
         events=_EVENTS.validate_python(_loaded(fields, "events", default=())),
-        released=tuple(_loaded(fields, "released", "let_go", default=())),
+        released=tuple(_loaded(fields, "released", OLD_NAMES["released"], default=())),
         figures=StepStats.model_validate(figures),
-        inputs=tuple(_loaded(fields, "inputs", "given", default=())),
+        inputs=tuple(_loaded(fields, "inputs", OLD_NAMES["inputs"], default=())),
         chunks=_CHUNKS.validate_python(_loaded(fields, "chunks", default=())),
         schedule=fields.get("schedule", ""),
         said_made_ms=int(fields.get("made_ms", 0)),

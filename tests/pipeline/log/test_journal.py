@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import Admitted, Chunk, EventRow, Score, StepCompleted, StepStats, TokenRow, encode, new_uid
+from pipeline.events import (
+    Admitted,
+    Chunk,
+    EventRow,
+    Score,
+    StepCompleted,
+    StepStats,
+    TokenRow,
+    decode,
+    encode,
+    new_uid,
+)
 from pipeline.log.journal import JournalReader, JournalStep, JournalWriter, Row, steps
 from pipeline.log.protocol import Entry
 
@@ -58,6 +69,16 @@ def test_a_step_reads_as_it_was_written() -> None:
         said_made_ms=997,
     )
     assert read.made_ms == 997
+
+
+def test_a_step_of_an_older_version_reads_as_a_new_one() -> None:
+    step = StepCompleted(rows=(), released=("x",), inputs=("drop x",))
+    fields = encode(step) | {"ms": "1009"}
+    old = {{"released": "let_go", "inputs": "given"}.get(name, name): value for name, value in fields.items()}
+    assert decode(old) == decode(fields)
+    entries = [Entry("3-9", JournalWriter().fields(Entry("3-9", each), step)) for each in (old, fields)]
+    assert entries[0].fields.keys() >= {"let_go", "given"}
+    assert [*steps(entries[:1])] == [*steps(entries[1:])]
 
 
 def test_a_step_without_news_names_no_request() -> None:
