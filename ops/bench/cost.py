@@ -79,7 +79,7 @@ async def nothing(_: Client) -> AsyncIterator[None]:
 Beside = Callable[[Client], contextlib.AbstractAsyncContextManager[None]]
 """What runs beside the requests."""
 PLAIN: Final[Mapping[str, Any]] = {"ignore_eos": True, "temperature": 0}
-"""Fields of requests whose cost is known: greedy, of a fixed length."""
+"""Fields of requests with a known cost: greedy, of a fixed length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def is_engine(pid: int) -> bool:
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Return the medians of all pairs, and the range of what each pair says."""
+    """Return a table: the medians of all pairs, and the range of their ratios."""
     all_us = statistics.median(without.cpu_us for without, _ in pairs)
     more = [(with_it.beside_us - without.beside_us) / all_us for without, with_it in pairs]
     rows: list[tuple[str, ...]] = [("", "without", "with", "ratio", "range")]

@@ -227,7 +227,8 @@ class PromptEncoder:
         """Refuse a long text if one of its parts takes too much memory to encode."""
         if self._borders is None or not prompt.is_long:
             return
-        largest = max(len(part.encode()) for part in self._borders.parts(prompt.text))
+        parts = (part for part in self._borders.parts(prompt.text) if 4 * len(part) > LARGEST_PART_BYTES)
+        largest = max((len(part.encode()) for part in parts), default=0)
         if largest > LARGEST_PART_BYTES:
             raise RequestError(
                 f"{prompt.param}: has {largest} bytes in a row where the tokenizer finds no end of a word, such as one "
