@@ -396,6 +396,7 @@ def run_worker(body: str) -> subprocess.CompletedProcess[str]:
     """Run a worker of which the watchdog expects a sign of life every 0.2 s."""
     program = """
         import sys, threading, time
+        sys.path.append("tests")
         from pipeline.stage import slots
         from support.memory_log.log import MemoryLog
         from pipeline.names import Names
