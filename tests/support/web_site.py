@@ -16,7 +16,7 @@ from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names
 from web.app import create_app
-from web.http.keys import Keys
+from web.http.keys import Keys, read_keys
 from web.http.origins import Origins
 from web.live.frontend import Frontend
 
@@ -24,6 +24,13 @@ CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 IDS = {"x-minisgl-event-ids": "1"}
 """The header of a client that wants ids in its stream."""
+ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
+KEYS = read_keys([ANN, BOB], "", ADMIN)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header of a client with *key*; "": of one without."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:

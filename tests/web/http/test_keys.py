@@ -355,10 +355,9 @@ async def test_who_has_a_wrong_key_is_not_told_to_send_one(redis_url: str, heade
         assert status == 401 and words in error["message"]
 
 
-async def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
-            assert (await here.post(chat(), headers=headers)).status_code == 200
+async def test_without_keys_any_or_none_does(here: Site) -> None:
+    for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
+        assert (await here.post(chat(), headers=headers)).status_code == 200
 
 
 async def test_a_key_is_in_no_log_line_and_only_its_hash_is_in_redis(redis_url: str, stand_in: StandIn) -> None:

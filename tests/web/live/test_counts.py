@@ -166,16 +166,15 @@ async def test_over_the_budget_what_runs_goes_on_and_what_was_sent_before_is_ans
 
 
 async def test_a_refused_request_whose_history_is_gone_is_refused_anew_under_its_idempotency_key(
-    redis_url: str, stand_in: StandIn
+    here: Site, redis_url: str, stand_in: StandIn
 ) -> None:
     stand_in.stages.log.limits = RequestLimits(retention_s=0.02)
-    async with site(redis_url) as here:
-        first = await here.post(chat("refuse"), headers=KEY)
-        uid = first.headers["x-minisgl-uid"]
-        await until(lambda: not command(redis_url, "EXISTS", Names().request(uid)))
-        again = await here.post(chat("refuse"), headers=KEY)
-        assert (first.status_code, again.status_code) == (400, 400)
-        assert again.headers["x-minisgl-uid"] != uid
+    first = await here.post(chat("refuse"), headers=KEY)
+    uid = first.headers["x-minisgl-uid"]
+    await until(lambda: not command(redis_url, "EXISTS", Names().request(uid)))
+    again = await here.post(chat("refuse"), headers=KEY)
+    assert (first.status_code, again.status_code) == (400, 400)
+    assert again.headers["x-minisgl-uid"] != uid
 
 
 class Clock:
