@@ -82,6 +82,16 @@ class Site:
     async def get(self, path: str, **headers: str) -> Response:
         return await self.client.get(path, headers=headers)
 
+    async def read(self, path: str, **headers: str) -> bytes:
+        """Return the bytes of a good answer to a GET."""
+        return await bytes_of(self.get(path, **headers))
+
+    async def streamed(self, body: Mapping[str, Any], path: str = CHAT, **options: Any) -> tuple[str, bytes]:
+        """Return the uid and the bytes of a stream with ids."""
+        response = await self.client.post(path, json=body, headers=IDS, **options)
+        assert response.content_type == "text/event-stream; charset=utf-8"
+        return response.headers["x-minisgl-uid"], await bytes_of(response)
+
     @asynccontextmanager
     async def connection(
         self, body: dict[str, Any], headers: Mapping[str, str] | None = None, *, path: str = CHAT
@@ -164,8 +174,16 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
-    answer = await response
+async def bytes_of(response: Awaitable[Any] | Response) -> bytes:
+    """Return what is sent to a client whose request is fine."""
+    answer = await response if isinstance(response, Awaitable) else response
+    assert answer.status_code == 200
+    found: bytes = await answer.get_data(as_text=False)
+    return found
+
+
+async def error_of(response: Awaitable[Any] | Response) -> tuple[int, dict[str, Any]]:
+    answer = await response if isinstance(response, Awaitable) else response
     assert answer.content_type == "application/json" and answer.headers["x-request-id"]
     body = await answer.get_json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}

@@ -317,13 +317,13 @@ async def test_a_key_that_gets_a_name_still_owns_what_it_sent_before(here: Site,
 # idempotency and limits
 
 
-async def test_idempotency_keys_are_shared_within_a_name_and_with_nobody_else(here: Site) -> None:
+async def test_idempotency_keys_are_shared_within_a_name_and_with_nobody_else(here: Site, stand_in: StandIn) -> None:
     uids = {}
     for who in (ANN, ANN_LATER, BOB, ADMIN):
         response = await here.post(chat(), headers=HEADERS[who] | {"Idempotency-Key": "same"})
         uids[who] = response.headers["x-minisgl-uid"]
     assert uids[ANN] == uids[ANN_LATER]
-    assert len({*uids.values()}) == 3
+    assert len({*uids.values()}) == len(stand_in.requests()) == 3
 
 
 async def test_the_admin_and_a_client_without_a_key_do_not_share_idempotency_keys(

@@ -6,11 +6,22 @@ import asyncio
 from contextlib import closing
 
 import pytest
-from quart import Response
 from structlog.testing import capture_logs
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
-from support.web_site import DONE, Site, chat, error_of, one_request, received, request_lines, seal_of, site, until
+from support.web_site import (
+    DONE,
+    Site,
+    bytes_of,
+    chat,
+    error_of,
+    one_request,
+    received,
+    request_lines,
+    seal_of,
+    site,
+    until,
+)
 
 import web.live.listener
 from pipeline.events import Cancelled, Failed
@@ -20,20 +31,9 @@ from pipeline.names import Names, tokens_id
 KEY = {"Idempotency-Key": "a-key"}
 
 
-async def bytes_of(response: Response) -> bytes:
-    assert response.status_code == 200
-    return await response.get_data(as_text=False)
-
-
 def lives(stand_in: StandIn, uid: str) -> bool:
     with closing(stand_in.stages.log.another()) as log:
         return log.alive([uid]) == {uid}
-
-
-# the header
-
-
-# sent again
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -132,13 +132,13 @@ async def test_what_ended_in_vain_is_computed_anew_once(
 
 async def test_a_full_server_still_answers_what_it_was_asked_before(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
-        answer = await bytes_of(await here.post(chat(), headers=KEY))
+        answer = await bytes_of(here.post(chat(), headers=KEY))
         async with here.waiting():
             await until(lambda: len(stand_in.requests()) == 2)
             assert (await here.post(chat())).status_code == 503
-            assert await bytes_of(await here.post(chat(), headers=KEY)) == answer
+            assert await bytes_of(here.post(chat(), headers=KEY)) == answer
             command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            assert await bytes_of(await here.post(chat(), headers=KEY)) == answer
+            assert await bytes_of(here.post(chat(), headers=KEY)) == answer
 
 
 # clients that leave

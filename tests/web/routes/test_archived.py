@@ -37,13 +37,6 @@ def expire(url: str, *uids: str) -> None:
     assert command(url, "DEL", *map(Names().request, uids)) == len(uids)
 
 
-async def shown(here: Site, path: str, **headers: str) -> bytes:
-    response = await here.client.get(path, headers=headers)
-    assert response.status_code == 200
-    body: bytes = await response.get_data(as_text=False)
-    return body
-
-
 async def test_an_archived_request_is_told_and_streamed_as_before(
     here: Site, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,14 +47,14 @@ async def test_an_archived_request_is_told_and_streamed_as_before(
         full = await response.get_data(as_text=False)
         stream = f"/v1/requests/{uid}/events?format="
         paths = [f"/v1/requests/{uid}", f"{stream}events", f"{stream}story", f"{stream}story&starting_after=1-0"]
-        before = [await shown(here, path) for path in paths]
-        resumed = await shown(here, f"/v1/requests/{uid}/events?starting_after=1-0")
+        before = [await here.read(path) for path in paths]
+        resumed = await here.read(f"/v1/requests/{uid}/events?starting_after=1-0")
         await archive(here, tmp_path, uid)
         expire(redis_url, uid)
-        assert [await shown(here, path) for path in paths] == before
-        assert await shown(here, f"/v1/requests/chatcmpl-{uid}/events") == full
-        assert await shown(here, f"/v1/requests/{uid}/events?starting_after=1-0") == resumed
-        assert await shown(here, f"/v1/requests/{uid}/events", **{"Last-Event-ID": SEAL}) == DONE
+        assert [await here.read(path) for path in paths] == before
+        assert await here.read(f"/v1/requests/chatcmpl-{uid}/events") == full
+        assert await here.read(f"/v1/requests/{uid}/events?starting_after=1-0") == resumed
+        assert await here.read(f"/v1/requests/{uid}/events", **{"Last-Event-ID": SEAL}) == DONE
         assert await code_of(here.get(f"/v1/requests/{uid}/events?starting_after=9-9")) == (400, "invalid_value")
         deleted = await here.client.delete(f"/v1/requests/{uid}")
         assert await deleted.get_json() == {"id": uid, "object": "request", "cancelled": False}
@@ -75,12 +68,12 @@ async def test_archived_siblings_are_told_together_also_where_redis_still_has_so
     response = await here.post(chat(n=3))
     uid = response.headers["x-minisgl-uid"]
     uids = sibling_uids(uid, 3)
-    before = await shown(here, f"/v1/requests/{uid}")
+    before = await here.read(f"/v1/requests/{uid}")
     await archive(here, tmp_path, *uids)
     for expired in (uids[1], uids[0], uids[2]):
         expire(redis_url, expired)
-        assert await shown(here, f"/v1/requests/{uid}") == before
-    assert DONE in await shown(here, f"/v1/requests/{uids[1]}/events")
+        assert await here.read(f"/v1/requests/{uid}") == before
+    assert DONE in await here.read(f"/v1/requests/{uids[1]}/events")
 
 
 async def test_what_was_erased_does_not_exist_though_the_archive_may_still_have_it(
@@ -110,7 +103,7 @@ async def test_an_archived_request_of_another_owner_does_not_exist(
         await archive(here, tmp_path, uid)
         expire(redis_url, uid)
         for path in (f"/v1/requests/{uid}", f"/v1/requests/{uid}/events"):
-            assert await shown(here, path, **as_ann) == await shown(here, path, **as_root)
+            assert await here.read(path, **as_ann) == await here.read(path, **as_root)
             assert await code_of(here.client.get(path, headers=as_bob)) == (404, "request_not_found")
 
 

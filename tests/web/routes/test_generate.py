@@ -10,7 +10,7 @@ from quart import Response
 from structlog.testing import capture_logs
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
-from support.web_site import DONE, IDS, Site, error_of, one_request, request_lines, site, until
+from support.web_site import DONE, Site, error_of, one_request, request_lines, site, until
 
 import web.live.listener
 import web.live.open_request
@@ -26,17 +26,8 @@ async def generate(here: Site, body: dict[str, Any], **options: Any) -> Response
     return await here.client.post(GENERATE, json=body, **options)
 
 
-async def streamed(here: Site, body: dict[str, Any], **options: Any) -> tuple[str, bytes]:
-    """Return uid and bytes of a stream."""
-    response = await generate(here, body, headers=IDS, **options)
-    assert (response.status_code, response.content_type) == (200, "text/event-stream; charset=utf-8")
-    return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
-
-
 async def read(here: Site, uid: str, **headers: str) -> bytes:
-    response = await here.client.get(f"/v1/requests/{uid}/events", headers=headers)
-    assert response.status_code == 200
-    return await response.get_data(as_text=False)
+    return await here.read(f"/v1/requests/{uid}/events", **headers)
 
 
 def documents(stream: bytes) -> list[Any]:
@@ -77,7 +68,7 @@ async def test_each_choice_of_each_prompt_is_answered_in_its_place(here: Site, s
 
 
 async def test_each_of_several_streams_is_read_again_by_its_own_uid(here: Site, there: Site) -> None:
-    common, stream = await streamed(here, {"text": ["hello", "again", "more"], "stream": True})
+    common, stream = await here.streamed({"text": ["hello", "again", "more"], "stream": True}, GENERATE)
     frames = [frame + b"\n\n" for frame in stream.split(b"\n\n")[:-2]]
     told = documents(stream)
     for index, uid in enumerate(sibling_uids(common, 3)):
@@ -90,7 +81,7 @@ async def test_each_of_several_streams_is_read_again_by_its_own_uid(here: Site, 
 
 async def test_where_one_of_several_fails_all_have_failed(here: Site, redis_url: str) -> None:
     assert (await error_of(generate(here, {"text": ["endless", "break"]})))[0] == 500
-    _, stream = await streamed(here, {"text": ["endless", "break"], "stream": True})
+    _, stream = await here.streamed({"text": ["endless", "break"], "stream": True}, GENERATE)
     assert documents(stream)[-1]["error"]["code"] == "engine_error"
     await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
@@ -114,7 +105,7 @@ async def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
 
 
 async def test_mini_sglangs_form_is_answered_with_a_stream_of_text(here: Site, stand_in: StandIn) -> None:
-    uid, stream = await streamed(here, {"prompt": "hello", "max_tokens": 3, "ignore_eos": True})
+    uid, stream = await here.streamed({"prompt": "hello", "max_tokens": 3, "ignore_eos": True}, GENERATE)
     ((known, event),) = stand_in.requests()
     assert (uid, event.sampling.max_tokens, event.sampling.ignore_eos) == (known, 3, True)
     assert [(frame.data, frame.id) for frame in frames_in(stream)] == [
@@ -133,7 +124,7 @@ async def test_a_stream_is_read_again_byte_by_byte_anywhere(
     here: Site, there: Site, words: str, body: dict[str, Any]
 ) -> None:
     sent = {name: words if value == "hello" else value for name, value in body.items()}
-    uid, stream = await streamed(here, sent)
+    uid, stream = await here.streamed(sent, GENERATE)
     for place in (here, there):
         assert await read(place, uid) == stream
     rest = await read(there, uid, **{"Last-Event-ID": tokens_id(1)})

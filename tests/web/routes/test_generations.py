@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from quart import Response
 from structlog.testing import capture_logs
 from support.stand_in_stages import BOS, Script, StandIn, finished, tokens
-from support.web_site import CHAT, IDS, Site, chat, error_of, one_request, request_lines, seal_of, until
+from support.web_site import CHAT, IDS, Site, bytes_of, chat, error_of, one_request, request_lines, seal_of, until
 
 import web.live.listener
 import web.live.open_request
@@ -19,13 +17,6 @@ import web.routes.generations
 from ops.sse_reader import frames_in
 from pipeline.events import Failed, Logprob, Logprobs, PromptInfo, Submitted, TokenText, TopLogprob, new_uid
 from web.wire.pieces import PIECE_BYTES
-
-
-async def bytes_of(response: Awaitable[Response]) -> bytes:
-    answer = await response
-    assert answer.status_code == 200
-    found: bytes = await answer.get_data(as_text=False)
-    return found
 
 
 async def test_keywords_of_schemas_that_no_grammar_counts_are_named_in_a_header(here: Site) -> None:
@@ -161,7 +152,7 @@ async def test_a_stream_has_lines_of_data_and_blank_lines_alone_unless_its_clien
         uid, frames = response.headers["x-minisgl-uid"], frames_in(await response.get_data(as_text=False))
         ids = {frame.id for frame in frames if frame.id}
         assert ids >= {"1-0", "3-0"} if headers == IDS else not ids
-        again = frames_in(await bytes_of(here.get(f"/v1/requests/{uid}/events")))
+        again = frames_in(await here.read(f"/v1/requests/{uid}/events"))
         assert len(again) > 2 and [frame.data for frame in again] == [frame.data for frame in frames]
         assert {frame.id for frame in again} >= {"1-0", "3-0"}, "those who come back need not ask"
 

@@ -30,13 +30,6 @@ def say(stand_in: StandIn, family: ToolFormat, number: int = 0) -> dict[str, Any
     return chat("marked", tools=list(answer.tools), stream_options={"include_usage": True}, stream=True)
 
 
-async def bytes_of(here: Site, path: str, **headers: str) -> bytes:
-    response = await here.get(path, **headers)
-    assert response.status_code == 200
-    found: bytes = await response.get_data(as_text=False)
-    return found
-
-
 def after(stream: bytes, n: int) -> bytes:
     """Return the frames that come after those of token number *n*. The last frame of an event has its id."""
     frames = split(stream)
@@ -55,7 +48,7 @@ async def test_a_stream_with_calls_goes_on_after_any_event_byte_by_byte(
         uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
         assert b'"tool_calls":[{"index":0,"id"' in full
         for n in range(1, len(stand_in.marked[1]) + 1, by_night(5, 1)):
-            rest = await bytes_of(there, f"/v1/requests/{uid}/events", **{"Last-Event-ID": f"{n}-0"})
+            rest = await there.read(f"/v1/requests/{uid}/events", **{"Last-Event-ID": f"{n}-0"})
             assert rest == after(full, n), (number, n)
         again = await there.post(body, headers=key)
         assert await again.get_data(as_text=False) == full, "the same key gets the same answer"
@@ -70,7 +63,7 @@ async def test_an_answer_with_calls_says_the_same_whole_and_streamed(
     answer = await response.get_json()
     assert response.status_code == 200, answer
     for index, choice in enumerate(answer["choices"]):
-        stream = await bytes_of(here, f"/v1/requests/{response.headers['x-minisgl-uid']}.{index}/events")
+        stream = await here.read(f"/v1/requests/{response.headers['x-minisgl-uid']}.{index}/events")
         said, message = put_together(documents(stream), index), choice["message"]
         assert choice["finish_reason"] == said["reason"] == "tool_calls"
         assert (said["content"], said["reasoning"]) == (message["content"] or "", message["reasoning"])
@@ -88,7 +81,7 @@ async def test_a_replay_reads_calls_and_reasoning_from_its_answer_as_the_recorde
     response = await here.post(body)
     recorded = put_together(documents(await response.get_data(as_text=False)))
     answer = await here.client.post(f"/v1/requests/{response.headers['x-minisgl-uid']}/replay")
-    now = put_together(documents(await bytes_of(here, f"/v1/requests/{(await answer.get_json())['uid']}/events")))
+    now = put_together(documents(await here.read(f"/v1/requests/{(await answer.get_json())['uid']}/events")))
     assert recorded["calls"] and recorded["reasoning"]
     for name in ("content", "reasoning", "reason"):
         assert now[name] == recorded[name]

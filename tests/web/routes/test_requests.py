@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from support.chunks import split
 from support.redis_servers import RunningServer, command
 from support.stand_in_stages import Stages, StandIn, finished, tokens
 from support.web_site import (
     CHAT,
     DONE,
-    IDS,
     Site,
+    bytes_of,
     chat,
     code_of,
     error_of,
@@ -63,13 +64,6 @@ def drawn(age_s: float) -> str:
     return f"{int((time.time() - age_s) * 1000):012x}" + new_uid()[12:]
 
 
-def split(stream: bytes) -> list[bytes]:
-    """Return the frames one by one."""
-    *frames, rest = stream.split(b"\n\n")
-    assert rest == b""
-    return [frame + b"\n\n" for frame in frames]
-
-
 def id_of(frame: bytes) -> str:
     """Return the id of a frame; empty where it has none."""
     first = frame.partition(b"\n")[0]
@@ -81,19 +75,6 @@ def documents(stream: bytes) -> list[Any]:
     *frames, done = split(stream)
     assert done == DONE
     return [json.loads(frame.partition(b"data: ")[2]) for frame in frames]
-
-
-async def read(here: Site, path: str, **headers: str) -> bytes:
-    response = await here.client.get(path, headers=headers)
-    assert (response.status_code, response.content_type) == (200, "text/event-stream; charset=utf-8")
-    return await response.get_data(as_text=False)
-
-
-async def streamed(here: Site, body: dict[str, Any]) -> tuple[str, bytes]:
-    """Return uid and bytes of a stream as its client got it."""
-    response = await here.post(body | {"stream": True}, headers=IDS)
-    assert response.status_code == 200
-    return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
 
 def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = CHAT) -> None:
@@ -132,18 +113,18 @@ async def say(stages: Stages, uid: str, n: int, *said: Any, frontend: str = DEAD
 async def test_a_stream_that_was_cut_anywhere_goes_on_elsewhere_byte_by_byte(
     here: Site, there: Site, include_usage: bool, words: str
 ) -> None:
-    body = chat(words, model="demo", stream_options={"include_usage": include_usage})
-    uid, full = await streamed(here, body)
+    body = chat(words, model="demo", stream=True, stream_options={"include_usage": include_usage})
+    uid, full = await here.streamed(body)
     frames = split(full)
     assert {id_of(frame) for frame in frames} >= {tokens_id(1), SEAL}
     for cut in range(len(frames) + 1):
         ids = [index for index, frame in enumerate(frames[:cut], 1) if id_of(frame)]
         complete = ids[-1] if ids else 0  # of what comes after the last id, all is repeated
         headers = {"Last-Event-ID": id_of(frames[complete - 1])} if complete else {}
-        resumed = await read(there, events(uid), **headers)
+        resumed = await there.read(events(uid), **headers)
         assert b"".join(frames[:complete]) + resumed == full
         assert complete == cut or not id_of(frames[cut - 1])
-    assert await read(there, events(uid, f"?starting_after={tokens_id(1)}")) == resumed_after(frames, 1)
+    assert await there.read(events(uid, f"?starting_after={tokens_id(1)}")) == resumed_after(frames, 1)
 
 
 def resumed_after(frames: Sequence[bytes], n: int) -> bytes:
@@ -152,27 +133,27 @@ def resumed_after(frames: Sequence[bytes], n: int) -> bytes:
 
 
 async def test_a_cursor_in_the_middle_of_an_event_of_several_frames_repeats_all_of_them(here: Site) -> None:
-    uid, full = await streamed(here, chat(stream_options={"include_usage": True}))
+    uid, full = await here.streamed(chat(stream_options={"include_usage": True}, stream=True))
     *_, finish, usage, done = frames = split(full)
     assert (id_of(finish), id_of(usage)) == ("", SEAL)
     last_id = [id_of(frame) for frame in frames[:-2] if id_of(frame)][-1]
-    assert await read(here, events(uid), **{"Last-Event-ID": last_id}) == finish + usage + done
-    assert await read(here, events(uid), **{"Last-Event-ID": SEAL}) == done == DONE
+    assert await here.read(events(uid), **{"Last-Event-ID": last_id}) == finish + usage + done
+    assert await here.read(events(uid), **{"Last-Event-ID": SEAL}) == done == DONE
 
 
 async def test_an_id_without_a_frame_is_a_cursor_too_and_the_header_counts_more_than_the_address(here: Site) -> None:
-    uid, full = await streamed(here, chat())
+    uid, full = await here.streamed(chat(stream=True))
     rest = resumed_after(split(full), 1)
-    assert await read(here, events(uid), **{"Last-Event-ID": tokens_id(2)}) == rest  # it has no text
-    assert await read(here, events(uid, f"?starting_after={SEAL}"), **{"Last-Event-ID": "1-0"}) == rest
-    assert await read(here, events(uid), **{"Last-Event-ID": SUBMITTED_ID}) == full
-    assert await read(here, events(f"chatcmpl-{uid}")) == full
+    assert await here.read(events(uid), **{"Last-Event-ID": tokens_id(2)}) == rest  # it has no text
+    assert await here.read(events(uid, f"?starting_after={SEAL}"), **{"Last-Event-ID": "1-0"}) == rest
+    assert await here.read(events(uid), **{"Last-Event-ID": SUBMITTED_ID}) == full
+    assert await here.read(events(f"chatcmpl-{uid}")) == full
 
 
 async def test_the_frames_of_a_request_that_was_not_streamed_are_those_of_a_stream(here: Site) -> None:
     response = await here.post(chat(model="demo"))
     body = await response.get_json()
-    role, *_, last = documents(await read(here, events(response.headers["x-minisgl-uid"])))
+    role, *_, last = documents(await here.read(events(response.headers["x-minisgl-uid"])))
     assert (role["id"], role["created"], role["model"]) == (body["id"], body["created"], "demo")
     assert (last["choices"][0]["finish_reason"], last.get("usage")) == ("stop", None)
 
@@ -182,9 +163,9 @@ async def test_every_answer_says_that_a_request_was_created_when_its_uid_was_dra
 ) -> None:
     monkeypatch.setattr(web.live.open_request, "new_uid", lambda: drawn(5000))
     whole = await here.post(chat())
-    _, stream = await streamed(here, chat())
+    _, stream = await here.streamed(chat(stream=True))
     uid = whole.headers["x-minisgl-uid"]
-    answers = [await whole.get_json(), *documents(stream), *documents(await read(here, events(uid)))]
+    answers = [await whole.get_json(), *documents(stream), *documents(await here.read(events(uid)))]
     assert {round(time.time() - answer["created"], -2) for answer in answers} == {5000}
 
 
@@ -231,9 +212,9 @@ async def test_a_client_without_ids_goes_on_after_the_characters_that_it_has(her
     text = text_in(await response.get_data(as_text=False))
     assert text == "A stream 🙂 that breaks at any character."
     for known in (0, 9, 10, 24, len(text)):
-        assert text_in(await read(there, events(uid, f"?after_characters={known}"))) == text[known:]
+        assert text_in(await there.read(events(uid, f"?after_characters={known}"))) == text[known:]
     by_id = {"Last-Event-ID": SEAL}
-    assert await read(there, events(uid, "?after_characters=3"), **by_id) == DONE, "as a browser that reconnects"
+    assert await there.read(events(uid, "?after_characters=3"), **by_id) == DONE, "as a browser that reconnects"
     for query in (f"={len(text) + 1}", "=-1", "=x", "=3&starting_after=1-0", "=3&format=events"):
         status, error = await error_of(there.get(events(uid, f"?after_characters{query}")))
         assert (status, error["param"], error["code"]) == (400, "after_characters", "invalid_value"), query
@@ -246,7 +227,7 @@ async def test_what_characters_cannot_tell_is_not_resumable(here: Site, stand_in
         uid = (await here.post(body)).headers["x-minisgl-uid"]
         assert await code_of(here.get(events(uid, "?after_characters=1"))) == (400, "not_resumable")
     several = (await here.post(chat(n=2))).headers["x-minisgl-uid"]
-    assert text_in(await read(here, events(f"{several}.1", "?after_characters=3"))) == "lo\u2028!"
+    assert text_in(await here.read(events(f"{several}.1", "?after_characters=3"))) == "lo\u2028!"
 
 
 async def test_a_running_request_is_awaited_until_it_has_more_characters_than_its_client(
@@ -276,8 +257,8 @@ async def test_a_running_request_is_awaited_until_it_has_more_characters_than_it
 
 
 async def test_the_raw_events_are_all_that_is_in_the_history(here: Site, stand_in: StandIn) -> None:
-    uid, _ = await streamed(here, chat(user="ann"))
-    stream = await read(here, events(uid, "?format=events"))
+    uid, _ = await here.streamed(chat(user="ann", stream=True))
+    stream = await here.read(events(uid, "?format=events"))
     with closing(stand_in.stages.log.another()) as log:
         history = log.histories([uid])[0]
     said = documents(stream)
@@ -289,7 +270,7 @@ async def test_the_raw_events_are_all_that_is_in_the_history(here: Site, stand_i
     assert all(document["ms"] == int(entry.fields["ms"]) for document, entry in zip(said, history, strict=True))
     frames = split(stream)
     for cut, frame in enumerate(frames[:-1], 1):
-        rest = await read(here, events(uid, "?format=events"), **{"Last-Event-ID": id_of(frame)})
+        rest = await here.read(events(uid, "?format=events"), **{"Last-Event-ID": id_of(frame)})
         assert rest == b"".join(frames[cut:])
 
 
@@ -313,8 +294,8 @@ async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see
 
 
 async def test_the_changes_come_to_the_story_and_a_client_resumes_after_any(here: Site) -> None:
-    uid, _ = await streamed(here, chat(user="ann"))
-    stream = await read(here, events(uid, "?format=story"))
+    uid, _ = await here.streamed(chat(user="ann", stream=True))
+    stream = await here.read(events(uid, "?format=story"))
     story = await (await here.get(f"/v1/requests/{uid}")).get_json()
     said = documents(stream)
     facts = {name: value for each in said for name, value in each.items() if name in story and name != "moments"}
@@ -325,7 +306,7 @@ async def test_the_changes_come_to_the_story_and_a_client_resumes_after_any(here
     assert [token["n"] for token in told] == [1, 2, 3] and said[0]["labels"] == {"user": "ann"}
     frames = split(stream)
     for cut, frame in enumerate(frames[:-1], 1):
-        rest = await read(here, events(uid, "?format=story"), **{"Last-Event-ID": id_of(frame)})
+        rest = await here.read(events(uid, "?format=story"), **{"Last-Event-ID": id_of(frame)})
         assert rest == b"".join(frames[cut:])
 
 
@@ -333,7 +314,7 @@ async def test_the_changes_come_to_the_story_and_a_client_resumes_after_any(here
 
 
 async def test_an_id_that_never_was_is_refused_and_named(here: Site) -> None:
-    uid, _ = await streamed(here, chat())
+    uid, _ = await here.streamed(chat(stream=True))
     for given in ("7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", f"{2**64}-0", f"1-{2**64}", "1-0\t2-0"):
         for name, how in (
             ("starting_after", {"query_string": {"starting_after": given}}),
@@ -470,7 +451,7 @@ async def test_a_history_with_a_hole_ends_the_stream_before_the_hole(
     uid = await begun(stages, "1", "2", "3")
     command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
     for query, num_before in (("", 2), ("?format=events", 3)):
-        *before, last = documents(await read(bare, events(uid, query)))
+        *before, last = documents(await bare.read(events(uid, query)))
         assert (len(before), last["error"]["code"]) == (num_before, "log_lost")
 
 
@@ -497,8 +478,9 @@ async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
 
 
 async def test_a_request_that_has_ended_needs_no_reader(here: Site, redis_url: str) -> None:
-    uid, full = await streamed(here, chat())
-    assert await read(here, events(uid)) == full
+    uid, full = await here.streamed(chat(stream=True))
+    response = await here.get(events(uid))
+    assert response.content_type == "text/event-stream; charset=utf-8" and await bytes_of(response) == full
     assert command(redis_url, "EXISTS", Names().reader(uid)) == 0
 
 
@@ -530,9 +512,9 @@ async def test_a_full_redis_refuses_no_reader(bare: Site, redis_url: str, stages
 
 async def test_a_reader_has_a_canonical_line(here: Site) -> None:
     with capture_logs() as lines:
-        uid, _ = await streamed(here, chat())
+        uid, _ = await here.streamed(chat(stream=True))
         await until(lambda: len(request_lines(lines)) == 1)
-        await read(here, events(uid))
+        await here.read(events(uid))
         await until(lambda: len(request_lines(lines)) == 2)
     line = request_lines(lines)[1]
     assert (line["uid"], line["reader"], line["status"], line["completion_tokens"]) == (uid, True, 200, 3)
@@ -567,7 +549,7 @@ async def test_without_redis_a_request_cannot_be_read(own_redis: RunningServer) 
 
 
 async def test_a_request_tells_its_story(here: Site) -> None:
-    uid, _ = await streamed(here, chat(seed=3))
+    uid, _ = await here.streamed(chat(seed=3, stream=True))
     for name in (uid, f"chatcmpl-{uid}"):
         response = await here.get(f"/v1/requests/{name}")
         told = await response.get_json()
