@@ -169,6 +169,16 @@ async def site(
         await site.log.close()
 
 
+@asynccontextmanager
+async def away(folder: Path, *, keys: Keys | None = None, origins: Origins | None = None) -> AsyncIterator[Site]:
+    """Give a frontend that does not run, whose log is away: what it lets in gets no further than its route."""
+    site = Site(f"unix://{folder}/nothing.sock", DEFAULT_LIMITS, keys=keys, origins=origins)
+    try:
+        yield site
+    finally:
+        await site.log.close()
+
+
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.005)

@@ -23,7 +23,7 @@ Opens = AbstractAsyncContextManager[Site]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own, where the sites that it is given are open."""
+    """Run a test that is a coroutine in an event loop of its own, and enter the contexts that it is given there."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 

@@ -185,9 +185,17 @@ class Clock:
         return self.now_s
 
 
-def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def retry_after(clock: Clock) -> RetryAfter:
+    return RetryAfter(clock)
+
+
+def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end(clock: Clock, retry_after: RetryAfter) -> None:
     assert retry_after.estimate_s() == 1  # nothing runs here
     for request in range(100):
         retry_after.begun(request)
@@ -204,9 +212,7 @@ def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
     assert retry_after.estimate_s() == 1
 
 
-def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely(clock: Clock, retry_after: RetryAfter) -> None:
     for request in range(4):
         retry_after.begun(request)
     retry_after.ended(0)
@@ -217,9 +223,7 @@ def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> Non
     assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
 
 
-def test_what_was_before_a_pause_does_not_count() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_what_was_before_a_pause_does_not_count(clock: Clock, retry_after: RetryAfter) -> None:
     retry_after.begun("a")
     clock.now_s += 20
     retry_after.ended("a")
@@ -230,9 +234,7 @@ def test_what_was_before_a_pause_does_not_count() -> None:
     assert retry_after.estimate_s() == 2
 
 
-def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_after_many_fast_ends_a_pause_is_noticed_at_once(clock: Clock, retry_after: RetryAfter) -> None:
     for request in range(1000):
         retry_after.begun(request)
     for request in range(900):

@@ -12,7 +12,7 @@ import pytest
 from support.lived_requests import LivedRequests
 from support.log_contract import CANCELLED, put
 from support.redis_servers import command
-from support.web_site import ADMIN, ANN, BOB, KEYS, Site, bearer, code_of, site
+from support.web_site import ADMIN, ANN, BOB, KEYS, Site, away, bearer, code_of, site
 
 import pipeline.archive.reader
 import web.live.catalogue
@@ -291,7 +291,6 @@ async def test_a_query_that_is_none_is_refused_by_its_name(bare: Site, query: st
     assert error["message"].startswith(f"{param}: should be ")
 
 
-async def test_without_redis_the_list_is_an_error_that_says_so(bare: Site, tmp_path: Path) -> None:
-    bare.frontend.catalogue._log = type(bare.log)(f"unix://{tmp_path}/nothing.sock", Names())
-    assert await code_of(bare.get("/v1/requests")) == (503, "overloaded")
-    await bare.frontend.catalogue._log.close()
+async def test_without_redis_the_list_is_an_error_that_says_so(tmp_path: Path) -> None:
+    async with away(tmp_path) as without:
+        assert await code_of(without.get("/v1/requests")) == (503, "overloaded")

@@ -21,14 +21,23 @@ from web.http.keys import hash_of
 ENGINE = "generate-0"
 
 
+def submitted_ms(log: RedisLog, uid: str) -> int:
+    return int(log.histories([uid])[0][0].fields["ms"])
+
+
 class Journalled:
     """An engine whose steps are in its journal; each has a token for all requests that run."""
 
-    def __init__(self, log: RedisLog, *, first: int = 1) -> None:
+    def __init__(self, log: RedisLog, uid: str, *, first: int = 1) -> None:
         self._log, self._writer, self._number = log, JournalWriter(), first
+        self._submitted_ms = submitted_ms(log, uid)
 
-    def steps(self, began_ms: int, count: int, **running: int) -> None:
-        """Make steps, 10 ms apart; *running*: uid -> the number of its first token here, or 0 for a prompt of 5."""
+    def steps(self, after_ms: int, count: int, **running: int) -> None:
+        """Make steps, 10 ms apart, the first so long after *uid* was submitted.
+
+        *running*: uid -> the number of its first token here, or 0 for a prompt of 5.
+        """
+        began_ms = self._submitted_ms + after_ms
         for index in range(count):
             step = StepCompleted(
                 rows=tuple(TokenRow(uid=uid, n=n + index, token=7) for uid, n in running.items() if n),
@@ -64,8 +73,7 @@ async def test_the_steps_are_those_of_the_journal_however_they_are_read(
     monkeypatch.setattr(web.live.folding, "READ_AT_ONCE", at_once)
     monkeypatch.setattr(web.live.folding, "LONG", at_once)
     uid, other = lived_with(log, 7), new_uid()
-    now_ms = int(log.histories([uid])[0][0].fields["ms"])
-    Journalled(log).steps(now_ms + 10, 7, **{other: 4, uid: 1})
+    Journalled(log, uid).steps(10, 7, **{other: 4, uid: 1})
     told = await steps_of(bare, uid)
     assert [(step["id"], step["n"], step["rows"]) for step in told["steps"]] == [(f"1-{n}", n, 2) for n in range(1, 8)]
     assert [step.get("companions") for step in told["steps"]] == [[other], *6 * [None]]
@@ -73,28 +81,25 @@ async def test_the_steps_are_those_of_the_journal_however_they_are_read(
 
 
 async def test_rows_that_a_step_does_not_repeat_are_found_before_the_first_one(
-    bare: Site, log: RedisLog, monkeypatch: pytest.MonkeyPatch
+    bare: Site, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.folding, "READ_AT_ONCE", 3)
-    lived = LivedRequests(log)
     uid, other = lived.running(), new_uid()
-    now_ms = int(log.histories([uid])[0][0].fields["ms"])
-    engine = Journalled(log)
-    engine.steps(now_ms - 1000, 20, **{other: 1})
-    engine.steps(now_ms + 10, 1, **{other: 21, uid: 0})
+    engine = Journalled(lived.log, uid)
+    engine.steps(-1000, 20, **{other: 1})
+    engine.steps(10, 1, **{other: 21, uid: 0})
     told = await steps_of(bare, uid)
     assert [(step["id"], step["prompt_tokens"], step["companions"]) for step in told["steps"]] == [("1-21", 5, [other])]
 
 
 async def test_a_late_token_has_the_reasons_that_replay_show_gives(bare: Site, log: RedisLog) -> None:
     uid = lived_with(log, 3)
-    submitted_ms = int(log.histories([uid])[0][0].fields["ms"])
-    engine = Journalled(log, first=0)
-    engine.steps(submitted_ms + 5, 1, **{new_uid(): 0})
-    engine.steps(submitted_ms + 400, 3, **{uid: 1})
+    engine = Journalled(log, uid, first=0)
+    engine.steps(5, 1, **{new_uid(): 0})
+    engine.steps(400, 3, **{uid: 1})
     told = await steps_of(bare, uid)
     (wait,) = [wait for wait in told["waits"] if wait["n"] == 1]
-    shown = why(log, ENGINE, "1-1", uid, 1, submitted_ms)
+    shown = why(log, ENGINE, "1-1", uid, 1, submitted_ms(log, uid))
     assert shown is not None
     assert told["complete"] and wait["waited_ms"] == shown.waited_ms == 400
     assert wait["why"] == shown.reasons and wait["why"][0] == "a prompt of 5 tokens was prefilled in 1 chunk"
@@ -103,10 +108,9 @@ async def test_a_late_token_has_the_reasons_that_replay_show_gives(bare: Site, l
 async def test_requests_of_other_owners_are_numbers(keyed: Site, log: RedisLog) -> None:
     mine, friend, other = (lived_with(log, 2, owner=hash_of(key)) for key in (ANN, ANN, BOB))
     unknown = new_uid()
-    now_ms = int(log.histories([mine])[0][0].fields["ms"])
-    engine = Journalled(log)
-    engine.steps(now_ms + 10, 1, **{other: 1, mine: 1, friend: 1})
-    engine.steps(now_ms + 20, 1, **{unknown: 1, mine: 2, other: 2})
+    engine = Journalled(log, mine)
+    engine.steps(10, 1, **{other: 1, mine: 1, friend: 1})
+    engine.steps(20, 1, **{unknown: 1, mine: 2, other: 2})
     told = await steps_of(keyed, mine, ANN)
     assert [step["companions"] for step in told["steps"]] == [[1, friend], [2, 1]]
     assert told["others"] == 2 and other not in str(told)
