@@ -20,22 +20,6 @@ from pipeline.names import Names
 from web.live.open_request import open_request
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("words", ["endless", "silent"])
-async def test_a_client_that_leaves_cancels_its_request(
-    here: Site, stand_in: StandIn, words: str, stream: bool
-) -> None:
-    async with here.connection(chat(words, stream=stream)) as connection:
-        await until(stand_in.requests)
-        if words == "endless" and stream:
-            assert b"assistant" in await connection.receive()
-    uid = await one_request(stand_in)
-    await until(lambda: not here.is_busy)
-    assert here.frontend.tail.listeners == ()
-    end = seal_of(stand_in.stages.log, uid)
-    assert (end["kind"], end["by"]) == ("cancelled", "client")
-
-
 async def test_a_client_that_leaves_at_once_cancels_what_it_had_submitted(here: Site, redis_url: str) -> None:
     for _ in range(20):
         async with here.connection(chat("endless")):

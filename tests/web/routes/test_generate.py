@@ -10,12 +10,9 @@ from quart import Response
 from structlog.testing import capture_logs
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
-from support.web_site import DONE, Site, error_of, one_request, request_lines, site, until
+from support.web_site import DONE, Site, error_of, request_lines, site, until
 
-import web.live.listener
-import web.live.open_request
 from ops.sse_reader import frames_in
-from pipeline.events import Cancelled
 from pipeline.names import SEAL, Names, sibling_uids, tokens_id
 
 GENERATE = "/generate"
@@ -85,20 +82,6 @@ async def test_where_one_of_several_fails_all_have_failed(here: Site, redis_url:
     assert documents(stream)[-1]["error"]["code"] == "engine_error"
     await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
-
-
-async def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
-    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
-    body = {"text": "silent", "stream": True}
-    async with here.connection(body, path=GENERATE) as connection:
-        assert await connection.receive() == await connection.receive() == b"\n"
-        uid = await one_request(stand_in)
-        await here.log.end(uid, Cancelled(by="me"), frontend="web-0")
-        while not (piece := await connection.receive()).strip():
-            pass
-        assert b"cancelled by me" in piece and piece.endswith(DONE)
 
 
 # Mini-SGLang's form

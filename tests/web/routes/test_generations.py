@@ -185,11 +185,14 @@ async def test_a_failure_after_the_first_token_is_an_error_frame_or_a_status(her
     assert (await error_of(here.post(chat("break"))))[0] == 500
 
 
-async def test_a_stream_is_kept_alive_while_it_waits(
-    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat("silent")), ("/generate", {"text": "silent"})], ids=["chat", "generate"]
+)
+async def test_a_stream_is_kept_alive_by_blank_lines_while_it_waits(
+    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
-    async with here.connection(chat("silent", stream=True)) as connection:
+    async with here.connection(body | {"stream": True}, path=path) as connection:
         assert await connection.receive() == await connection.receive() == b"\n"
         uid = await one_request(stand_in)
         failed = Failed(status=503, code="engine_gone", message="It is gone.")

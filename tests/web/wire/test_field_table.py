@@ -252,6 +252,13 @@ def test_an_error_says_what_to_use_instead() -> None:
         ("completions", {"tools": [{"type": "function"}]}, "or send [], or use /v1/chat/completions"),
         ("completions", {"thinking_budget": 0}, "or send -1, or use /v1/chat/completions"),
         ("tokenize", {"content": "a"}, "leave it out, or use `prompt`"),
+        ("chat", {"best_of": 4}, "send 1"),
+        ("chat", {"format": "json"}, "`response_format`"),
+        ("SGLang's form", {"rid": "x"}, "`meta_info.id`"),
+        ("SGLang's form", {"rid": "x"}, "x-minisgl-uid"),
+        ("SGLang's form", {"top_p": 0.5}, "`sampling_params`"),
+        ("SGLang's form", {"top_logprobs_num": 2}, "`return_logprob: true`"),
+        ("Mini-SGLang's form", {"top_p": 0.5}, "`text` and `sampling_params`"),
     ):
         assert expected in refusal(FORMS[form].parse, FORMS[form].body(asked)).message
 

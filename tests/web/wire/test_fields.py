@@ -34,12 +34,6 @@ def test_no_row_is_of_a_field_that_there_is_not() -> None:
     assert set(NAMES) <= set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
 
 
-def test_a_bias_of_no_token_is_refused_with_what_a_key_should_be() -> None:
-    error = refusal(parse_completion, {"prompt": "Hello!", "logit_bias": {"a": 1}})
-    expected = 'logit_bias at "a": the key is not a token id; expected a whole number below 1000000000, such as `42`'
-    assert error.message == expected
-
-
 def test_a_minimum_above_the_limit_says_which_field_to_raise() -> None:
     def refused(parse: Callable[[bytes], object], **asked: object) -> str:
         return refusal(parse, asked).message

@@ -135,14 +135,6 @@ def test_a_bad_field_is_refused_with_its_name_and_without_its_value(body: dict[s
     assert param.split(".")[0] in error.message and SECRET not in error.message and len(error.message) < 200
 
 
-def test_a_refusal_says_what_to_do() -> None:
-    assert "`meta_info.id`" in refusal(parse_generate, {"text": "a", "rid": "x"}).message
-    assert "x-minisgl-uid" in refusal(parse_generate, {"text": "a", "rid": "x"}).message
-    assert "`sampling_params`" in refusal(parse_generate, {"text": "a", "top_p": 0.5}).message
-    assert "`text` and `sampling_params`" in refusal(parse_generate, {"prompt": "a", "top_p": 0.5}).message
-    assert "`return_logprob: true`" in refusal(parse_generate, {"text": "a", "top_logprobs_num": 2}).message
-
-
 def test_the_two_forms_are_told_apart_by_their_fields() -> None:
     def form(**body: Any) -> type:
         return type(parse_generate(json.dumps(body).encode()))
