@@ -147,6 +147,11 @@ class Browser:
         field.send_keys(Keys.DELETE)
         field.send_keys(text)
 
+    def choose(self, selector: str, value: str) -> None:
+        """Choose a value of a list."""
+        script = "const [field, value] = arguments; field.value = value;"
+        self.run(f"{script} field.dispatchEvent(new Event('change', {{bubbles: true}}));", self.find(selector), value)
+
     def press(self, *keys: str) -> None:
         """Press keys, whatever has the focus."""
         webdriver.ActionChains(self.driver).send_keys(*keys).perform()
