@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from support.checkpoints import make_checkpoint, make_engine
+from support.devices import flashinfer_double
 from support.flashinfer_double import Double
 from support.plans import Request, plan, shuffled_pages
 from support.pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
@@ -44,11 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer, "DECODE_BYTES", 1024)
-    return double
+    return flashinfer_double(monkeypatch)
 
 
 @pytest.fixture
