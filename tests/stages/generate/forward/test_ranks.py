@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ CLEAR = 1e-3
 """The two best logits are at least so far apart where tokens must be equal."""
 Compute = Callable[[BatchPlan], Tensor]
 Folders = Callable[[Family], Path]
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return made[family]
 
     return folder
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """An engine sets the number of torch's threads: keep it from the other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def steps_of(compute: Compute) -> Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-import torch
 from support.checkpoints import make_checkpoint, make_engine
 from support.gloo_groups import connected
 from support.kernel_variants import VARIANTS
@@ -37,18 +36,12 @@ CLEAR = 1e-3
 """The two best logits are at least so far apart where tokens must be equal."""
 Leading = TypeVar("Leading", bound=LeadingEngine)
 
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama3"), "llama3")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """An engine sets the number of torch's threads: keep it from the other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def refuse(error: RankLost) -> None:
