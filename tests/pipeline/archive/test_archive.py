@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from support.calls import noted
 from support.selection import by_night
 
 from pipeline.archive.folder import archive_id, make_archive
@@ -93,20 +94,13 @@ def test_a_frame_is_decompressed_once_for_all_its_requests(
     some = [request(number) for number in range(200)]
     for first in range(0, 200, 50):
         writer.write(some[first : first + 50])
-    plain, num_used = zstandard.ZstdDecompressor, 0
-
-    def counted() -> zstandard.ZstdDecompressor:
-        nonlocal num_used
-        num_used += 1
-        return plain()
-
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", counted)
+    used = noted(monkeypatch, zstandard, "ZstdDecompressor")
     archive = Archive(tmp_path)
     assert [*archive.recordings()] == some
-    assert num_used == 4
+    assert len(used) == 4
     asked = [some[number] for number in (199, 60, 0, 40, 61)]
     assert [*archive.read([each.uid for each in asked]).items()] == [(each.uid, each) for each in asked]
-    assert num_used == 7
+    assert len(used) == 7
 
 
 def test_a_frame_that_is_damaged_or_holds_something_else_is_named_when_several_are_read(

@@ -85,8 +85,7 @@ def test_at_maxmemory_a_worker_can_start_and_take_over(log: RedisLog, scene: Sce
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     fill(log)
     assert log.release(before)
-    owner = log.acquire("tokenize-1", "n", LONG_MS)
-    assert owner is not None
+    owner = scene.own("tokenize-1")
     assert log.renew(owner, LONG_MS, "{}")
     log.prepare(SUBMITTED)
     log.prepare(Inbox.steps(NAMES, "generate-3"))

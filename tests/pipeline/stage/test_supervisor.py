@@ -21,7 +21,7 @@ from support.selection import rest_at_night
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.stage.slots import Status, read_statuses
+from pipeline.stage.slots import Status, acquire_slot, read_statuses
 from pipeline.stage.supervisor import ChildFailed, Job, StartFailed, Supervisor
 
 WORKER = """
@@ -140,8 +140,7 @@ def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, redis_url: st
 def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder: Path, redis_url: str) -> None:
     """While the slot that it waits for is held it announces itself under the next one, and that outlives its wait."""
     log = RedisLog(redis_url, Names())
-    held = log.acquire("tokenize-0", "a former one", 60_000)
-    assert held is not None
+    held = acquire_slot(log, "tokenize", 60_000)
     with supervised(folder, redis_url, job(folder, "tokenize", "announcing")) as supervisor:
         until(lambda: [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-1"])
         log.release(held)
@@ -159,8 +158,7 @@ def test_what_a_former_run_said_under_the_same_pid_counts_for_nothing(folder: Pa
         former = Status(
             slot="generate-1", owner="1:former", pid=pid, host=os.uname().nodename, phase="ready", run="one"
         )
-        owner = log.acquire("generate-1", "other", 60_000)
-        assert owner is not None
+        owner = acquire_slot(log, "generate", 60_000, preferred=1)
         log.renew(owner, 60_000, former.model_dump_json())
         with pytest.raises(StartFailed, match="generate-0"):
             supervisor.wait_until_ready(1.0)

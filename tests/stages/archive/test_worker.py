@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import noted
 from support.lived_requests import LivedRequests
 from support.measured import count_of
 from support.redis_servers import command, until
@@ -204,14 +205,7 @@ def test_many_requests_are_forgotten_together(
 ) -> None:
     monkeypatch.setattr(stages.archive.worker, "MOST_READ", 2)
     monkeypatch.setattr(stages.archive.worker, "READ_AHEAD", 4)
-    asked = list[int]()
-    forget = archiver.writer.forget
-
-    def counted(uids: set[str], report_progress: Callable[[], None]) -> int:
-        asked.append(len(uids))
-        return forget(uids, report_progress)
-
-    monkeypatch.setattr(archiver.writer, "forget", counted)
+    asked = noted(monkeypatch, archiver.writer, "forget", lambda uids, _: len(uids))
     gone = [finish(lived) for _ in range(12)]
     archiver.work()
     for uid in gone:

@@ -31,8 +31,8 @@ from pipeline.events import (
 from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
-from pipeline.names import Names, new_uid
-from pipeline.stage.slots import SlotLease
+from pipeline.names import Names
+from pipeline.stage.slots import SlotLease, acquire_slot
 from pipeline.stage.worker import Stop
 from pipeline.walk import Moment
 from stages.detokenize.fold import DetokenizeFold
@@ -132,8 +132,7 @@ class Histories:
             self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=sampling)])
             (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
             self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-        owner = self.log.acquire("generate-0", "nonce", LEASE_MS)
-        assert owner is not None
+        owner = acquire_slot(self.log, "generate", LEASE_MS)
         for number, rows in enumerate(self._rows(), start=1):
             self.log.step(owner, {number: StepCompleted(rows=rows)}, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
 
@@ -157,9 +156,7 @@ class Histories:
         log: Any = KillingLog(self.log, kills)
         while self.log.backlog(self.inbox):
             assert self.deaths < 100
-            owner = self.log.acquire("detokenize-0", new_uid(), LEASE_MS)
-            assert owner is not None
-            slot_lease = SlotLease(self.log, owner, LEASE_MS)
+            slot_lease = SlotLease(self.log, acquire_slot(self.log, "detokenize", LEASE_MS), LEASE_MS)
             worker = DetokenizeWorker(log, slot_lease, fold(), "generate-0", self.measures)
             stop = UntilAllIsSaid(self.log, self.inbox)
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import failing_once
 from support.dialects import make_tokenizer
 from support.folds import DECODER, token_row
 from support.log_contract import put
@@ -31,7 +32,7 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log.memory.log import MemoryLog
-from pipeline.log.protocol import Entry, Inbox, Owner
+from pipeline.log.protocol import Entry, Inbox
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
@@ -42,7 +43,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
-from pipeline.stage.slots import SlotLease
+from pipeline.stage.slots import SlotLease, acquire_slot
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import LEARNT_TOGETHER, DetokenizeWorker, load_decoder
 
@@ -60,8 +61,8 @@ class Rig:
             self.log.prepare(inbox)
         self.log.open_replies("web-0")
         self.submit(UID)
-        self.engine = self.acquire("generate-0")
-        self.slot_lease = SlotLease(self.log, self.acquire("detokenize-0"), LEASE_MS)
+        self.engine = acquire_slot(self.log, "generate", LEASE_MS)
+        self.slot_lease = SlotLease(self.log, acquire_slot(self.log, "detokenize", LEASE_MS), LEASE_MS)
         self.measures = Measures()
         self.worker = self.another_worker()
 
@@ -70,11 +71,6 @@ class Rig:
         self.log.submit(uid, [event])
         (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
         self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-
-    def acquire(self, slot: str) -> Owner:
-        owner = self.log.acquire(slot, "nonce", LEASE_MS)
-        assert owner is not None
-        return owner
 
     def another_worker(self) -> DetokenizeWorker:
         return DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), "generate-0", self.measures)
@@ -178,17 +174,9 @@ def test_steps_before_one_that_cannot_be_told_are_said(rig: Rig) -> None:
 @pytest.mark.parametrize("is_done", [True, False], ids=["its reply was lost", "it never took place"])
 def test_a_step_whose_commit_failed_is_said_once(rig: Rig, is_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = rig.step(1, row(1, "a"))
-    produced = rig.log.produced
-
-    def fails(*arguments: object, **options: object) -> bool:
-        if is_done:
-            produced(*arguments, **options)  # type: ignore[arg-type]  # passed on as they came
-        raise LogUnavailable("connection reset")
-
-    monkeypatch.setattr(rig.log, "produced", fails)
+    failing_once(monkeypatch, rig.log, "produced", LogUnavailable("connection reset"), is_done=is_done)
     with pytest.raises(LogUnavailable):
         rig.worker.handle([entry])
-    monkeypatch.undo()
     rig.worker.handle([entry] if is_done else rig.log.pending(rig.inbox, "detokenize-0"))
     rig.worker.handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab"

@@ -41,7 +41,7 @@ from pipeline.metrics.families import (
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.sampling import Constraint
-from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status
+from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status, acquire_slot
 from stages.tokenize.constraints.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import BRIEF_TOKENS, CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
@@ -158,9 +158,7 @@ class Rig:
         self.inbox = Inbox.submitted(self.log.names)
         self.log.prepare(self.inbox)
         self.log.prepare(Inbox.tokenized(self.log.names))
-        engine = self.log.acquire("generate-0", "n", 60_000)
-        owner = self.log.acquire("tokenize-0", "n", 60_000)
-        assert engine is not None and owner is not None
+        engine, owner = acquire_slot(self.log, "generate", 60_000), acquire_slot(self.log, "tokenize", 60_000)
         status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=CONTEXT)
         self.log.renew(engine, 60_000, status.model_dump_json())
         self.slot_lease = SlotLease(open_log(), owner, 60_000)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import noted
 from support.schedules import make_schedule, request, steps
 
 from pipeline.errors import DeviceFull
@@ -142,13 +143,7 @@ def test_an_engine_that_returns_a_wrong_number_of_tokens_for_every_row_is_broken
 
 def test_a_bug_of_the_schedule_is_not_taken_for_a_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
-    launched, launch = list[BatchPlan](), engine.launch
-
-    def noted(plan: BatchPlan, before: BatchPlan | None) -> BatchPlan:
-        launched.append(plan)
-        return launch(plan, before)
-
-    monkeypatch.setattr(engine, "launch", noted)
+    launched = noted(monkeypatch, engine, "launch")
 
     def bug(*_: object) -> None:
         raise KeyError("a bug")

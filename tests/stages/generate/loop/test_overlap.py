@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.calls import noted
 from support.selection import by_night
 
 from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenRow, encode
@@ -583,17 +584,11 @@ def test_ranks_give_a_request_with_overlap_what_one_process_gives_without(story:
 def test_steps_are_launched_ahead_while_a_request_that_was_taken_over_finds_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launch, ahead = Pages.launch, list[bool]()
-
-    def noted(pages: Pages, plan: BatchPlan, before: Launched | None) -> Launched:
-        ahead.append(before is not None)
-        return launch(pages, plan, before)
-
     happens = tuple(Arrival(0, NewRequest(uid, (2, 1), (1,), ENDLESS), resumed=True) for uid in "ab")
     limits = dataclasses.replace(LIMITS, max_running_requests=1)
     story = Story(happens, "radix", num_pages=30, page_size=4, limits=limits, lazy=True)
     without = lived(story, overlap=False)
-    monkeypatch.setattr(Pages, "launch", noted)
+    ahead = noted(monkeypatch, Pages, "launch", lambda pages, plan, before: before is not None)
     with_it = lived(story, overlap=True, snapshot_every=1000)
     same_for_each_request(without, with_it)
     planned_again(with_it)

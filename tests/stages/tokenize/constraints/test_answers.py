@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from support.calls import noted
 from support.dialects import make_tokenizer
 from tokenizers import Tokenizer
 
@@ -22,7 +23,7 @@ from pipeline.vocabulary import AddedTokens
 from stages.generate.loop.grammars import _Spelled
 from stages.tokenize.constraints import calls as call_writer
 from stages.tokenize.constraints.answers import answer_grammar
-from stages.tokenize.constraints.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, checked
+from stages.tokenize.constraints.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE
 from stages.tokenize.constraints.literals import Rules
 from stages.tokenize.markup import Dialect
 from stages.tokenize.prompts import PromptEncoder
@@ -271,13 +272,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_only_where_that_was_asked_f
 def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
     family: GetFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-
-    def counted(rules: str, schema: Any) -> str:
-        asked.append(rules)
-        return checked(rules, schema)
-
-    monkeypatch.setattr(call_writer, "checked", counted)
+    asked = noted(monkeypatch, call_writer, "checked")
     schema = {"type": "object", "properties": {"k" * 400 + str(n): {} for n in range(50)}}
     large = [tool(f"f{number}", schema) for number in range(64)]
     told = refused(lambda: family("hermes").grammar(tools=large, calls=Calls(choice="required")))
