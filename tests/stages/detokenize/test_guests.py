@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from structlog.testing import capture_logs
 from support.calls import failing_once, noted
+from support.folds import bring, prepared
 from support.measured import count_of
 from support.redis_servers import until
 
@@ -21,18 +22,15 @@ from pipeline.events import (
     Failed,
     Finished,
     Mark,
-    SamplingParams,
     StepCompleted,
     StepRow,
-    Submitted,
     TakenOver,
-    Tokenized,
     TokenRow,
     TokensProduced,
     decode,
     new_uid,
 )
-from pipeline.log.protocol import GUEST, Entry, Inbox, StreamLog
+from pipeline.log.protocol import GUEST, Entry, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_index, slot_name
@@ -69,10 +67,7 @@ class Engine:
     def __init__(self, another_log: Callable[[], StreamLog], index: int = 0) -> None:
         self.log = another_log()
         self.slot = slot_name("generate", index)
-        self.inbox = Inbox.steps(self.log.names, self.slot)
-        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
-            self.log.prepare(inbox)
-        self.log.open_replies("web-0")
+        self.inbox = prepared(self.log, self.slot)
         self.start()
 
     def start(self) -> None:
@@ -81,11 +76,8 @@ class Engine:
         self._numbers = itertools.count(1)
 
     def send(self, **sampling: object) -> str:
-        uid, params = new_uid(), SamplingParams.model_validate(sampling)
-        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)
-        self.log.submit(uid, [event])
-        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=100)
-        self.log.tokenized(entry, Tokenized(token_ids=(32,), fingerprint="f", by="tokenize-0"))
+        uid = new_uid()
+        bring(self.log, uid, [32], **sampling)
         return uid
 
     def step(self, *rows: StepRow) -> None:

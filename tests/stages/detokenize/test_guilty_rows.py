@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from support.folds import DECODER, admitted
+from support.folds import DECODER, admitted, bring, prepared
 from support.selection import by_night
 
 from pipeline.events import (
     AnyEvent,
     Failed,
     FinishReason,
-    SamplingParams,
     StepCompleted,
     StepRow,
-    Submitted,
-    Tokenized,
     TokenRow,
     TokensProduced,
     decode,
@@ -118,20 +115,14 @@ class Histories:
 
     def __init__(self, seed: int) -> None:
         self.log = MemoryLog(Names())
-        self.inbox = Inbox.steps(self.log.names, "generate-0")
-        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
-            self.log.prepare(inbox)
-        self.log.open_replies("web-0")
+        self.inbox = prepared(self.log)
         self.random = random.Random(seed)
         self.uids = [f"{number:032x}" for number in range(NUM_REQUESTS)]
         self.lengths = {uid: self.random.randint(3, 12) for uid in self.uids}
         self.measures = Measures()
         self.deaths = 0
         for uid in self.uids:
-            sampling = SamplingParams(stop=("cab", "bb"), min_tokens=self.random.randint(0, 8))
-            self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=sampling)])
-            (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
-            self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
+            bring(self.log, uid, stop=("cab", "bb"), min_tokens=self.random.randint(0, 8))
         owner = acquire_slot(self.log, "generate", LEASE_MS)
         for number, rows in enumerate(self._rows(), start=1):
             self.log.step(owner, {number: StepCompleted(rows=rows)}, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)

@@ -16,7 +16,6 @@ from support.plans import Request, plan, shuffled_pages
 from support.ranks import Ranks
 from torch import Tensor
 
-from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
 from stages.generate.sampling import scores as scores_module
@@ -181,8 +180,3 @@ def test_every_rank_refuses_a_token_beyond_the_vocabulary_and_goes_on(folders: F
         with pytest.raises(ValueError, match="497"):
             ranks.logits(plan(replace(row, token_ids=(*row.token_ids[:5], token))))
     assert torch.equal(ranks.logits(plan(row)), before_RV)
-
-
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="--tp 4"):
-        Ranks(4, folders("odd"))

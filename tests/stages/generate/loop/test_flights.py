@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 from structlog.testing import capture_logs
 from support.calls import noted
-from support.schedules import make_schedule, request, steps
+from support.schedules import make_schedule, planned, request, steps
 
 from pipeline.errors import DeviceFull
 from pipeline.events import EventRow, Failed, Score, StepRow, TokenRow
@@ -66,9 +66,7 @@ def landed(engine: Engine, *left: str, b: NewRequest | None = None) -> tuple[Sch
     for new in (request("a"), b or request("b"), request("c")):
         assert schedule.add(new) is None
     flights = Flights(engine, schedule, EngineMeter(Measures(), schedule), None)
-    planned = schedule.plan()
-    assert planned is not None
-    flights.launch(Flight(*planned, number=1, budget=None))
+    flights.launch(Flight(*planned(schedule), number=1, budget=None))
     for uid in left:
         schedule.drop(uid)
     _, rows, failed = flights.land()

@@ -14,7 +14,7 @@ import pytest
 from support.checkpoints import make_checkpoint, make_engine
 from support.gloo_groups import connected
 from support.kernel_variants import VARIANTS
-from support.schedules import make_schedule, steps, steps_ahead
+from support.schedules import make_schedule, planned, steps, steps_ahead
 
 from pipeline.errors import RankLost
 from pipeline.events import SamplingParams
@@ -204,11 +204,10 @@ def test_a_forward_pass_that_fails_ends_the_ranks_and_is_no_failure_of_a_request
     schedule, broken = make_schedule(), cast(Any, Broken())
     for request in requests()[:2]:
         schedule.add(request)
-    planned = schedule.plan()
-    assert planned is not None
+    plan, marks = planned(schedule)
     leader = Leader(broken, refuse)
     flights = Flights(LeadingEngine(broken, leader, broken, 512), schedule, EngineMeter(Measures(), schedule), None)
-    flights.launch(Flight(*planned, planned[0].step, None))
+    flights.launch(Flight(plan, marks, plan.step, None))
     with pytest.raises(RankLost, match=r"rank 0 .*no room"):
         flights.land()
     leader.leave()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.resolving import CPU, H100
+from support.resolving import CPU
 
 from pipeline.errors import ConfigError
 from stages.generate.model.spec import ExpertsSpec, ModelSpec
@@ -161,18 +160,10 @@ LOOP = ExpertsSpec((0,), 4, 2, 40, True)
         (replace(FI, graph=8), LOOP, "experts in float32 wait for the device here, which cannot be recorded"),
     ],
 )
+@pytest.mark.usefixtures("gpu")
 def test_decode_steps_are_recorded_where_they_can_be(
-    spec: ModelSpec,
-    monkeypatch: pytest.MonkeyPatch,
-    config: EngineConfig,
-    experts: ExpertsSpec | None,
-    expected: int | str,
+    spec: ModelSpec, config: EngineConfig, experts: ExpertsSpec | None, expected: int | str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
-    monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
-    monkeypatch.setattr(resolve_module, "load_library", lambda: SimpleNamespace(__version__="0.6.13"))
     spec = spec if experts is None else replace(spec, experts=experts)
     if isinstance(expected, int):
         assert resolve(config, spec).graph == expected
