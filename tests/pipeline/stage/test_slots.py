@@ -366,12 +366,6 @@ def test_a_worker_gets_its_slot_from_a_guest_at_once_and_the_guest_learns_it(log
     assert log.lease("generate-0").holder == str(worker)
 
 
-def test_a_guest_gets_no_slot_of_a_worker(log: CountingLog, slot_lease: SlotLease) -> None:
-    assert acquire_guest(log, "generate-0", SHORT_MS) is None
-    renewed(log)
-    assert not slot_lease.lost.is_set()
-
-
 # what is said
 
 

@@ -122,22 +122,17 @@ def test_one_read_brings_a_batch(loop: Loop) -> None:
     assert stage.batches == [uids[:4], uids[4:]]
 
 
-def test_what_the_slot_had_read_before_comes_first_and_one_by_one(loop: Loop) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_the_slot_had_read_before_comes_one_by_one_and_before_what_is_new_where_the_order_matters(
+    loop: Loop, in_order: bool
+) -> None:
     uids = loop.submit(5)
     with loop.place() as slot_lease:
         assert len(loop.log.read(loop.inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
         stage = Stage(loop, 5)
-        loop.follow(slot_lease, stage)
-    assert stage.batches == [[uids[0]], [uids[1]], [uids[2]], uids[3:]]
-
-
-def test_new_entries_come_between_those_that_the_slot_had_read_before_if_the_order_does_not_matter(loop: Loop) -> None:
-    uids = loop.submit(5)
-    with loop.place() as slot_lease:
-        assert len(loop.log.read(loop.inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
-        stage = Stage(loop, 5)
-        loop.follow(slot_lease, stage, in_order=False)
-    assert stage.batches == [[uids[0]], uids[3:], [uids[1]], [uids[2]]]
+        loop.follow(slot_lease, stage, in_order=in_order)
+    first, *old = [[uid] for uid in uids[:3]]
+    assert stage.batches == ([first, *old, uids[3:]] if in_order else [first, uids[3:], *old])
 
 
 @pytest.mark.parametrize("is_log_away", [False, True])

@@ -376,22 +376,23 @@ def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("truncate", "max_tokens", "kept"),
-    [(None, None, "abcdef"), (3, None, "def"), (-1, 12, "cdef"), (-1, None, "abcdef"), (9, None, "abcdef")],
+    ("truncate", "side", "max_tokens", "kept"),
+    [
+        (None, "left", None, "abcdef"),
+        (3, "left", None, "def"),
+        (-1, "left", 12, "cdef"),
+        (-1, "left", None, "abcdef"),
+        (9, "left", None, "abcdef"),
+        (2, "right", None, "ab"),
+    ],
 )
-def test_the_last_tokens_of_a_prompt_are_kept(
-    rig: Rig, truncate: int | None, max_tokens: int | None, kept: str
+def test_the_last_tokens_of_a_prompt_are_kept_or_the_first_where_the_end_is_to_go(
+    rig: Rig, truncate: int | None, side: str, max_tokens: int | None, kept: str
 ) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, sampling=sampling)
+    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, truncation_side=side, sampling=sampling)
     rig.handle()
     assert rig.last(uid)[1].token_ids == tuple(map(ord, kept))
-
-
-def test_the_first_tokens_of_a_prompt_are_kept_where_the_end_is_to_go(rig: Rig) -> None:
-    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=2, truncation_side="right")
-    rig.handle()
-    assert rig.last(uid)[1].token_ids == (97, 98)
 
 
 def test_a_limit_that_does_not_fit_beside_the_prompt_is_refused_by_the_clients_name_of_it(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.engine_rig import CountingEngine, Killed, Running, Scene, detokenizing
 from support.redis_servers import until
 
 import stages.generate
@@ -24,10 +24,6 @@ from stages.generate.loop.updates import Arrived
 
 DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 DEADLY, GOOD = "deadly", "good"
-
-
-class Killed(BaseException):
-    """As what ends the process of an engine: nothing in it can catch it."""
 
 
 class Anything:

@@ -20,11 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.calls import noted
+from support.journalled import journal_of, silent_loop
 from support.selection import by_night
 
-from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenRow, encode
-from pipeline.log.journal import JournalWriter, steps
-from pipeline.log.protocol import Entry
+from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenRow
+from pipeline.log.journal import steps
 from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
@@ -445,11 +445,7 @@ class Checked(RecordedSchedule):
 def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pages] | type[TwoRanks] = Pages) -> Told:
     """Let engines live a story, one after the other."""
     told = Told(story)
-    silent = SimpleNamespace(**dict.fromkeys(("info", "warning", "error", "exception"), lambda *_, **__: None))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.generate.loop.worker.SNAPSHOT_EVERY", snapshot_every)
-        patch.setattr("stages.generate.loop.worker.logger", silent)
-        patch.setattr("stages.generate.loop.flights.logger", silent)
+    with silent_loop(snapshot_every):
         while not told.stop:
             identity = Identity("generate-0", len(told.journal), "w", "n")
             cache = make_cache(story.cache, story.num_pages, story.page_size)
@@ -475,11 +471,7 @@ def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pa
 def planned_again(told: Told) -> None:
     """See that the steps of each engine are planned again as they were."""
     for epoch, made in enumerate(told.journal, 1):
-        writer, entries = JournalWriter(), list[Entry]()
-        for number, event in made:
-            entry = Entry(f"{epoch}-{number}", {"ms": str(number)} | encode(event))
-            entries.append(Entry(entry.id, writer.fields(entry, event)))
-        for step, different in differences(steps(entries), told.request_of):
+        for step, different in differences(steps(journal_of(made, epoch)), told.request_of):
             assert not different, f"step {step.id}: {different}"
 
 

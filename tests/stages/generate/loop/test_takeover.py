@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene, detokenizing
+from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Killed, Running, Scene, detokenizing
 from support.measured import count_of
 from support.redis_servers import LossyProxy, Servers, command, until
 
@@ -461,10 +461,6 @@ def test_sampling_goes_on_at_the_number_of_the_next_token(scene: Scene) -> None:
 
 
 # requests that kill engines
-
-
-class Killed(BaseException):
-    """As what ends the process of an engine: nothing in it can catch it."""
 
 
 class MortalEngine(CountingEngine):

@@ -141,13 +141,6 @@ def test_a_request_that_ended_before_it_was_taken_never_runs(scene: Scene, steps
         assert uid in steps.released() and engine.engine.plans == []
 
 
-def test_a_prompt_that_fits_no_engine_fails_with_a_row(scene: Scene, steps: Steps) -> None:
-    with scene.running():
-        uid = scene.send(*range(CONTEXT))
-        until(lambda: bool(steps.marks(uid)) and scene.is_consumed)
-    assert [event.code for event in steps.failures(uid)] == ["context_length_exceeded"]
-
-
 def test_requests_that_arrive_together_share_steps(scene: Scene, steps: Steps) -> None:
     uids = [scene.send(number, max_tokens=4) for number in range(6)]
     with scene.running() as engine:
@@ -264,18 +257,6 @@ def test_an_engine_waits_for_the_steps_of_its_predecessor(scene: Scene, steps: S
         last = steps.write_histories()
         until(lambda: bool(engine.engine.plans))
         assert engine.engine.plans[0].rows[0].token_ids == tuple(range(10, 11 + last))
-
-
-def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
-    url = redis_servers.url("embedded")
-    scene = Scene(lambda: RedisLog(url, Names()))
-    steps = Steps(scene.log)
-    bad, good = scene.send(1, max_tokens=2), scene.send(1, max_tokens=2)
-    command(url, "XADD", scene.log.names.request(bad), "0-3", "kind", "nonsense")
-    with scene.running():
-        until(lambda: len(steps.rows(good)) == 2 and scene.is_consumed)
-    event = decode(scene.log.histories([bad])[0][-1].fields)
-    assert isinstance(event, Failed) and event.code == "log_damaged"
 
 
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from support.checkpoints import make_checkpoint, make_engine
-from support.gloo_groups import connected
+from support.gloo_groups import connected, fail
 from support.kernel_variants import VARIANTS
 from support.schedules import make_schedule, planned, steps, steps_ahead
 
@@ -44,10 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama3"), "llama3")
 
 
-def refuse(error: RankLost) -> None:
-    raise error
-
-
 @contextlib.contextmanager
 def two_ranks(folder: Path, kind: type[Leading]) -> Iterator[Leading]:
     """Give rank 0. The other rank is a thread, which ends with the block as rank 0 says."""
@@ -64,7 +60,7 @@ def two_ranks(folder: Path, kind: type[Leading]) -> Iterator[Leading]:
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    leader = Leader(frames[0], refuse)
+    leader = Leader(frames[0], fail)
     yield kind(first, leader, sums[0], 512)
     leader.leave()
     thread.join(60)
@@ -205,7 +201,7 @@ def test_a_forward_pass_that_fails_ends_the_ranks_and_is_no_failure_of_a_request
     for request in requests()[:2]:
         schedule.add(request)
     plan, marks = planned(schedule)
-    leader = Leader(broken, refuse)
+    leader = Leader(broken, fail)
     flights = Flights(LeadingEngine(broken, leader, broken, 512), schedule, EngineMeter(Measures(), schedule), None)
     flights.launch(Flight(plan, marks, plan.step, None))
     with pytest.raises(RankLost, match=r"rank 0 .*no room"):
