@@ -34,6 +34,10 @@ LIMITS = ScheduleLimits(
 )
 
 
+class Killed(BaseException):
+    """As what ends the process of an engine: nothing in it can catch it."""
+
+
 class CountingEngine:
     """The next token of a row is its last one plus one. *pace_s*: how long a step takes."""
 

@@ -181,8 +181,7 @@ def test_what_a_process_has_measured_is_told_from_each_of_its_places(log: Counti
 def test_a_place_says_that_it_is_lost_after_the_acquire_of_another(log: CountingLog, slot_lease: SlotLease) -> None:
     log.cut_off = True
     until(lambda: log.lease("generate-0").holder == "")
-    owner = log.acquire("generate-0", "another", LONG_MS)
-    assert owner is not None
+    owner = acquire_slot(log, "generate", LONG_MS, preferred=0)
     assert not slot_lease.lost.is_set()
     log.cut_off = False
     assert slot_lease.lost.wait(10)
@@ -365,12 +364,6 @@ def test_a_worker_gets_its_slot_from_a_guest_at_once_and_the_guest_learns_it(log
     assert guest.lost.wait(10)
     guest.leave()
     assert log.lease("generate-0").holder == str(worker)
-
-
-def test_a_guest_gets_no_slot_of_a_worker(log: CountingLog, slot_lease: SlotLease) -> None:
-    assert acquire_guest(log, "generate-0", SHORT_MS) is None
-    renewed(log)
-    assert not slot_lease.lost.is_set()
 
 
 # what is said
@@ -618,8 +611,7 @@ def test_a_worker_that_slept_while_another_model_took_its_place_is_refused(log: 
         first = next(slept)
         log.cut_off = True
         until(lambda: log.serving() == {})
-        owner = log.acquire("generate-1", "other", 10 * SHORT_MS, OTHER)
-        assert owner is not None
+        owner = acquire_slot(log, "generate", 10 * SHORT_MS, preferred=1, serving=OTHER)
         log.cut_off = False
         assert first.lost.wait(10)
         another = SlotLease(log, owner, 10 * SHORT_MS, serving=OTHER)
