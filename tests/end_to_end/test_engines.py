@@ -9,10 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
 from support.selection import by_night
 from support.servers import Server, eventually, free_port, is_alive, run_command, serve
-from support.streams import assert_nothing_is_left, events_of, num_of
+from support.streams import (
+    BURST,
+    WORDS,
+    answer_of,
+    answers_of,
+    assert_nothing_is_left,
+    burst,
+    engines_of,
+    events_of,
+    num_of,
+    steady_load,
+    uids_of,
+)
 
 from ops.bench.models import NONSENSE_ID
 from pipeline.events import Admitted, AnyEvent, Finished

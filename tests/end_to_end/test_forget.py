@@ -8,9 +8,9 @@ from contextlib import closing
 
 import httpx
 import pytest
-from support.fresh_logs import fresh_logs
 from support.redis_servers import command, until
 from support.servers import Server
+from support.tool import fresh_logs
 
 from minisgl import main
 from pipeline.log.redis import RedisLog

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from support.checkpoints import TEXT, make_checkpoint
-from support.fresh_logs import fresh_logs
 from support.kernel_variants import VARIANTS
 from support.servers import Server, serve
+from support.tool import fresh_logs
 
 from minisgl import main
 

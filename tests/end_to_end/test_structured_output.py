@@ -20,14 +20,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from support.bodies_within_limits import EVILS, REFUSED_AS
 from support.checkpoints import make_checkpoint
 from support.chunks import documents, put_together
-from support.evil_grammars import EVILS, REFUSED_AS
-from support.fresh_logs import fresh_logs
 from support.kernel_variants import VARIANTS
 from support.selection import by_night
 from support.servers import Server, eventually, serve
 from support.streams import Stream, events_of, num_of
+from support.tool import fresh_logs
 from transformers import PreTrainedTokenizerFast
 
 from minisgl import main

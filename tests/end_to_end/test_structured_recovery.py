@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from support.evil_grammars import EVILS, REFUSED_AS
-from support.fresh_logs import fresh_logs
+from support.bodies_within_limits import EVILS, REFUSED_AS
 from support.selection import by_night
 from support.servers import Server, eventually
 from support.streams import Stream, ask_all, begun, events_of, num_of
+from support.tool import fresh_logs
 
 from minisgl import main
 from pipeline.events import TakenOver

@@ -9,11 +9,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.bursts import BURST, answers_of, burst, engines_of, uids_of
 from support.redis_servers import find_servers, running_server
 from support.selection import AT_NIGHT, by_night, rest_at_night
 from support.servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
-from support.streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
+from support.streams import (
+    BURST,
+    LONG,
+    PROMPTS,
+    Stream,
+    answers_of,
+    assert_nothing_is_left,
+    burst,
+    engines_of,
+    events_of,
+    token_counts,
+    uids_of,
+)
 
 from ops.bench.models import nonsense
 from pipeline.events import Admitted, Finished, TakenOver

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drives import recording, uid
+from support.histories import recording, uid
 from support.lived_requests import LivedRequests
 from support.openai_stand_in import (
     DONE,

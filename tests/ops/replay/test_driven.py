@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import orjson
-from support.drives import recording, uid
+from support.histories import recording, uid
 
 from ops.replay import drive
 from ops.replay.sender import Sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from support.drives import recording
+from support.histories import recording
 
 from ops.bench.load import Answer
 from ops.replay.traffic import Difference, Outcome, first_difference, is_comparable, outcome_of, outcome_seen

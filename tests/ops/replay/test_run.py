@@ -11,12 +11,11 @@ from pathlib import Path
 import orjson
 import pytest
 from support.checkpoints import make_checkpoint
-from support.engine_rig import LIMITS, POISON
+from support.engine_rig import LIMITS, POISON, Pipeline
 from support.histories import entries_of
 from support.lived_requests import LivedRequests
 from support.log_contract import put
 from support.redis_servers import until
-from support.whole_pipeline import Pipeline
 
 from minisgl import main
 from ops.replay import isolated

@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from support.drives import HELLO, UID, asked, recording, uid
-from support.histories import entries_of
+from support.histories import HELLO, UID, asked, entries_of, recording, uid
 
 from ops.replay.redact import redacted, stand_in
 from ops.replay.traffic import Leave, Planned, Target, Traffic, traffic_of, translated

@@ -14,8 +14,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 from support import stand_in_stages
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.stand_in_stages import SAY, StandIn
 from support.web_process import Server, serving

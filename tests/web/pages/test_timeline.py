@@ -8,8 +8,7 @@ from typing import cast
 
 import pytest
 from selenium.webdriver.common.keys import Keys
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import SAY, StandIn

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.gloo_groups import connected, memory_store
+from support.gloo_rank import connected, memory_store
 from support.selection import by_night, rest_at_night
 
 from pipeline.errors import RankLost

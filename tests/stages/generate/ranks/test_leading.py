@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_engine
-from support.gloo_groups import connected
+from support.gloo_rank import connected
 from support.kernel_variants import VARIANTS
 from support.schedules import make_schedule, steps, steps_ahead
 
