@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import pytest
 from support.histories import entries_of
 
-import minisgl
 from ops.replay.report import explanations
 from ops.replay.source import History
 from pipeline.errors import UndecodableEvent
@@ -76,10 +75,6 @@ TAKEN_OVER = history(
     token(3, "llo", 1040, epoch=2),
     finished(3),
 )
-
-
-def test_it_is_exported() -> None:
-    assert minisgl.History is History
 
 
 def test_a_history_is_walked_event_by_event() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 from support.lived_requests import LivedRequests
 from support.redis_servers import command
 from support.tool import Tool
 
-from minisgl import main
-from ops.replay.source import History
+from minisgl import History
 from pipeline.events import (
     Chunk,
     Logprob,
@@ -26,23 +26,12 @@ from pipeline.events import (
 )
 from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry, Produced
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
 
-@pytest.fixture
-def show(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay show", redis_url, capsys)
-
-
-def finished(lived: LivedRequests) -> str:
-    uid = lived.running()
-    lived.tokens(uid, "He", "ll", "o\n")
-    lived.finished(uid, 3)
-    return uid
-
-
 def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, show: Tool) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     lines = dict(line.split(maxsplit=1) for line in show(uid))
     assert lines["request"] == f"{uid}: finished (stop), 3 tokens"
     assert lines["token"] == "3, id 43"
@@ -58,7 +47,7 @@ def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, s
 
 
 def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     told = [show.json(uid, "--at", str(n)) for n in range(4)]
     assert [each["text"] for each in told] == ["", "He", "Hell", "Hello\n"]
     assert [each.get("token") for each in told] == [None, 41, 42, 43]
@@ -69,7 +58,7 @@ def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> 
 def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     row, chunk = TokenRow(uid=uid, n=3, token=43), Chunk(uid="other", start=0, count=6000)
     step = StepCompleted(rows=(row,), chunks=(chunk,), figures=StepStats(forward_ms=1))
     entry = Entry("1-3", {"ms": str(show.json(uid)["submitted_ms"] + 5000)} | encode(step))
@@ -83,7 +72,7 @@ def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
 def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_step(
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     gone = "batch      unknown: the journal does not have this step (--journal-bytes, --retention)"
     assert gone.split() in [line.split() for line in show(uid)] and show.json(uid)["batch"] is None
     assert not any(line.startswith("batch") for line in show(uid, "--at", "0"))
@@ -112,18 +101,29 @@ def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_st
     assert show.json(uid, "--at", "2")["batch"] is None, "nobody can tell its rows"
 
 
-def test_the_token_that_came_last_after_the_one_before_is_named(
-    lived: LivedRequests, show: Tool, redis_url: str
+def move(
+    lived: LivedRequests,
+    uid: str,
+    times: Mapping[str, tuple[int, int]],
+    rest: tuple[int, int],
+    *,
+    is_known: bool = True,
 ) -> None:
-    uid = finished(lived)
+    """Have the tokens committed so many ms after the submit, each so many after the engine had made it, if known."""
+    assert isinstance(lived.log, RedisLog)
     entries = lived.log.histories([uid])[0]
-    command(redis_url, "DEL", Names().request(uid))
-    submitted_ms = int(entries[0].fields["ms"])
+    command(lived.log.url, "DEL", Names().request(uid))
     for entry in entries:
-        after_ms = {"1-0": 900, "2-0": 1300}.get(entry.id, 1400)
-        moved = {**entry.fields, "ms": str(submitted_ms + (after_ms if entry.id >= "1" else 0))}
-        moved |= {"age_ms": "0"} if "age_ms" in moved else {}
-        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+        ms, age_ms = times.get(entry.id, rest) if entry.id >= "1" else (0, 0)
+        moved = {**entry.fields, "ms": str(int(entries[0].fields["ms"]) + ms)} | {"age_ms": str(age_ms)}
+        if "tokens" not in moved or not is_known:
+            del moved["age_ms"]
+        command(lived.log.url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+
+
+def test_the_token_that_came_last_after_the_one_before_is_named(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.answered("He", "ll", "o\n")
+    move(lived, uid, {"1-0": (900, 0), "2-0": (1300, 0)}, (1400, 0))
     lines = dict(line.split(maxsplit=1) for line in show(uid))
     assert lines["slowest"] == "token 2, 0.400 s after the token before (--at 2)"
     assert not any(line.startswith("slowest") for line in show(uid, "--at", "2"))
@@ -132,19 +132,10 @@ def test_the_token_that_came_last_after_the_one_before_is_named(
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_token_says_when_the_engine_made_it_and_when_the_client_got_it(
-    lived: LivedRequests, show: Tool, redis_url: str, is_known: bool
+    lived: LivedRequests, show: Tool, is_known: bool
 ) -> None:
-    uid = finished(lived)
-    entries = lived.log.histories([uid])[0]
-    command(redis_url, "DEL", Names().request(uid))
-    submitted_ms = int(entries[0].fields["ms"])
-    times = {"1-0": (100, 0), "2-0": (120, 10)}
-    for entry in entries:
-        ms, age_ms = times.get(entry.id, (120, 2)) if entry.id >= "1" else (0, 0)
-        moved = {**entry.fields, "ms": str(submitted_ms + ms)} | {"age_ms": str(age_ms)}
-        if "tokens" not in moved or not is_known:
-            del moved["age_ms"]
-        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+    uid = lived.answered("He", "ll", "o\n")
+    move(lived, uid, {"1-0": (100, 0), "2-0": (120, 10)}, (120, 2), is_known=is_known)
     told = show.json(uid)
     names = ("at_ms", "pause_ms", "client_at_ms", "client_pause_ms", "committed")
     made = (118, 8) if is_known else (120, 10)
@@ -178,12 +169,9 @@ def test_a_request_that_waits_has_no_token_yet(lived: LivedRequests, show: Tool)
     assert "token     0: none yet" in lines and not any(line.startswith("engine") for line in lines)
 
 
-def test_a_token_that_never_was_is_an_error_of_the_command_line(
-    lived: LivedRequests, show: Tool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uid = finished(lived)
-    assert main(["replay", "show", uid, "--at", "4", "--redis-url", show.url]) == 2
-    assert f"--at 4: {uid} has 3 tokens" in capsys.readouterr().err
+def test_a_token_that_never_was_is_an_error_of_the_command_line(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.answered("He", "ll", "o\n")
+    assert f"--at 4: {uid} has 3 tokens" in show.refusal(uid, "--at", "4")
 
 
 def test_an_absent_request_says_why_and_several_are_named(lived: LivedRequests, show: Tool) -> None:
@@ -203,6 +191,6 @@ def test_a_request_whose_history_has_expired_is_read_from_its_dead_letter(lived:
 
 
 def test_a_notebook_opens_the_same_request(lived: LivedRequests, redis_url: str) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     history = History.open(uid, redis_url=redis_url)
     assert (history.uid, history.text) == (uid, "Hello\n")
