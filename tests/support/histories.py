@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pipeline.events import (
+    Admitted,
     AnyEvent,
     Cancelled,
     Failed,
@@ -14,14 +15,17 @@ from pipeline.events import (
     SamplingParams,
     Submitted,
     Timings,
+    Tokenized,
     TokensProduced,
     Usage,
     encode,
 )
 from pipeline.log.protocol import Entry
-from pipeline.names import SEAL, SUBMITTED_ID, tokens_id
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 from pipeline.recording import Recording
 from pipeline.walk import Moment, walk
+
+TIMINGS = Timings(admitted_ms=0, first_token_ms=0, total_ms=0)
 
 
 def entries_of(pairs: Iterable[tuple[str, AnyEvent]]) -> list[Entry]:
@@ -34,9 +38,29 @@ def moments_of(pairs: Iterable[tuple[str, AnyEvent]]) -> list[Moment]:
     return list(walk(entries_of(pairs), over_holes=True))
 
 
+def answered(
+    *token_ids: int,
+    text: Callable[[int], str] = chr,
+    end: AnyEvent | None = None,
+    ids: Sequence[int] = (5,),
+    admitted: Admitted | None = None,
+    **fields: Any,
+) -> list[tuple[str, AnyEvent]]:
+    """Return a request with the prompt *ids* and a token for each of *token_ids*; its end: *end*, or Finished."""
+    n, usage = len(token_ids), Usage(prompt_tokens=len(ids), completion_tokens=len(token_ids))
+    given: dict[str, Any] = {"endpoint": "/v1/completions", "frontend": "web-0", "sampling": SamplingParams()} | fields
+    tokens = [TokensProduced(tokens=(each,), text=text(each), step=f"1-{at}") for at, each in enumerate(token_ids, 1)]
+    return [
+        (SUBMITTED_ID, Submitted(**given)),
+        (TOKENIZED_ID, Tokenized(token_ids=tuple(ids), fingerprint="t", by="tokenize-0")),
+        *([("0-3", admitted)] if admitted else []),
+        *((tokens_id(at), event) for at, event in enumerate(tokens, 1)),
+        (SEAL, end or Finished(n=n, reason="length", usage=usage, timings=TIMINGS)),
+    ]
+
+
 HELLO = ({"role": "user", "content": "hello"},)
 UID = f"{5000:012x}" + "7000" + "8" * 16
-TIMINGS = Timings(admitted_ms=0, first_token_ms=0, total_ms=0)
 
 
 def uid(number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from support.histories import entries_of
+from support.histories import answered, entries_of
 
 from ops.replay.report import explanations
 from ops.replay.source import History
@@ -56,13 +56,10 @@ def history(*pairs: tuple[str, AnyEvent], begun: Iterable[tuple[str, AnyEvent]] 
     return History(Recording("u", tuple(entries_of([*begun, *pairs]))))
 
 
-def answer(*token_ids: int, end: tuple[str, AnyEvent] | None = None) -> History:
+def answer(*token_ids: int, end: AnyEvent | None = None) -> History:
     """Return a finished request, or one with another *end*, each of whose tokens has its number as text."""
-    tokens = [
-        (f"{n}-0", TokensProduced(tokens=(each,), text=f"{each} ", step=f"1-{n}"))
-        for n, each in enumerate(token_ids, 1)
-    ]
-    return history(*tokens, end or finished(len(token_ids)))
+    _, _, *rest = answered(*token_ids, text=lambda each: f"{each} ", end=end)
+    return history(*rest)
 
 
 TAKEN_OVER = history(
@@ -129,9 +126,9 @@ def test_a_history_that_lacks_a_token_is_damaged() -> None:
         (answer(1, 2, 3), answer(1, 9, 3), (1, (2, 2, 9))),
         (answer(1, 2, 3), answer(1, 2), (2, (3, 3, None))),
         (answer(1, 2), answer(1, 2, 3), (2, (3, None, 3))),
-        (answer(1, 2, end=(SEAL, Cancelled(by="client"))), answer(1, 2, 3), (2, None)),
-        (answer(1, 2, 3), answer(1, 2, end=(SEAL, Cancelled(by="client"))), (2, None)),
-        (answer(1, 2, 3, end=(SEAL, Cancelled(by="client"))), answer(1, 2), (2, (3, 3, None))),
+        (answer(1, 2, end=Cancelled(by="client")), answer(1, 2, 3), (2, None)),
+        (answer(1, 2, 3), answer(1, 2, end=Cancelled(by="client")), (2, None)),
+        (answer(1, 2, 3, end=Cancelled(by="client")), answer(1, 2), (2, (3, 3, None))),
     ],
 )
 def test_answers_are_compared_as_far_as_the_model_made_both(
@@ -153,7 +150,7 @@ def test_the_same_tokens_with_another_text_or_end_are_a_difference() -> None:
 
 
 def test_an_error_before_all_tokens_came_again_is_a_difference() -> None:
-    failed = (SEAL, Failed(status=500, code="engine_error", message="No."))
+    failed = Failed(status=500, code="engine_error", message="No.")
     assert answer(1, 2).compare(answer(1, end=failed)).other == "it failed after 1 of 2 tokens: engine_error: No."
     assert answer(1, 2, end=failed).compare(answer(1, 2, 3)).is_identical
     assert answer(1, 2, end=failed).compare(answer(1, 2, end=failed)).is_identical
