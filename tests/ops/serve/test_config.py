@@ -38,65 +38,46 @@ TOOLS = {
     "shell": (ShellConfig,),
 }
 OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()} | TOOLS
-MODEL = {("--model", "--model-path")}
-DATA = {("--data-dir",), ("--repair",)}
-NAMES = {("--served-model-name",)}
-DEFAULTS = {("--generation-config",)}
-WEB = {("--host",), ("--port",)}
-REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {
-    ("--disconnect-grace",),
-    ("--max-body-bytes",),
-    ("--max-log-bytes",),
-    ("--pages",),
-    ("--trusted-proxies",),
-    ("--strict-model-names",),
-}
-ORIGINS = {("--allow-host",), ("--allow-origin",)}
-KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
-ARCHIVED = {("--archive",)}
-HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS | ARCHIVED
-FILES = {("--to",), ("--retain",), ("--max-bytes",), ("--leave",)}
-LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--journal-bytes",), ("--lease",)}
-ENGINE = {
-    ("--dtype",),
-    ("--quantization",),
-    ("--tp", "--tensor-parallel-size", "--tp-size"),
-    ("--dummy-weight",),
-    ("--device",),
-    ("--threads",),
-    ("--kernels",),
-    ("--attn", "--attention-backend"),
-    ("--cache", "--cache-type"),
-    ("--max-prefill-length", "--max-extend-length"),
-    ("--mixed-prefill-length",),
-    ("--max-running-requests",),
-    ("--overlap",),
-    ("--commit-interval",),
-    ("--graph", "--cuda-graph-max-bs"),
-    ("--deterministic",),
-    ("--page-size",),
-    ("--num-pages",),
-    ("--memory-ratio",),
-    ("--max-seq-len", "--max-seq-len-override"),
-}
-PROMPTS = {("--tokenize-timeout",), ("--tool-parser", "--tool-call-parser")}
-SERVE = {
-    ("--tokenizers", "--num-tokenizer", "--tokenizer-count"),
-    ("--dp", "--data-parallel-size", "--dp-size"),
-    ("--shell", "--shell-mode"),
-}
-WORKER = {("--replicas",), ("--slot",)}
-NODES = {("--nnodes",), ("--node-rank",), ("--group",), ("--rank-address",)}
-RANK = {("--rank",)}
-SHARE = {("--engine",), ("--engines",), ("--free-bytes",)}
-LISTEN = {("--listen-fd",)}
-CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
-RETENTION = {("--retention",)}
-JSON = {("--json",)}
-CLIENT = {("--url",), ("--model",), ("--api-key",), ("--set",)}
-STEPS = {("--from",), ("--to",)}
-CHOICE = {("--since",), ("--until",), ("--where",)}
+
+
+def flags(text: str) -> set[tuple[str, ...]]:
+    """Return the flags that *text* names, each with its aliases after strokes."""
+    return {tuple(each.split("|")) for each in text.split()}
+
+
+MODEL = flags("--model|--model-path")
+DATA = flags("--data-dir --repair")
+NAMES = flags("--served-model-name")
+DEFAULTS = flags("--generation-config")
+WEB = flags("--host --port")
+REQUESTS = flags("--request-timeout --max-queued-requests")
+ORIGINS = flags("--allow-host --allow-origin")
+KEYS = flags("--api-key --limits --admin-key")
+ARCHIVED = flags("--archive")
+HTTP = REQUESTS | ORIGINS | KEYS | ARCHIVED
+HTTP |= flags("--disconnect-grace --max-body-bytes --max-log-bytes --pages --trusted-proxies --strict-model-names")
+FILES = flags("--to --retain --max-bytes --leave")
+LOG = flags("--redis-url --namespace --retention --journal-bytes --lease")
+ENGINE = flags(
+    "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --device --threads --kernels "
+    "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
+    "--max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic --page-size "
+    "--num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
+)
+PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
+SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
+WORKER = flags("--replicas --slot")
+NODES = flags("--nnodes --node-rank --group --rank-address")
+RANK = flags("--rank")
+SHARE = flags("--engine --engines --free-bytes")
+LISTEN = flags("--listen-fd")
+CONNECT = flags("--redis-url --data-dir --port --namespace")
+RETENTION = flags("--retention")
+JSON = flags("--json")
+CLIENT = flags("--url --model --api-key --set")
+STEPS = flags("--from --to")
+CHOICE = flags("--since --until --where")
+LIMITS = flags("--max-prefill-length --mixed-prefill-length --max-running-requests --num-pages")
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | NODES | LOG | PROMPTS | HTTP,
     "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
@@ -105,24 +86,16 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "stage web": WEB | LISTEN | WORKER | LOG | HTTP,
     "stage archive": WORKER | LOG | FILES,
     "trace": CONNECT | RETENTION | ARCHIVED | JSON,
-    "top": CONNECT | JSON | {("--interval",), ("--once",)},
+    "top": CONNECT | JSON | flags("--interval --once"),
     "dead ls": CONNECT | JSON,
     "dead show": CONNECT | JSON,
     "dead requeue": CONNECT | REQUESTS | RETENTION | JSON,
     "dead drop": CONNECT | JSON,
-    "replay schedule": CONNECT
-    | ARCHIVED
-    | JSON
-    | STEPS
-    | {("--max-prefill-length",), ("--mixed-prefill-length",), ("--max-running-requests",), ("--num-pages",)},
-    "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | {("--user",)},
+    "replay schedule": CONNECT | ARCHIVED | JSON | STEPS | LIMITS,
+    "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | flags("--user"),
     "replay drive": CONNECT
-    | ARCHIVED
-    | CHOICE
-    | JSON
-    | CLIENT
-    | {("--speed",), ("--compare",), ("--client-clock",), ("--timeout",), ("--plot",)},
-    "shell": CLIENT | {("--system",), ("--prompt", "-q")},
+    | (ARCHIVED | CHOICE | JSON | CLIENT | flags("--speed --compare --client-clock --timeout --plot")),
+    "shell": CLIENT | flags("--system --prompt|-q"),
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
@@ -273,10 +246,6 @@ BAD_VALUES = [
     ("--dp", "0", "at least 1"),
     ("--tokenize-timeout", "0", "seconds above 0"),
     ("--tool-parser", "qwen", "one of auto, none, hermes"),
-]
-
-
-BAD_FILES = [
     ("--retain", "-1", "a number of s, m, h or d"),
     ("--retain", "nan", "a number of s, m, h or d"),
     ("--retain", "a month", "such as 30d"),
@@ -293,6 +262,11 @@ def parse_serve(*arguments: str, **environment: str) -> ServerConfig:
     config = parse_command(["serve", *arguments], environment)
     assert isinstance(config, ServerConfig)
     return config
+
+
+def command_with(flag: str) -> str:
+    """Return a command that has *flag*."""
+    return "serve" if any(flag in names for names in FLAGS["serve"]) else "stage archive"
 
 
 def value_of(config: ServerConfig | StageConfig, flag: str) -> object:
@@ -401,7 +375,7 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
     arguments = [] if source == "environment" else [f"{flag}={value}"]
     environment = {variable(flag): value} if source == "environment" else {}
     with pytest.raises(ConfigError) as caught:
-        parse_command(["serve", *arguments], environment)
+        parse_command([*command_with(flag).split(), *arguments], environment)
     message = str(caught.value)
     assert flag in message
     assert repr(value) in message
@@ -412,24 +386,26 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
 def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wins() -> None:
     for flag, bad, _ in BAD_VALUES:
         good, value = VALUES[flag]
-        assert value_of(parse_serve(flag, good, **{variable(flag): bad}), flag) == value
-
-
-@pytest.mark.parametrize(("flag", "value", "expected"), BAD_FILES)
-def test_a_bad_value_of_a_flag_of_the_archive_is_refused(flag: str, value: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse("stage", "archive", f"{flag}={value}")
-    assert f"{flag} {value!r}: " in str(caught.value) and expected in str(caught.value)
+        assert value_of(parse(*command_with(flag).split(), flag, good, **{variable(flag): bad}), flag) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "age_s"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("30d", 2_592_000)]
+    ("flag", "text", "value"),
+    [("--retain", *each) for each in (("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("30d", 2592000))]
+    + [("--max-log-bytes", "0", 0)]
+    + [("--max-log-bytes", text, 16 << 20) for text in ("16777216", "16384K", "16M")]
+    + [("--max-log-bytes", "2g", 2 << 30)]
+    + [
+        (f"--{name}", "auto", 0)  # the machine decides
+        for name in ("threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len")
+    ],
 )
-def test_an_age_may_have_a_unit(text: str, age_s: float) -> None:
-    config = parse("stage", "archive", "--retain", text)
-    assert value_of(config, "--retain") == age_s
-    again = parse("stage", "archive", *stage_flags(config, "archive"))
-    assert value_of(again, "--retain") == age_s
+def test_an_age_or_a_size_may_have_a_unit_and_auto_is_zero(flag: str, text: str, value: float) -> None:
+    command = command_with(flag).split()
+    config = parse(*command, flag, text)
+    assert value_of(config, flag) == value
+    if command[1:]:
+        assert value_of(parse(*command, *stage_flags(config, command[1])), flag) == value
 
 
 @pytest.mark.parametrize(
@@ -438,20 +414,6 @@ def test_an_age_may_have_a_unit(text: str, age_s: float) -> None:
 def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bool) -> None:
     config = parse_serve(*flags, "--port", "8000")
     assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
-
-
-@pytest.mark.parametrize(
-    "name", ["threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len"]
-)
-def test_auto_is_zero_where_the_machine_decides(name: str) -> None:
-    assert value_of(parse_serve(f"--{name}", "auto"), f"--{name}") == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("16777216", 16 << 20), ("16384K", 16 << 20), ("16M", 16 << 20), ("2g", 2 << 30)]
-)
-def test_a_size_may_have_a_unit(text: str, size: int) -> None:
-    assert parse_serve("--max-log-bytes", text).clients.max_log_bytes == size
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
