@@ -337,9 +337,7 @@ def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: 
 @over_http(TWO_RANKS, FOUR_RANKS)
 def test_ranks_give_the_tokens_of_transformers(server: Server, asked: Asked) -> None:
     """In chunks, with preemptions and prefix hits, after a cancelled request, and the log-probabilities of a prompt."""
-    stream = Stream(server, "Go on.", max_tokens=200)
-    eventually(lambda: stream.num_frames > 2, "it has begun")
-    stream.leave()
+    Stream(server, "Go on.", max_tokens=200).begun().leave()
     answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
     assert_as_transformers(asked, answers)
     assert any(answer.count(Preempted) for answer in answers)
@@ -349,7 +347,7 @@ def test_ranks_give_the_tokens_of_transformers(server: Server, asked: Asked) -> 
     assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
     index = max(index for index, body in enumerate(asked.bodies) if "prompt" in body)
     body = {"prompt": asked.bodies[index]["prompt"], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    told = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["logprobs"]
+    told = server.ask("/v1/completions", body)["choices"][0]["logprobs"]
     prompt = asked.prompts[index]
     logprobs_NV = Reference(asked.folder, torch.float32).logits(prompt[:1], prompt[1:]).log_softmax(-1)
     expected = logprobs_NV[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()

@@ -195,8 +195,7 @@ def test_a_full_redis_takes_no_new_work_and_lets_the_rest_drain_or_be_cancelled(
 ) -> None:
     with no_process_restarts(plain_server):
         streams = begun(plain_server)
-        leaving = Stream(plain_server, "I shall not stay.", max_tokens=4000)
-        eventually(lambda: leaving.num_frames > 5, "it has begun")
+        leaving = Stream(plain_server, "I shall not stay.", max_tokens=4000).begun()
         command(plain_server.redis_url, "CONFIG", "SET", "maxmemory", 1)
         try:
             refused = plain_server.post(body("Is there room?"))
@@ -271,8 +270,7 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
             command(url, "SET", f"ballast:{number}", "x" * 1000)
         with serve(tmp_path, redis_url=url) as server:
             expected = Stream(server, "Tell me a story.").answer
-            stream = Stream(server, "Tell me a story.")
-            eventually(lambda: stream.num_frames > 5, "it has begun")
+            stream = Stream(server, "Tell me a story.").begun()
             with no_process_restarts(server):
                 command(url, "BGREWRITEAOF")
                 process.kill()
@@ -295,8 +293,7 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
 def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
     with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
         expected = Stream(server, "Tell me a story.").answer
-        stream = Stream(server, "Tell me a story.")
-        eventually(lambda: stream.num_frames > 5, "it has begun")
+        stream = Stream(server, "Tell me a story.").begun()
         with no_process_restarts(server):
             group.master.process.kill()
             assert stream.answer == expected

@@ -48,6 +48,12 @@ PASSING: Final = (
 )
 """What a page that changes makes of a step; the step is tried again."""
 
+SET: Final = """
+const [selector, value] = arguments, field = document.querySelector(selector);
+if (field) { field.value = value; field.dispatchEvent(new Event("input", { bubbles: true })); }
+return Boolean(field);
+"""
+
 T = TypeVar("T")
 
 
@@ -150,6 +156,10 @@ class Browser:
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(Keys.DELETE)
         field.send_keys(text)
+
+    def fill(self, selector: str, value: str) -> None:
+        """Give a field a value at once, as soon as it is there."""
+        self.until(lambda: self.run(SET, selector, value), f"{selector} is there")
 
     def press(self, *keys: str) -> None:
         """Press keys, whatever has the focus."""

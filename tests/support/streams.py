@@ -68,6 +68,11 @@ class Stream:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
+    def begun(self, num_frames: int = 5) -> Stream:
+        """Wait until it has begun: more frames than that have come."""
+        eventually(lambda: self.num_frames > num_frames, f"it has begun: {self.prompt}")
+        return self
+
     def leave(self) -> None:
         """Close the connection at the next line."""
         self._left.set()
@@ -101,9 +106,7 @@ def ask_all(server: Server, **fields: Any) -> list[Stream]:
 
 def begun(server: Server, **fields: Any) -> list[Stream]:
     """Return one stream for each prompt, all of which have begun."""
-    streams = ask_all(server, **fields)
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
-    return streams
+    return [stream.begun() for stream in ask_all(server, **fields)]
 
 
 def events_of(log: RedisLog, uid: str) -> list[AnyEvent]:
