@@ -313,6 +313,12 @@ def assert_as_transformers(asked: Asked, answers: Sequence[Answer]) -> None:
         assert answer.count(Admitted) == answer.count(Preempted) + 1
 
 
+def assert_found_in_the_cache(server: Server, asked: Asked) -> None:
+    again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
+    assert again[1].cached_tokens >= 16
+    assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+
+
 @over_http(AS_IT_COMES, FEW_SHARED)
 @pytest.mark.parametrize("arrival", rest_at_night(ARRIVALS))
 def test_who_joins_running_requests_gets_the_tokens_of_transformers(server: Server, asked: Asked, arrival: str) -> None:
@@ -329,9 +335,7 @@ def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: 
     if setting == FEW_PAGES:
         assert any(answer.count(Preempted) for answer in answers)
     if setting == FEW_SHARED:
-        again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
-        assert again[1].cached_tokens >= 16
-        assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+        assert_found_in_the_cache(server, asked)
 
 
 @over_http(TWO_RANKS, FOUR_RANKS)
@@ -342,9 +346,7 @@ def test_ranks_give_the_tokens_of_transformers(server: Server, asked: Asked) -> 
     assert_as_transformers(asked, answers)
     assert any(answer.count(Preempted) for answer in answers)
     assert max(event.chunks for answer in answers for event in answer.produced) >= 3
-    again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
-    assert again[1].cached_tokens >= 16
-    assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+    assert_found_in_the_cache(server, asked)
     index = max(index for index, body in enumerate(asked.bodies) if "prompt" in body)
     body = {"prompt": asked.bodies[index]["prompt"], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     told = server.ask("/v1/completions", body)["choices"][0]["logprobs"]

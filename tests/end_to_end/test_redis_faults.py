@@ -15,18 +15,17 @@ import pytest
 from support.redis_servers import Servers, command, watched
 from support.servers import Server, eventually, serve
 from support.streams import (
-    LONG,
     Stream,
     ask_all,
     assert_nothing_is_left,
+    assert_whole,
     begun,
     body,
     events_of,
     num_of,
-    token_counts,
 )
 
-from pipeline.events import Cancelled, Finished, TakenOver, TokensProduced
+from pipeline.events import Cancelled, TakenOver, TokensProduced
 from pipeline.log.protocol import Inbox
 from pipeline.names import GENERATE, STAGES, TOKENIZE, slot_name
 
@@ -72,9 +71,7 @@ def assert_all_is_as_undisturbed(
     """Each client has its whole answer once, and each history each token once, with so many takeovers."""
     assert {stream.prompt: stream.answer for stream in streams} == undisturbed
     with server.log() as log:
-        for stream in streams:
-            events = events_of(log, stream.uid)
-            assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+        for events in assert_whole(log, streams):
             assert num_of(events, TakenOver) == takeovers
             epochs = {event.step.partition("-")[0] for event in events if isinstance(event, TokensProduced)}
             assert len(epochs) <= takeovers + 1

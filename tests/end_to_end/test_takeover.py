@@ -14,20 +14,19 @@ from support.selection import AT_NIGHT, by_night, rest_at_night
 from support.servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
 from support.streams import (
     BURST,
-    LONG,
     PROMPTS,
     Stream,
     answers_of,
     assert_nothing_is_left,
+    assert_whole,
     burst,
     engines_of,
     events_of,
-    token_counts,
     uids_of,
 )
 
 from ops.bench.models import nonsense
-from pipeline.events import Admitted, Finished, TakenOver
+from pipeline.events import Admitted, TakenOver
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.stage.slots import Status, read_statuses
@@ -131,9 +130,7 @@ def assert_all_is_whole(stages: Stages, streams: list[Stream], undisturbed: dict
     for stream in streams:
         assert stream.answer == undisturbed[stream.prompt]
     with stages.server.log() as log:
-        for stream in streams:
-            events = events_of(log, stream.uid)
-            assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+        assert_whole(log, streams)
         assert_nothing_is_left(log, "generate-0", "generate-1")
 
 

@@ -18,7 +18,7 @@ import psutil
 from support.selection import by_night
 from support.servers import Command, Server, eventually
 
-from pipeline.events import Admitted, AnyEvent, TokensProduced, decode
+from pipeline.events import Admitted, AnyEvent, Finished, TokensProduced, decode
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES
@@ -120,6 +120,14 @@ def num_of(events: list[AnyEvent], kind: type[AnyEvent]) -> int:
 def token_counts(events: list[AnyEvent]) -> list[int]:
     """Return how many tokens each event of them has."""
     return [event.count for event in events if isinstance(event, TokensProduced)]
+
+
+def assert_whole(log: RedisLog, streams: Sequence[Stream]) -> list[list[AnyEvent]]:
+    """See that each history has each token once and ended well; return all histories."""
+    histories = [events_of(log, stream.uid) for stream in streams]
+    for events in histories:
+        assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+    return histories
 
 
 def assert_nothing_is_left(log: RedisLog, *engines: str) -> None:
