@@ -158,6 +158,8 @@ def test_an_error_before_all_tokens_came_again_is_a_difference() -> None:
 
 KERNELS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2"
 TORCH = "bfloat16/none/torch-2.13.0+cpu-avx512/cpu/sampler-2"
+MODE = "deterministic-128-pages-16-nvidia-h100"
+BATCH = "torch computed it, and its results depend on the batch and on the number of threads"
 
 
 def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") -> Maker:
@@ -181,21 +183,9 @@ def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") ->
         (made(TORCH), made(TORCH.replace("/cpu/", "/fi/")), ["attention: recorded cpu, now fi"]),
         (made(f"{KERNELS}/ranks-2"), made(), ["ranks: recorded ranks-2, now ranks-1"]),
         (made(TORCH), made(f"{TORCH}/ranks-4"), ["ranks: recorded ranks-1, now ranks-4"]),
-        (
-            made(TORCH),
-            made(TORCH),
-            ["torch computed it, and its results depend on the batch and on the number of threads"],
-        ),
-        (
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            [],
-        ),
-        (
-            made(TORCH),
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            ["deterministic: recorded deterministic-no, now deterministic-128-pages-16-nvidia-h100"],
-        ),
+        (made(TORCH), made(TORCH), [BATCH]),
+        (made(f"{TORCH}/{MODE}"), made(f"{TORCH}/{MODE}"), []),
+        (made(TORCH), made(f"{TORCH}/{MODE}"), [f"deterministic: recorded deterministic-no, now {MODE}"]),
         (made(), made(f"{KERNELS}/llguidance-1.9.0"), []),
         (
             made(f"{KERNELS}/llguidance-1.9.0"),
