@@ -1,12 +1,14 @@
-"""`minisgl replay drive` as a user runs it, against another server; tests/end_to_end has ours."""
+"""`minisgl replay drive` as a user runs it, against another server, and its figures; tests/end_to_end has ours."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import orjson
 import pytest
 from support.histories import recording, uid
 from support.lived_requests import LivedRequests
@@ -27,13 +29,17 @@ from support.redis_servers import until
 from support.servers import free_port
 from support.tool import Tool
 
+from ops.replay import drive as driving
 from ops.replay.files import write_dump
 from ops.replay.redact import redacted
+from ops.replay.sender import Sent
+from ops.replay.traffic import Outcome, Target, outcome_of, traffic_of
 from pipeline.events import Presentation, SamplingParams
 from pipeline.log.protocol import StreamLog
 from pipeline.names import WEB, sibling_uids
 from pipeline.recording import Recording
 from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
+from pipeline.walk import walk
 
 FOUR = SamplingParams(seed=7, max_tokens=4)
 """The stand-in answers with as many tokens."""
@@ -234,3 +240,126 @@ def test_what_cannot_work_ends_with_2_and_says_why(
     unused = ("--url", f"http://127.0.0.1:{free_port()}") if "--url" not in arguments and arguments else ()
     told = drive.refusal(*(each.replace("FILE", file) for each in arguments), *unused)
     assert said.replace("FILE", file) in told
+
+
+WORDS = ("a ", "b ", "c ")
+
+
+def outcome(words: Sequence[str] = WORDS, end: str = "stop", *, first_ms: int = 20, pause_ms: int = 10) -> Outcome:
+    history = recording(words, end, first_ms=first_ms, pause_ms=pause_ms).entries
+    return outcome_of(moment.event for moment in walk(history))
+
+
+def sent_again(*pairs: tuple[Outcome, Outcome | None]) -> list[Sent]:
+    """Return what was sent, each a millisecond later than the one before."""
+    recordings = [recording(name=uid(number)) for number in range(len(pairs))]
+    planned = traffic_of(recordings, Target(is_ours=True)).planned
+    return [
+        Sent(
+            dataclasses.replace(one, before=(before,)),
+            late_s=number / 1000,
+            uids=(uid(100 + number),),
+            after=(after,),
+            unread="" if after else "it is gone",
+        )
+        for number, (one, (before, after)) in enumerate(zip(planned, pairs, strict=True))
+    ]
+
+
+def with_greedy(one: Sent) -> Sent:
+    return dataclasses.replace(one, planned=dataclasses.replace(one.planned, is_sampled=False))
+
+
+def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
+    sent = sent_again((outcome(), outcome(first_ms=1040)), (outcome(), outcome(end="failed", pause_ms=30)))
+    pairs = driving.pairs_of(sent)
+    assert driving.table(pairs, same_clock=True).splitlines() == [
+        "                             before   p50   p90   p99  after      p50      p90      p99",
+        "time to first token, ms              20.0  20.0  20.0           530.0    938.0  1,029.8",
+        "time per token after it, ms          10.0  10.0  10.0            20.0     28.0     29.8",
+        "whole request, ms                    45.0  45.0  45.0         1,065.0  1,065.0  1,065.0",
+        "whole answers                     2                        1",
+        "cancelled                         0                        0",
+        "errors                            0                        1",
+        "prompts from the cache          44%                      44%",
+        "Times after: by Redis' clock.",
+    ]
+    assert driving.table(pairs, same_clock=False).endswith("by this client's clock, and not Redis' as before.")
+    assert driving.lateness(sent) == "sent late by: p50 0.5 ms, p99 1.0 ms"
+
+
+def test_a_side_without_times_has_none() -> None:
+    pairs = driving.pairs_of(sent_again((outcome(), Outcome("failed", error="refused"))))
+    lines = driving.table(pairs, same_clock=True).splitlines()
+    assert lines[1].split()[-3:] == ["-", "-", "-"] and lines[7].split()[-2:] == ["44%", "-"]
+
+
+def test_a_sender_without_time_says_so() -> None:
+    [one] = sent_again((outcome(), outcome()))
+    late = driving.lateness([dataclasses.replace(one, late_s=0.5)])
+    assert late.startswith("sent late by: p50 500.0 ms") and "Lower --speed" in late
+
+
+def test_the_comparison_counts_what_has_an_answer_and_names_each_difference() -> None:
+    sent = sent_again(
+        (outcome(), outcome()),
+        (outcome(), outcome(("a ", "x ", "c "), "length")),
+        (outcome(end="failed"), outcome()),
+        (outcome(), None),
+        (outcome(end="cancelled"), outcome(WORDS[:2], end="cancelled")),
+    )
+    pairs = driving.pairs_of(sent)
+    assert driving.comparison(driving.compared(pairs)).splitlines() == [
+        "identical answers: 2 of 3 (66.7%)",
+        f"  {uid(1)} differs at token 2: 'b c ', now 'x c '",
+        "changed finish reasons: 1x stop -> length, 1x failed -> stop",
+    ]
+    assert driving.comparison(driving.compared(pairs[3:4])) == "no answers to compare"
+
+
+def test_what_another_engine_drew_is_told_from_what_it_computed_otherwise() -> None:
+    drawn, greedy, wrong = sent_again(
+        (outcome(), outcome(("x",))), (outcome(), outcome()), (outcome(), outcome(("x", "y")))
+    )
+    sent = [drawn, *(with_greedy(one) for one in (greedy, wrong))]
+    found = driving.compared(driving.pairs_of(sent))
+    said = driving.comparison(found, draws_alike=False).splitlines()
+    assert said[:2] == [
+        "identical answers: 1 of 3 (33.3%)",
+        "of those at temperature 0: 1 of 2; another engine draws other tokens",
+    ]
+    assert driving.comparison(found).splitlines() == [said[0], *said[2:]]
+    only_greedy = driving.compared(driving.pairs_of(sent[1:]))
+    assert "temperature" not in driving.comparison(only_greedy, draws_alike=False)
+
+
+def test_prompts_of_other_lengths_are_counted_where_both_sides_say_them() -> None:
+    told = (3, 4), (3, 3), (3, 0), (0, 3)
+    sides = [(dataclasses.replace(outcome(), prompt_tokens=n) for n in lengths) for lengths in told]
+    pairs = driving.pairs_of(sent_again(*[(before, after) for before, after in sides], (outcome(), None)))
+    assert driving.other_prompts(pairs) == 1
+
+
+def test_of_many_differences_the_first_are_shown() -> None:
+    pairs = driving.pairs_of(sent_again(*[(outcome(), outcome(("x",)))] * 23))
+    lines = driving.comparison(driving.compared(pairs)).splitlines()
+    assert len(lines) == 1 + driving.DIFFERENCES_SHOWN + 1 and lines[-1] == "  and 3 more; --json has all"
+
+
+def test_an_error_that_was_there_before_is_no_new_failure() -> None:
+    pairs = driving.pairs_of(
+        sent_again((outcome(end="failed"), outcome(end="failed")), (outcome(), outcome(end="failed")))
+    )
+    assert [pair.has_failed for pair in pairs] == [False, True]
+
+
+def test_the_json_has_every_request() -> None:
+    sent = sent_again((outcome(), outcome(("a ", "x ", "c "))), (outcome(), None))
+    document = orjson.loads(orjson.dumps(driving.document(driving.pairs_of(sent), sent, with_answers=True)))
+    assert document["before"]["ttft_ms"]["p50"] == 20 and document["after"]["num_requests"] == 1
+    assert document["answers"] == {"compared": 1, "identical": 0, "changed_ends": {}}
+    first, second = document["requests"]
+    assert (first["uid"], first["new_uid"], first["due_ms"], first["late_ms"]) == (uid(0), uid(100), 0, 0)
+    assert first["before"]["e2e_ms"] == first["after"]["e2e_ms"] == 45
+    assert (first["identical"], first["difference"]["token"]) == (False, 2)
+    assert (second["after"], second["identical"], second["unread"]) == (None, None, "it is gone")
