@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 import redis
+from support.memory_log.log import MemoryLog
+from support.memory_log.streams import Id, id_text
 from support.redis_servers import running_server
 
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.memory.streams import Id, id_text
 from pipeline.log.protocol import Entry, Owner, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.log.shared import whole_history

@@ -14,6 +14,7 @@ import orjson
 import pytest
 from support.journalled import ENGINE, EPOCH, Life, live
 from support.log_contract import put
+from support.memory_log.log import MemoryLog
 
 from minisgl import main
 from ops.replay.schedule import far_off, fitted, lived_again, measured, parts_of
@@ -21,7 +22,6 @@ from pipeline.archive.folder import make_archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Submitted, Tokenized, TokensProduced, encode
 from pipeline.log.journal import JournalStep, steps
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, Names, tokens_id
 from pipeline.recording import Recording

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from support.lived_requests import LivedRequests
 from support.log_contract import put
+from support.memory_log.log import MemoryLog
 from support.redis_servers import command
 from support.tool import Tool
 
@@ -27,7 +28,6 @@ from pipeline.events import (
     new_uid,
 )
 from pipeline.log.journal import JournalWriter
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry, Produced
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
