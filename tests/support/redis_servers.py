@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import redis
-from support.servers import free_port
+from support.servers import ROOT, free_port
 
 from pipeline.log.address import parse_address
 from pipeline.process.redis_server import EmbeddedRedis, bundled_binary
@@ -148,6 +148,15 @@ def _replies(url: str, *words: str) -> bool:
         return True
     except redis.ConnectionError:  # also while it loads
         return False
+
+
+def users_with_password(folder: Path, password: str) -> Path:
+    """Write ops/redis/users.acl as an operator does, each user with the same password, and one who may do anything."""
+    users = (ROOT / "ops" / "redis" / "users.acl").read_text().splitlines()
+    lines = [line if line.startswith("user default ") else f"{line} >{password}" for line in users]
+    file = folder / "users.acl"
+    file.write_text("\n".join([*lines, f"user admin reset on >{password} ~* &* +@all\n"]))
+    return file
 
 
 @dataclass(frozen=True)

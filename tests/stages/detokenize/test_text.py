@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from support.work import lines_run
+from support.measured import lines_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import stages.detokenize.text

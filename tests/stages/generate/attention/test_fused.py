@@ -13,9 +13,8 @@ import torch
 from structlog.testing import capture_logs
 from support.checkpoints import Family, make_checkpoint, make_engine
 from support.devices import DEVICES, need_flashinfer
-from support.flashinfer_double import Double
+from support.flashinfer_double import FUNCTIONS, Double
 from support.flashinfer_signatures import VERSIONS
-from support.fused_double import FUNCTIONS
 from support.plans import Request, plan, shuffled_pages
 from support.ranks import Ranks
 from torch import Tensor

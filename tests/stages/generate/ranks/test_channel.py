@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.gloo_groups import connected, fail, memory_store, plan_of
+from support.gloo_rank import connected, fail, memory_store, plan_of
 from support.selection import by_night, rest_at_night
 
 from pipeline.errors import RankLost

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from support.checkpoints import make_checkpoint, make_engine
-from support.gloo_groups import connected, fail
+from support.gloo_rank import connected, fail
 from support.kernel_variants import VARIANTS
 from support.schedules import make_schedule, planned, steps, steps_ahead
 

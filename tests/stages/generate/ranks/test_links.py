@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import gloo_groups, gloo_rank
+from support import gloo_rank
 from support.checkpoints import make_checkpoint
-from support.gloo_groups import fail, plan_of
+from support.gloo_rank import fail, plan_of
 from support.ranks import Meeting
 from torch import Tensor
 
@@ -169,7 +169,7 @@ class Doorbell:
 
 def connected(size: int, nccl: Nccl) -> list[RankLinks]:
     """Return the links of all ranks."""
-    store, doorbells = gloo_groups.memory_store(), gloo_groups.connected(size)
+    store, doorbells = gloo_rank.memory_store(), gloo_rank.connected(size)
 
     def connect(rank: int) -> RankLinks:
         return connect_gpus(store, rank, size, CPU, Doorbell(doorbells[rank], rank, nccl))
@@ -230,4 +230,4 @@ def test_ranks_that_do_not_find_each_other_over_nccl_say_so(nccl: Nccl, monkeypa
 
     monkeypatch.setattr(Nccl, "__call__", refuse)
     with pytest.raises(RankLost, match=r"rank 1 of 2 .*NCCL error"):
-        connect_nccl(gloo_groups.memory_store(), 1, 2, CPU)
+        connect_nccl(gloo_rank.memory_store(), 1, 2, CPU)
