@@ -166,11 +166,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "numerics": numerics,
         "tokenizer": writer,
         "summary": summary,
-        "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
+        "kept_schedule": report.kept_schedule(summary["lag_ms"]) if scheduled else None,
         "requests": report.requests_of(measured),
     }
     report.save(output.output, ("minisgl", "bench", "serve", *arguments), PACKAGES, document)
-    if output.plot and summary.num_failed < summary.num_requests:
+    if output.plot and summary["num_failed"] < summary["num_requests"]:
         report.plot(Path(output.plot), measured, _headline(target, load, model))
     if failed := report.failures(measured):
         print(f"minisgl: {failed}", file=sys.stderr)
@@ -240,7 +240,7 @@ async def _measured(
     """Send everything; return the results, the model's name, its numerics and the writer for its tokenizer."""
     async with connected(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
         model, numerics = target.model or await client.served_model(), await client.numerics()
-        form = Form(target.endpoint, model, target.temperature, target.fix_length)
+        form = Form(target.endpoint, model, target.fix_length, {"temperature": target.temperature})
         writer = await calibrate(client, form, datasets.WORDS)
         concurrency = _concurrency(load)
         warmup = datasets.drawn(load.warmup, -1 - load.seed, load.inputs, load.outputs)

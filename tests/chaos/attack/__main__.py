@@ -26,9 +26,8 @@ from chaos.measure import exit_code, parsed
 from rich.console import Console
 
 from ops.bench import report
-from ops.bench.peers import SideFailed
-from ops.bench.processes import PROGRAM, interrupt_on_sigterm
 from ops.bench.serve import above_zero
+from ops.bench.targets import PROGRAM, SideFailed, interrupt_on_sigterm
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, seconds, yes_or_no
 
