@@ -21,8 +21,8 @@ from support.whole_pipeline import Pipeline
 from minisgl import main
 from ops.replay import isolated
 from ops.replay.files import write_dump
-from ops.replay.remote import body_of
 from ops.replay.report import lines_of
+from ops.replay.sender import body_of
 from pipeline.errors import ConfigError
 from pipeline.events import (
     Admitted,
