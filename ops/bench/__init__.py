@@ -1,4 +1,9 @@
-"""`minisgl bench KIND`: finds the benchmark. Each kind is a module with its own flags, imported only when it runs."""
+"""`minisgl bench KIND`: finds the benchmark. Each kind is a module with its own flags, imported only when it runs.
+
+All have one shape. A target is started or found (`targets`): servers, and programs that answer questions. A load is
+sent to it (`load`): conversations of `datasets` for any server, exact prompts of `models` where the tokenizer is known.
+Figures come out (`report`): tables, JSON and a plot. `offline` and `pipeline` have their target in their own process.
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from ops.bench import report
 from ops.bench.datasets import Span, length_flag
 from ops.bench.load import COMPLETIONS
 from ops.bench.models import CheckpointConfig, Prompt, Prompts
+from ops.bench.serve import check_url
 from ops.bench.targets import (
     Helper,
     Served,
@@ -149,16 +150,11 @@ def tasks(config: CompareConfig) -> tuple[Task, Task]:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Compare; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: A side failed.
-    """
+    """Compare; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench compare", (CompareConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
-    if config.peer_url and not config.peer_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--peer-url {config.peer_url}: must begin with http:// or https://")
+    if config.peer_url:
+        check_url(config.peer_url, "--peer-url")
     python = checked_llama(config)
     folder = config.folder(environment)
     prompts, threads = Prompts(folder), config.threads or report.num_cores()
@@ -206,8 +202,7 @@ def checked_llama(config: CompareConfig) -> str:
     found = shutil.which(config.llama_python)
     if found is None:
         raise ConfigError(
-            f"--llama-python {config.llama_python}: no such program; pass the python of an environment, as "
-            "DIR/bin/python"
+            f"--llama-python {config.llama_python}: no such program; pass the python of its environment, DIR/bin/python"
         )
     python = os.path.abspath(found)
     command = [python, "-I", "-c", "import gguf, llama_cpp, numpy"]

@@ -144,12 +144,7 @@ Pair = tuple[Half, Half]
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Measure; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: A server or a request failed.
-    """
+    """Measure; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench cost", (CostConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     folder, case = config.folder(environment), CASES[config.of]

@@ -229,11 +229,7 @@ def chosen(config: OfflineConfig, device: str) -> Preset:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the benchmark, print its table and write its JSON; return the exit code.
-
-    Raises:
-        ConfigError: The flags, the model and the machine do not go together.
-    """
+    """Run the benchmark, print its table and write its JSON; return the exit code. Raises ConfigError."""
     model, engine, config = parse_flags(
         "bench offline", [ModelConfig, EngineConfig, OfflineConfig], arguments, environment, about=ABOUT
     )

@@ -194,12 +194,7 @@ def median_of(spreads: Sequence[Spread]) -> Spread:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the benchmark; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the Redis cannot work; nothing was measured.
-        PipelineStuck: A stage made no progress.
-    """
+    """Run the benchmark; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench pipeline", [PipelineConfig], arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     if config.redis_url:

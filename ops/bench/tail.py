@@ -24,9 +24,8 @@ import orjson
 from ops.bench import report
 from ops.bench.load import CHAT_PROMPT, DONE, Answer, Arrival, Client, Form, connected, timed_frames
 from ops.bench.models import CheckpointConfig, Prompts
-from ops.bench.serve import above_zero
 from ops.bench.targets import SILENCE_TIMEOUT_S, SideFailed, our_server, scratch_and_status
-from pipeline.flags import at_least, flag, parse_flags, seconds
+from pipeline.flags import above_zero, at_least, flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Starts a server and measures the time per token of running streams with and without long prompts beside them. Exits with
@@ -92,12 +91,7 @@ class Run:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Measure; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: The server or a request failed.
-    """
+    """Measure; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench tail", (TailConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     folder = config.folder(environment)

@@ -41,7 +41,13 @@ def test_percentiles_are_interpolated() -> None:
 
 def test_throughput_counts_whole_answers_over_the_time_of_all_requests() -> None:
     summary = report.summarize(measured(FAST, SLOW, FAILED))
-    expected = {"num_requests": 3, "num_failed": 1, "output_tokens": 6, "prompt_tokens": 20, "cached_tokens": 4}
+    expected: dict[str, float] = {
+        "num_requests": 3,
+        "num_failed": 1,
+        "output_tokens": 6,
+        "prompt_tokens": 20,
+        "cached_tokens": 4,
+    }
     expected |= {"duration_s": 4, "output_tokens_per_s": 6 / 4, "total_tokens_per_s": 26 / 4, "requests_per_s": 2 / 4}
     expected |= {"tokens_per_chunk": 6 / 4}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
