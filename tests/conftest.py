@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import settings
+from support.memory_log.log import MemoryLog
 from support.redis_servers import PLACES, Servers
 from support.selection import by_night, chosen, group_of_file
 from werkzeug.routing import Rule
 
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.memory.streams import Id, id_text
+from support.memory_log.log import MemoryLog
+from support.memory_log.streams import Id, id_text
+
 from pipeline.log.protocol import Entry, Owner, RequestLimits
 from pipeline.names import Names, parse_id
 

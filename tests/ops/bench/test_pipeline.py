@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_log.log import MemoryLog
 from support.redis_servers import Servers, command
 from support.servers import run_command
 
@@ -21,7 +22,6 @@ from ops.bench.pipeline_clients import Unanswered, carry_out
 from ops.bench.pipeline_way import IdleEngine, added_us, step_times_alone
 from ops.bench.report import Spread
 from pipeline.events import SamplingParams
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.names import Names
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample

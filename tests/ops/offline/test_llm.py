@@ -25,11 +25,7 @@ from minisgl import LLM, SamplingParams
 from ops.bench.models import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
-from ops.offline.stages import UnwatchedSlot
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.log.memory.log import MemoryLog
-from pipeline.names import Names
-from pipeline.stage.slots import acquire_slot
 from stages.generate.loop.flights import Forward
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -233,21 +229,9 @@ def test_more_prompts_than_are_taken_at_once_all_end_in_order_and_leave_nothing_
     prompts = [[index + 1] * 3 for index in range(20)]
     with WatchedLLM(folder, max_running_requests=2) as llm:
         completions = llm.generate(prompts, GREEDY)
-        left = [key for key in llm._stages.log._streams.by_key if "request:" in key or "replies:" in key]
+        left = dict(llm._stages.log._histories)
     assert [list(completion.prompt_token_ids) for completion in completions] == prompts
-    assert left == []
-
-
-def test_a_prompt_may_come_before_the_engine_has_told_the_log_what_it_serves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speak = UnwatchedSlot._speak
-    monkeypatch.setattr(
-        UnwatchedSlot, "_speak", lambda self, status: speak(self, status.model_copy(update={"context": 0}))
-    )
-    with LLM(folder, num_pages=64) as llm:
-        (completion,) = llm.generate([[1, 2, 3]], GREEDY)
-    assert completion.token_ids
+    assert left == {}
 
 
 def test_prompts_are_not_held_back_beside_running_requests_unless_asked_for(folder: Path) -> None:
@@ -396,18 +380,6 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(folder: Path) -> None:
             llm.generate("Hello!")
         with pytest.raises(MiniSGLError):
             llm.flush_cache()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_slot_whose_thread_breaks_is_lost_and_the_callers_process_goes_on() -> None:
-    class Breaks(MemoryLog):
-        def renew(self, *_: object) -> bool:
-            raise ZeroDivisionError
-
-    log = Breaks(Names())
-    slot_lease = UnwatchedSlot(log, acquire_slot(log, "generate", 60), 60)
-    assert slot_lease.lost.wait(20)
-    slot_lease.leave()
 
 
 def test_ctrl_c_lets_go_of_what_runs_and_the_model_goes_on(llm: WatchedLLM) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from support.log_contract import put
+from support.memory_log.log import MemoryLog
 
 from ops.replay.show import why
 from pipeline.events import Chunk, StepCompleted, StepStats, TokenRow, encode
 from pipeline.log.journal import JournalWriter
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry
 from pipeline.names import Names
 

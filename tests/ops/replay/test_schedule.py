@@ -11,13 +11,13 @@ import orjson
 import pytest
 from support.journalled import ENGINE, EPOCH, Life, live
 from support.log_contract import put
+from support.memory_log.log import MemoryLog
 
 from minisgl import main
 from ops.replay.schedule import far_off
 from pipeline.archive.folder import make_archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Submitted, Tokenized, TokensProduced, encode
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, Names, tokens_id
 from pipeline.recording import Recording

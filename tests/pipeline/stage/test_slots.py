@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from structlog.contextvars import bound_contextvars
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogError, LogFull, LogUnavailable, UndecodableEvent
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Owner
 from pipeline.metrics.counters import Measures, read_snapshot
 from pipeline.metrics.families import PROMPT_TOKENS
@@ -397,7 +397,7 @@ def run_worker(body: str) -> subprocess.CompletedProcess[str]:
     program = """
         import sys, threading, time
         from pipeline.stage import slots
-        from pipeline.log.memory.log import MemoryLog
+        from support.memory_log.log import MemoryLog
         from pipeline.names import Names
 
         slots.WATCHDOG_S = 0.2

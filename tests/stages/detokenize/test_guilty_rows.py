@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.folds import DECODER, admitted
+from support.memory_log.log import MemoryLog
 from support.selection import by_night
 
 from pipeline.events import (
@@ -28,7 +29,6 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
 from pipeline.names import Names, new_uid

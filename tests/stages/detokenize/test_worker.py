@@ -13,6 +13,7 @@ from support.dialects import make_tokenizer
 from support.folds import DECODER, token_row
 from support.log_contract import put
 from support.measured import count_of
+from support.memory_log.log import MemoryLog
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +31,6 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (

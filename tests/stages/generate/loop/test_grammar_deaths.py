@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 import stages.generate
 from pipeline.events import Cancelled, EventRow, Failed, Finished, Preempted, TakenOver
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
 from stages.generate.loop.grammars import GrammarMatcher, Grammars

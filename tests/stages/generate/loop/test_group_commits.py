@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import Cancelled, Finished, StepCompleted, TokensProduced
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
 from stages.generate.loop.outbox import MOST_HANDED_OVER, MOST_TOGETHER

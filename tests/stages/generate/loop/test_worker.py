@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Scene
+from support.memory_log.log import MemoryLog
 from support.redis_servers import Servers, command, until
 
 from pipeline.errors import LogUnavailable, UndecodableEvent
@@ -32,7 +33,6 @@ from pipeline.events import (
     encode,
 )
 from pipeline.flags import parse_config
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, StreamLog, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id

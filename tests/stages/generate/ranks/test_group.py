@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable, RankLost
 from pipeline.flags import parse_config
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Owner
 from pipeline.log.ranks import Formation
 from pipeline.names import Names
