@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 # How long an example takes is a matter of the machine.
-settings.register_profile("default", deadline=None, max_examples=by_night(25, 100))
+settings.register_profile("default", deadline=None, max_examples=by_night(15, 100))
 settings.load_profile("default")
 gc.disable()  # until all tests are collected: a tenth of the time for that, and hardly any of it is garbage
 # httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.

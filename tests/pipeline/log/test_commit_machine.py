@@ -161,7 +161,7 @@ NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("10", "200")))
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True
 )
-STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=max(8, NUM_STORIES // 10))
+STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=max(by_night(4, 8), NUM_STORIES // 10))
 
 
 @dataclass(frozen=True)

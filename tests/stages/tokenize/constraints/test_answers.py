@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from support.calls import noted
 from support.dialects import make_tokenizer
+from support.selection import rest_at_night
 from tokenizers import Tokenizer
 
 from pipeline.errors import RequestError
@@ -189,7 +190,7 @@ def refused(work: Callable[[], object]) -> tuple[str, str, str]:
 # tool calls
 
 
-@pytest.mark.parametrize("added", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("added", rest_at_night([True, False]), ids=["tokens", "texts"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_required_calls_are_of_the_tools_and_their_schemas(family: GetFamily, template: str, added: bool) -> None:
     model, look, wait, both = family(template, added=added), LOOKS[template], WAITS[template], BOTH[template]
@@ -582,7 +583,7 @@ def test_one_of_many_texts_comes_after_thinking_or_in_place_of_a_call(family: Ge
     assert calls.wrong(called, "a", "a4096", "a0" + LOOKS["hermes"], good=False) == []
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("budget", rest_at_night([0, 1, 5, 2, 3, 4, 16], first=3))
 @pytest.mark.parametrize("bound", [True, False], ids=["schema", "free"])
 def test_thinking_has_as_many_tokens_as_its_budget_and_no_more(family: GetFamily, bound: bool, budget: int) -> None:
     answer = '{"n":1}' if bound else "It is."
