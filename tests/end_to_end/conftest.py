@@ -113,6 +113,13 @@ def measured_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) ->
     return shared.get("measured", lambda: _with_long_answers(tmp_path_factory.mktemp("measured")))
 
 
+@pytest.fixture(scope="module")
+def forgetting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own: a request that is forgotten while it runs counts where it began, and nowhere as ended."""
+    with _with_long_answers(tmp_path_factory.mktemp("forgetting")) as server:
+        yield server
+
+
 @contextlib.contextmanager
 def _as_it_comes(folder: Path) -> Iterator[Server]:
     with serve(folder) as server:

@@ -9,14 +9,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.bursts import BURST, answers_of, burst, engines_of, uids_of
 from support.redis_servers import find_servers, running_server
 from support.selection import AT_NIGHT, by_night, rest_at_night
 from support.servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
-from support.streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
+from support.streams import (
+    BURST,
+    PROMPTS,
+    Stream,
+    answers_of,
+    assert_nothing_is_left,
+    assert_whole,
+    burst,
+    engines_of,
+    events_of,
+    uids_of,
+)
 
 from ops.bench.models import nonsense
-from pipeline.events import Admitted, Finished, TakenOver
+from pipeline.events import Admitted, TakenOver
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.stage.slots import Status, read_statuses
@@ -103,9 +113,7 @@ def ask(stages: Stages) -> list[Stream]:
 
 
 def begun(stages: Stages) -> list[Stream]:
-    streams = ask(stages)
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
-    return streams
+    return [stream.begun() for stream in ask(stages)]
 
 
 def engines(stages: Stages, streams: list[Stream]) -> set[str]:
@@ -123,9 +131,7 @@ def assert_all_is_whole(stages: Stages, streams: list[Stream], undisturbed: dict
     for stream in streams:
         assert stream.answer == undisturbed[stream.prompt]
     with stages.server.log() as log:
-        for stream in streams:
-            events = events_of(log, stream.uid)
-            assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+        assert_whole(log, streams)
         assert_nothing_is_left(log, "generate-0", "generate-1")
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,33 +151,6 @@ def test_an_answer_is_what_structured_outputs_say(shared: WatchedLLM) -> None:
     assert all(re.fullmatch("[ab]{3}", completion.text) for completion in both)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "words"),
-    [
-        ({}, "structured_outputs: send one of `json`, `regex`"),
-        ({"regex": "a", "choice": ["b"]}, "an answer can have one constraint"),
-        ({"regex": "(a"}, "structured_outputs.regex: cannot be enforced: "),
-        ([{"regex": "a"}, {"json": {"type": "nothing"}}], "structured_outputs[1].json: cannot be enforced: "),
-        ([{"regex": "a"}, {"regex": "a", "flags": "i"}], "structured_outputs[1].flags: unknown; leave it out"),
-        ([{"regex": "a"}], "structured_outputs: 1 given for 2 prompts; pass one for all, or one for each"),
-        ({"json": {1, 2}}, "structured_outputs: cannot be sent as JSON: "),
-        ("[ab]", "structured_outputs: got str, expected a dict such as {'json': schema}, or a list"),
-        (
-            {"regex": "a", "whitespace_pattern": " "},
-            "structured_outputs.whitespace_pattern: only allowed with a JSON schema",
-        ),
-    ],
-)
-def test_structured_outputs_that_cannot_be_enforced_are_refused_before_anything_runs(
-    shared: WatchedLLM, outputs: Any, words: str
-) -> None:
-    num_steps = len(shared.engine.plans)
-    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
-        shared.generate(["a", "b"], GREEDY, structured_outputs=outputs)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
-    assert len(shared.engine.plans) == num_steps
-
-
 def test_no_prompts_are_no_completions(shared: WatchedLLM) -> None:
     assert shared.generate([]) == []
 
@@ -268,61 +241,68 @@ def test_two_threads_may_ask_one_model(shared: WatchedLLM) -> None:
 # what it refuses
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ("", "is empty"),
-        ([], "is empty"),
-        (7, "got int, expected a string, a list of messages or a list of token ids"),
-        (None, "got NoneType"),
-        (b"bytes", "got bytes"),
-        ([1, "two"], "got a list of int, str"),
-        ([1, True], "got a list of bool, int"),
-        ([1, -1], "this model has no token -1; its tokens go from 0 to 258"),
-        ([1, 259], "this model has no token 259"),
-        ([1] * 4096, "maximum context length is 4096 tokens"),
-        ("x" * 4096, "maximum context length is 4096 tokens"),
-        ("x" * 1_000_000, "at least"),
-        ([{"role": "robot", "content": "Hello!"}], "messages.0.role"),
-        ([{"role": 3, "content": "Hello!"}], "messages.0.role"),
-        ([{"role": "user"}], "messages.0.content"),
-        ([{"role": "user", "content": b"Hello!"}], "cannot be sent as JSON"),
-        ([{"role": "user", "content": "a"}, "b"], "got a list of dict, str"),
-        ("\ud800", "could not be tokenized"),
-    ],
+BAD_PROMPTS: Sequence[tuple[Any, str]] = (
+    ("", "is empty"),
+    ([], "is empty"),
+    (7, "got int, expected a string, a list of messages or a list of token ids"),
+    (None, "got NoneType"),
+    (b"bytes", "got bytes"),
+    ([1, "two"], "got a list of int, str"),
+    ([1, True], "got a list of bool, int"),
+    ([1, -1], "this model has no token -1; its tokens go from 0 to 258"),
+    ([1, 259], "this model has no token 259"),
+    ([1] * 4096, "maximum context length is 4096 tokens"),
+    ("x" * 4096, "maximum context length is 4096 tokens"),
+    ("x" * 1_000_000, "at least"),
+    ([{"role": "robot", "content": "Hello!"}], "messages.0.role"),
+    ([{"role": 3, "content": "Hello!"}], "messages.0.role"),
+    ([{"role": "user"}], "messages.0.content"),
+    ([{"role": "user", "content": b"Hello!"}], "cannot be sent as JSON"),
+    ([{"role": "user", "content": "a"}, "b"], "got a list of dict, str"),
+    ("\ud800", "could not be tokenized"),
 )
-def test_a_bad_prompt_is_named_by_its_index_before_anything_runs(shared: WatchedLLM, bad: Any, words: str) -> None:
-    before = len(shared.engine.plans)
-    with pytest.raises(ValueError, match=r"^prompts\[2\]: ") as raised:
-        shared.generate(["good", [1, 2], bad, "good"], GREEDY)
-    assert words in str(raised.value)
-    assert len(shared.engine.plans) == before
-
-
-@pytest.mark.parametrize("prompts", [7, None, {"role": "user"}, b"bytes", {"a"}], ids=repr)
-def test_what_is_no_list_of_prompts_is_refused(shared: WatchedLLM, prompts: Any) -> None:
-    with pytest.raises(ValueError, match=r"^prompts: got "):
-        shared.generate(prompts)
+BAD_PARAMETERS: Sequence[tuple[Any, str]] = (
+    ([GREEDY], "sampling_params: 1 given for 2 prompts"),
+    ([GREEDY] * 3, "sampling_params: 3 given for 2 prompts"),
+    ([GREEDY, {"max_tokens": 3}], "sampling_params[1]: got dict"),
+    (SamplingParams(max_tokens=3, min_tokens=4), "sampling_params[0]: min_tokens 4 is larger than max_tokens 3"),
+    (5, "sampling_params: got int"),
+    ([GREEDY, SamplingParams(stop=("\ud800",))], "sampling_params[1]: a stop string contains a lone surrogate"),
+    ([GREEDY, SamplingParams(stop=("a", ""))], "sampling_params[1]: an empty stop string"),
+)
+BAD_OUTPUTS: Sequence[tuple[Any, str]] = (
+    ({}, "structured_outputs: send one of `json`, `regex`"),
+    ({"regex": "a", "choice": ["b"]}, "an answer can have one constraint"),
+    ({"regex": "(a"}, "structured_outputs.regex: cannot be enforced: "),
+    ([{"regex": "a"}, {"json": {"type": "nothing"}}], "structured_outputs[1].json: cannot be enforced: "),
+    ([{"regex": "a"}, {"regex": "a", "flags": "i"}], "structured_outputs[1].flags: unknown; leave it out"),
+    ([{"regex": "a"}], "structured_outputs: 1 given for 2 prompts; pass one for all, or one for each"),
+    ({"json": {1, 2}}, "structured_outputs: cannot be sent as JSON: "),
+    ("[ab]", "structured_outputs: got str, expected a dict such as {'json': schema}, or a list"),
+    (
+        {"regex": "a", "whitespace_pattern": " "},
+        "structured_outputs.whitespace_pattern: only allowed with a JSON schema",
+    ),
+)
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ([GREEDY], "sampling_params: 1 given for 2 prompts"),
-        ([GREEDY] * 3, "sampling_params: 3 given for 2 prompts"),
-        ([GREEDY, {"max_tokens": 3}], "sampling_params[1]: got dict"),
-        (SamplingParams(max_tokens=3, min_tokens=4), "sampling_params[0]: min_tokens 4 is larger than max_tokens 3"),
-        (5, "sampling_params: got int"),
-        ([GREEDY, SamplingParams(stop=("\ud800",))], "sampling_params[1]: a stop string contains a lone surrogate"),
-        ([GREEDY, SamplingParams(stop=("a", ""))], "sampling_params[1]: an empty stop string"),
-    ],
+    ("given", "words"),
+    [({"prompts": ["good", [1, 2], bad, "good"]}, ("prompts[2]: ", words)) for bad, words in BAD_PROMPTS]
+    + [({"prompts": bad}, ("prompts: got ",)) for bad in (7, None, {"role": "user"}, b"bytes", {"a"})]
+    + [({"sampling_params": bad}, (words,)) for bad, words in BAD_PARAMETERS]
+    + [({"structured_outputs": bad}, (words,)) for bad, words in BAD_OUTPUTS],
 )
-def test_bad_parameters_are_refused_before_anything_runs(shared: WatchedLLM, params: Any, words: str) -> None:
-    before = len(shared.engine.plans)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the words are compared below
-        shared.generate(["one", "two"], params)
-    assert words in str(raised.value)
-    assert len(shared.engine.plans) == before
+def test_what_cannot_be_asked_is_refused_in_a_line_before_anything_runs(
+    shared: WatchedLLM, given: dict[str, Any], words: Sequence[str]
+) -> None:
+    num_steps = len(shared.engine.plans)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
+        shared.generate(**{"prompts": ["a", "b"], "sampling_params": GREEDY} | given)
+    said = str(refused.value)
+    assert said.startswith(next(iter(given))) and "\n" not in said
+    assert all(each in said for each in words)
+    assert len(shared.engine.plans) == num_steps
 
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_answered(shared: WatchedLLM) -> None:

@@ -85,10 +85,6 @@ def test_a_count_says_how_often_it_fires(tmp_path: Path) -> None:
     assert codes == [-signal.SIGKILL] * 3 + [0]
 
 
-def test_it_fires_from_the_passing_on_that_it_names(tmp_path: Path) -> None:
-    assert run(tmp_path, f"{POINT}=exit@2") == (-signal.SIGKILL, ["passed 1"])
-
-
 def test_a_stopped_process_stands_still_and_then_goes_on(tmp_path: Path) -> None:
     stop_s = 0.3
     with subprocess.Popen(
