@@ -25,6 +25,7 @@ from pipeline.errors import LogError
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.stage.slots import SlotLease, acquire_slot
@@ -249,7 +250,12 @@ async def _listen(
     config = HttpConfig(clients.max_body_bytes, most, log_limiter, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
-    await serve(app, listener, config, stop)
+
+    def count_probe() -> None:
+        frontend.measures.add(HTTP_REQUESTS, "/health", "GET")
+        frontend.measures.add(HTTP_RESPONSES, "/health", "GET", "200")
+
+    await serve(app, listener, config, stop, answered_probe=count_probe)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:

@@ -38,7 +38,7 @@ def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
 
 
 class Site:
-    """A frontend with its application, and what it says of itself."""
+    """A frontend with its application, and what it says of itself. *more* are options of the frontend."""
 
     def __init__(
         self,
@@ -46,25 +46,14 @@ class Site:
         limits: RequestLimits,
         name: str = "web-0",
         *,
-        disconnect_grace_s: float = 0.0,
-        strict_model_names: bool = False,
-        max_log_bytes: int = 0,
         keys: Keys | None = None,
         origins: Origins | None = None,
-        archive: str = "",
         pages: Path | None = None,
+        **more: Any,
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
-        self.frontend = Frontend(
-            name,
-            self.log,
-            self._say,
-            disconnect_grace_s=disconnect_grace_s,
-            strict_model_names=strict_model_names,
-            max_log_bytes=max_log_bytes,
-            archive=archive,
-        )
+        self.frontend = Frontend(name, self.log, self._say, **more)
         self.app: Quart = create_app(self.frontend, keys, origins=origins, pages=pages)
         self.client = self.app.test_client()
 
@@ -127,35 +116,13 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    url: str,
-    name: str = "web-0",
-    *,
-    ready: bool = True,
-    limits: RequestLimits = DEFAULT_LIMITS,
-    disconnect_grace_s: float = 0.0,
-    strict_model_names: bool = False,
-    max_log_bytes: int = 0,
-    keys: Keys | None = None,
-    origins: Origins | None = None,
-    archive: str = "",
-    pages: Path | None = None,
+    url: str, name: str = "web-0", *, ready: bool = True, limits: RequestLimits = DEFAULT_LIMITS, **more: Any
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over.
 
-    *pages*: the folder of its pages; None: it has none.
+    *more*: options of `Site`, of which *pages* is the folder of its pages; None: it has none.
     """
-    site = Site(
-        url,
-        limits,
-        name,
-        disconnect_grace_s=disconnect_grace_s,
-        strict_model_names=strict_model_names,
-        max_log_bytes=max_log_bytes,
-        keys=keys,
-        origins=origins,
-        archive=archive,
-        pages=pages,
-    )
+    site = Site(url, limits, name, **more)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):

@@ -1,4 +1,5 @@
-"""The connections of clients: how they are accepted, wait and end. `web.http.protocol` has their requests.
+"""The connections of clients: how they wait and end. `web.http.acceptor` accepts them, `web.http.protocol` has
+their requests.
 
 while a request is answered  its client is read on, so that a disconnect is noticed at once
 an early answer              the rest of the body is read and dropped, for LINGER_S: closing would lose the answer
@@ -13,19 +14,18 @@ import asyncio
 import contextlib
 import random
 import socket
+from collections.abc import Callable
 from typing import Any, Final
 
-import structlog
+import orjson
 from quart import Quart
 
 from pipeline.errors import RequestError
+from web.http.acceptor import ALIVE, Acceptor
 from web.http.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
 from web.http.connection_limit import address_of
-from web.http.listener import BACKLOG
-from web.http.protocol import RECEIVED_BYTES, Protocol, written
+from web.http.protocol import RECEIVED_BYTES, Protocol, refused, written
 from web.http.turns import RoundRobin
-
-logger = structlog.get_logger()
 
 BODY_TIMEOUT_S: Final = 30
 LINGER_S: Final = float(BODY_TIMEOUT_S)
@@ -38,25 +38,35 @@ KEPT_S: Final = 2.0
 """How long a connection without a place may take for its probe and the answer."""
 GRACE_S: Final = 1.0
 """How long connections may take to end when the server stops."""
-ACCEPTED_AT_ONCE: Final = 16
-"""Connections that are accepted before other tasks have a turn."""
-ACCEPTED_AGAIN_S: Final = 1.0
-"""Pause in accepting connections after files or memory ran out."""
 UNREAD_BYTES: Final = 4 << 10
 """A socket is not read while twice as many bytes wait to be parsed."""
 
 
-async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: asyncio.Event) -> None:
-    """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*."""
-    door = _Door(ASGIWrapper(app), listener, config)
+async def serve(
+    app: Quart,
+    listener: socket.socket,
+    config: HttpConfig,
+    stop: asyncio.Event,
+    *,
+    answered_probe: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*.
+
+    A thread calls *answered_probe* for each probe that *app* does not see.
+    """
+    door = _Door(ASGIWrapper(app), config)
+
+    def answer_probe() -> bytes:
+        answered_probe()
+        return written(200, orjson.dumps(ALIVE), config)
+
     await app.startup()
-    listener.setblocking(False)
-    listener.listen(BACKLOG)
-    door.open()
+    acceptor = Acceptor(listener, door.take, answer_probe)
+    acceptor.open()
     try:
         await stop.wait()
     finally:
-        door.close()
+        acceptor.close()
         listener.close()
         await door.context.terminated.set()
         for connection in door.tasks.values():
@@ -74,42 +84,20 @@ class _Door:
     """Takes connections in. To refuse one takes a few system calls and no transport: there may be thousands in a
     second."""
 
-    def __init__(self, app: ASGIWrapper, listener: socket.socket, config: HttpConfig) -> None:
+    def __init__(self, app: ASGIWrapper, config: HttpConfig) -> None:
         self.app, self.config, self.context = app, config, WorkerContext(None)
         self.loop = asyncio.get_running_loop()
         self.turns = RoundRobin(self.loop)
         self.received = bytearray(RECEIVED_BYTES)
         self.tasks: dict[asyncio.Task[None], Connection] = {}
-        self._listener = listener
-        self._opening: asyncio.TimerHandle | None = None
 
-    def open(self) -> None:
-        self._opening = None
-        self.loop.add_reader(self._listener, self._accept)
-
-    def close(self) -> None:
-        self.loop.remove_reader(self._listener)
-        if self._opening is not None:
-            self._opening.cancel()
-
-    def _accept(self) -> None:
-        """Accept some of those who wait; the loop calls again while there are more."""
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                client, address = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no files or memory are left
-                logger.warning("not_accepted", error=str(error))
-                self.close()
-                self._opening = self.loop.call_later(ACCEPTED_AGAIN_S, self.open)
-                return
-            client.setblocking(False)
-            connection = Connection(self, client, address)
-            if connection.takes_place():
-                task = self.loop.create_task(connection.run())
-                self.tasks[task] = connection
-                task.add_done_callback(self.tasks.pop)
+    def take(self, client: socket.socket, address: Any) -> None:
+        """Answer the requests of *client*, or refuse it."""
+        connection = Connection(self, client, address)
+        if connection.takes_place():
+            task = self.loop.create_task(connection.run())
+            self.tasks[task] = connection
+            task.add_done_callback(self.tasks.pop)
 
 
 class _Receiver(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
@@ -160,7 +148,7 @@ class Connection:
         if self.no_place is None or self.config.connection_limit.keep(self):
             return True
         with contextlib.suppress(OSError):
-            self._socket.send(written(self.no_place, self.config))
+            self._socket.send(refused(self.no_place, self.config))
             self._socket.recv(RECEIVED_BYTES)  # with unread data, closing would make TCP discard the answer
         self._socket.close()
         return False

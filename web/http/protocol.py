@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import h11
@@ -141,7 +141,7 @@ class Protocol:
         if self.can_refuse:
             if is_logged:
                 logger.info("request", status=error.status, error=error.code)
-            answer = written(error, self._config, has_body=requests.method != b"HEAD")
+            answer = refused(error, self._config, has_body=requests.method != b"HEAD")
             await self.end()
             await connection.write(answer)
         await connection.close(lingers=not is_whole)
@@ -327,16 +327,28 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def written(error: RequestError, config: HttpConfig, *, has_body: bool = True) -> bytes:
-    """Return an answer that comes from no application."""
-    body = error_body(error)
+def refused(error: RequestError, config: HttpConfig, *, has_body: bool = True) -> bytes:
+    """Return *error* as an answer that no application gives."""
+    retry = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+    return written(error.status, error_body(error), config, retry, has_body=has_body)
+
+
+def written(
+    status: int,
+    body: bytes,
+    config: HttpConfig,
+    more_headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    has_body: bool = True,
+) -> bytes:
+    """Return an answer with a JSON *body*, the last one of its connection."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", uuid.uuid4().hex.encode()),
-        *([(b"retry-after", b"1")] if error.status in (429, 503) else []),
+        *more_headers,
         CLOSE,
         *config.response_headers("h11"),
     ]
-    lines = [b"HTTP/1.1 %d " % error.status, *(b"%b: %b" % header for header in headers)]
+    lines = [b"HTTP/1.1 %d " % status, *(b"%b: %b" % header for header in headers)]
     return b"\r\n".join([*lines, b"", body if has_body else b""])

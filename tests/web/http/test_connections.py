@@ -316,6 +316,37 @@ def test_http_1_0_gets_its_answer_and_then_the_end(scene: Scene) -> None:
             client.sees_the_end()
 
 
+PROBE = head("GET /health HTTP/1.1", "Host: localhost", "Connection: close")
+PLAIN_PATHS = {"a thread": PROBE, "the application": PROBE.replace(b"Host", b"X-Other: 1\r\nHost")}
+"""Who answers a probe -> one that it answers."""
+
+
+def test_a_probe_gets_the_same_answer_from_the_thread_and_the_application(scene: Scene) -> None:
+    answers = []
+    for probe in PLAIN_PATHS.values():
+        with scene.client() as client:
+            client.send(probe)
+            answer = client.answer()
+            client.sees_the_end()
+        assert answer.headers.pop("x-request-id") and answer.headers.pop("date")
+        answers.append((answer.status, sorted(answer.headers.items()), answer.body))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("who", PLAIN_PATHS)
+def test_each_probe_is_counted(scene: Scene, who: str) -> None:
+    def counts() -> list[float]:
+        lines = [line for line in scene.get("/metrics").body.decode().splitlines() if 'endpoint="/health"' in line]
+        return [sum(float(line.split()[-1]) for line in lines if name in line) for name in ("_requests", "_responses")]
+
+    before = counts()
+    for _ in range(3):
+        with scene.client() as client:
+            client.send(PLAIN_PATHS[who])
+            assert client.answer().status == 200
+    until(lambda: [after - first for after, first in zip(counts(), before, strict=True)] == [3, 3])
+
+
 def test_head_gets_the_headers_alone(scene: Scene) -> None:
     with scene.client() as client:
         for path, status in (("/health", 200), ("/nothing", 404), ("/health", 200)):

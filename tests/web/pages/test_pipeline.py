@@ -7,8 +7,7 @@ from typing import Any
 import openai
 import pytest
 from selenium.webdriver.common.keys import Keys
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import StandIn
@@ -117,9 +116,9 @@ def test_the_page_shows_workers_streams_and_requests_and_finds_them(
     for slot in ("web-0", "tokenize-0", "detokenize-0"):
         browser.has(f"[data-slot='{slot}']", "ready")
     browser.has("[data-stream='submitted']", "empty")
-    browser.choose("#state", "failed,unreadable")
+    browser.fill("#state", "failed,unreadable")
     browser.until(lambda: _listed(browser) == [uids[2]], "the failed one alone")
-    browser.choose("#state", "all")
+    browser.fill("#state", "all")
     browser.type("#search", "SAY: TWO")
     browser.until(lambda: _listed(browser) == [uids[1]], "the one with this label")
     browser.button(uids[1])

@@ -14,8 +14,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 from support import stand_in_stages
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.stand_in_stages import SAY, StandIn
 from support.web_process import Server, serving
@@ -320,7 +319,7 @@ def test_the_form_has_every_field_and_sends_what_it_says(page: Browser, server: 
     }  # fmt: skip
     for name, value in values.items():
         put(page, f"#field-{name}", value)
-    page.choose("#field-ignore_eos", "true")
+    page.fill("#field-ignore_eos", "true")
     asked(page, "say: x")
     event = lasting.requests()[0][1]
     sampling = event.sampling
@@ -426,7 +425,7 @@ def test_an_answer_that_the_page_left_is_read_to_its_end_when_it_is_opened_again
 
 def test_an_answer_in_one_piece_is_shown_as_it_came(page: Browser, lasting: StandIn) -> None:
     page.run("document.querySelector('.more').open = true")
-    page.choose("#field-stream", "false")
+    page.fill("#field-stream", "false")
     asked(page, "say: whole")
     assert texts(page, ".body .markdown") == ["whole"]
     page.button("Show the request", ".answer")
@@ -679,7 +678,7 @@ def test_nothing_that_a_model_is_called_is_executed(
         opened(browser, server)
         options = texts(browser, ".side-head option")
         assert options == names
-        browser.choose(".side-head select", names[3])
+        browser.fill(".side-head select", names[3])
         asked(browser, "say: x")
         assert texts(browser, ".fact.model") == [names[3]]
         assert browser.run("return trapped") == [] and browser.run(CENSUS) == []

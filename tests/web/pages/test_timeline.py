@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from selenium.webdriver.common.keys import Keys
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import SAY, StandIn

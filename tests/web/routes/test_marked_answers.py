@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 from support.chunks import documents, put_together, split
 from support.marked_texts import FAMILIES, written
-from support.selection import by_night
+from support.selection import by_night, rest_at_night
 from support.stand_in_stages import StandIn
 from support.web_site import IDS, Site, chat
 
@@ -38,7 +38,7 @@ def after(stream: bytes, n: int) -> bytes:
     return b"".join(frames[max(seen) :])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_at_night(FAMILIES, first=4))
 async def test_a_stream_with_calls_goes_on_after_any_event_byte_by_byte(
     here: Site, there: Site, stand_in: StandIn, family: ToolFormat
 ) -> None:
