@@ -46,7 +46,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "replay": "ops.replay",
     "top": "ops.top.command",
     "dead": "ops.dead",
-    "bench": "ops.bench.command",
+    "bench": "ops.bench",
 }
 """Each module has `main(arguments, environment)`, which returns the exit code."""
 WITH_THEIR_NAME: Final = ("serve", "stage")

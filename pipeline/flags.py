@@ -74,6 +74,8 @@ def _number(kind: Callable[[str], N], is_allowed: Callable[[N], bool], expected:
 
 seconds: Final = _number(float, lambda value: 0 < value < math.inf, "a number of seconds above 0")
 seconds_or_0: Final = _number(float, lambda value: 0 <= value < math.inf, "a number of seconds, at least 0")
+above_zero: Final = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+temperature: Final = _number(float, lambda value: 0 <= value <= 2, "a number from 0 to 2")
 share: Final = _number(float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
 
 

@@ -50,12 +50,12 @@ HARD_EXIT_S: Final = 3.0
 EXIT_HARD: Final = 1
 BEAT_S: Final = 0.5
 YOUNG: Final = 5_000
-"""Objects between two collections of the young ones. A step of many streams makes hundreds, which no cycle keeps."""
+"""Objects between two collections of young ones. A step of many streams makes hundreds, none of them in a cycle."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How long threads that fold histories may keep the interpreter from the loop, which asks for it in each turn."""
+"""How long a thread that folds histories may hold the interpreter while the loop waits for it."""
 COLLECT_EVERY_S: Final = 1.0
 COLLECT_SHARE: Final = 0.001
-"""Most of the time that full collections of garbage take."""
+"""Largest share of the time that full garbage collections take."""
 JANITOR_PATIENCE_S: Final = 1.0
 
 
@@ -127,7 +127,7 @@ class Seat:
         self.slot_lease.say(**changes)
 
     def retake(self) -> None:
-        """Take a slot again: the one that was lost, if it is free. Raises as the log does."""
+        """Take a slot again, the lost one if it is free. Raises as the log does."""
         logger.warning("slot_lost", slot=self.slot, epoch=self.slot_lease.owner.epoch)
         before, self.slot_lease = self.slot_lease, self._take(slot_index(self.slot))
         before.leave()
@@ -299,7 +299,7 @@ async def _first_signal() -> None:
 
 
 def _log_loop_error(context: dict[str, Any], log_limiter: LogLimiter) -> None:
-    """Log an error that no task has taken. Without a free file, asyncio reports many a second."""
+    """Log an error that no task has handled. Without a free file, asyncio reports many each second."""
     error, reason = context.get("exception"), context.get("message")
     times = log_limiter.times(f"{reason} {error!r}"[:256])
     if not times:

@@ -8,34 +8,40 @@ While one side runs, the other must be idle, which is measured.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import shlex
+import shutil
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
+import orjson
 from rich.status import Status
 
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
-from ops.bench.models import CheckpointConfig, Prompts, Workload
-from ops.bench.peers import (
-    GGUF_KINDS,
-    Run,
+from ops.bench.load import COMPLETIONS
+from ops.bench.models import CheckpointConfig, Prompt, Prompts
+from ops.bench.serve import check_url
+from ops.bench.targets import (
+    Helper,
     Served,
-    Side,
-    find_llama,
-    llama_process,
-    numerics_of,
+    SideFailed,
+    answering,
+    helper,
+    last_line,
     our_server,
+    program,
+    scratch_and_status,
     served_at,
-    transformers_process,
+    started,
 )
-from ops.bench.processes import interrupt_on_sigterm
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, parse_flags
 
@@ -48,6 +54,8 @@ PACKAGES: Final = ("torch", "transformers", "aiohttp", "redis")
 SUFFIX_TOKENS: Final = 8
 IDLE_CORES: Final = 0.05
 """An idle side uses at most this share of a core."""
+LLAMA: Final = Path(__file__).with_name("llama.py")
+GGUF_KINDS: Final = ("bf16", "q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +100,42 @@ class Task:
     lengths: tuple[tuple[int, int], ...]
     concurrency: int
 
-    def workload(self, prompts: Prompts, seed: int, run: int) -> Workload:
-        """Return the workload of *run*, the same for both sides."""
-        return Workload(prompts.drawn(random.Random(f"{seed}/{self.name}/{run}"), self.lengths), self.concurrency)
+    def drawn(self, prompts: Prompts, seed: int, run: int) -> tuple[Prompt, ...]:
+        """Return the prompts of *run*, the same for both sides."""
+        return prompts.drawn(random.Random(f"{seed}/{self.name}/{run}"), self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    run: Callable[[Sequence[Prompt], int], dict[str, Any]]
+    """Completes prompts, so many at a time; returns `duration_s` and the figures of all `requests`, if it has them."""
+    cpu_s: Callable[[], float | None]
+    """Returns the CPU time of all its processes, or None if they run elsewhere."""
+
+
+def served_side(served: Served) -> Side:
+    """Return a server as a side."""
+
+    def run(prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
+        measured = served.measure(prompts, concurrency)
+        duration_s = report.summarize(measured)["duration_s"]
+        return {"duration_s": duration_s, "requests": report.requests_of(measured)}
+
+    return Side(served.name, run, served.cpu_s)
+
+
+def library_side(library: Helper) -> Side:
+    """Return a library as a side. It computes many requests as one batch, or one request after another."""
+
+    def run(prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
+        lengths = [prompt.output_tokens for prompt in prompts]
+        question = {"ids": [prompt.ids for prompt in prompts], "output_tokens": lengths, "batch": concurrency > 1}
+        return {"duration_s": library.ask(question)["duration_s"], "requests": []}
+
+    return Side(library.name, run, library.cpu_s)
 
 
 def tasks(config: CompareConfig) -> tuple[Task, Task]:
@@ -109,35 +150,34 @@ def tasks(config: CompareConfig) -> tuple[Task, Task]:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Compare; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: A side failed.
-    """
+    """Compare; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench compare", (CompareConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
-    if config.peer_url and not config.peer_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--peer-url {config.peer_url}: must begin with http:// or https://")
-    llama = _llama(config)
+    if config.peer_url:
+        check_url(config.peer_url, "--peer-url")
+    python = checked_llama(config)
     folder = config.folder(environment)
-    prompts = Prompts(folder)
-    threads = config.threads or report.num_cores()
-    interrupt_on_sigterm()
-    status = Console(stderr=True).status("", refresh_per_second=1)  # the measurement needs the cores
-    with status, _both(config, folder, threads, llama, status) as (ours, peer, about):
-        results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
-        status.update("repeating prefixes")
-        prefix = repeated_prefix(ours, prompts, config)
+    prompts, threads = Prompts(folder), config.threads or report.num_cores()
+    flags = ["--model", str(folder), "--dtype", config.dtype, "--threads", str(threads)]
+    flags += shlex.split(config.serve_flags)
+    with scratch_and_status() as (data, status), our_server(data, flags) as (served, ready_s):
+        ours = served_side(served)
+        status.update("starting the peer")
+        with started_peer(config, python, folder, data, threads) as (peer, about):
+            results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
+            status.update("repeating prefixes")
+            prefix = repeated_prefix(served, prompts, config)
+            numerics = served.numerics()
     print(f"{folder.name}, {threads} threads each, on {report.cpu_model()}")
     print(f"medians of {config.runs} alternating runs, {ours.name} through HTTP and Redis")
-    print(f"{ours.name}: {about['minisgl']['numerics']}; {peer.name}: {about['peer'].get('dtype', config.peer_url)}\n")
+    print(f"{ours.name}: {numerics}; {peer.name}: {about.get('dtype', config.peer_url)}\n")
     print(table(results, prefix, ours.name, peer.name))
     document = {
         "options": report.options_of(config),
         "checkpoint": str(folder),
         "threads": threads,
-        **about,
+        "minisgl": {"flags": flags, "ready_s": ready_s, "numerics": numerics},
+        "peer": {"name": peer.name, **about},
         "tasks": results,
         "prefix": prefix,
     }
@@ -145,8 +185,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _llama(config: CompareConfig) -> tuple[str, str] | None:
-    """Return the python that has llama.cpp, and its weights; None: it is not the peer.
+def checked_llama(config: CompareConfig) -> str:
+    """Return the path of the python that has llama.cpp; empty if it is not the peer.
 
     Raises:
         ConfigError: The flags cannot work.
@@ -154,40 +194,101 @@ def _llama(config: CompareConfig) -> tuple[str, str] | None:
     if not config.llama_python:
         if config.gguf:
             raise ConfigError(f"--gguf {config.gguf}: is for llama.cpp; pass --llama-python, too")
-        return None
+        return ""
     if config.peer_url:
         raise ConfigError("--peer-url and --llama-python both name the peer; pass one of them")
-    weights = config.gguf or GGUF_KINDS[0]
-    if weights not in GGUF_KINDS:
-        weights = str(Path(weights).expanduser().absolute())
-        if not Path(weights).is_file():
-            raise ConfigError(f"--gguf {config.gguf}: no such file; pass a GGUF file, or {' or '.join(GGUF_KINDS)}")
-    return find_llama(config.llama_python), weights
+    if config.gguf not in ("", *GGUF_KINDS) and not Path(config.gguf).expanduser().is_file():
+        raise ConfigError(f"--gguf {config.gguf}: no such file; pass a GGUF file, or {' or '.join(GGUF_KINDS)}")
+    found = shutil.which(config.llama_python)
+    if found is None:
+        raise ConfigError(
+            f"--llama-python {config.llama_python}: no such program; pass the python of its environment, DIR/bin/python"
+        )
+    python = os.path.abspath(found)
+    command = [python, "-I", "-c", "import gguf, llama_cpp, numpy"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(
+            f"--llama-python {config.llama_python}: has no llama.cpp ({reason}); run {config.llama_python} -m pip "
+            "install llama-cpp-python gguf"
+        )
+    return python
 
 
 @contextlib.contextmanager
-def _both(
-    config: CompareConfig, folder: Path, threads: int, llama: tuple[str, str] | None, status: Status
-) -> Iterator[tuple[Served, Side, dict[str, dict[str, Any]]]]:
-    """Start our server and the peer; give both, and their descriptions for the JSON."""
-    flags = ["--model", str(folder), "--dtype", config.dtype, "--threads", str(threads)]
-    flags += shlex.split(config.serve_flags)
-    with contextlib.ExitStack() as stack:
-        data = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True))
-        status.update("starting minisgl")
-        ours, ready_s = stack.enter_context(our_server(Path(data), flags))
-        ours_alone = {"flags": flags, "ready_s": ready_s, "numerics": numerics_of(ours)}
-        about: dict[str, dict[str, Any]] = {"minisgl": ours_alone}
-        status.update("starting the peer")
-        if config.peer_url:
-            served = served_at("peer", config.peer_url)
-            yield ours, served, about | {"peer": {"name": served.name, "url": served.url}}
-            return
-        if llama:
-            library = stack.enter_context(llama_process(*llama, folder, Path(data), threads))
-        else:
-            library = stack.enter_context(transformers_process(folder, config.dtype, threads))
-        yield ours, library, about | {"peer": {"name": library.name, **library.about}}
+def started_peer(
+    config: CompareConfig, python: str, folder: Path, scratch: Path, threads: int
+) -> Iterator[tuple[Side, dict[str, Any]]]:
+    """Give the peer, and what it says of itself.
+
+    Raises:
+        MiniSGLError: It does not answer, or cannot load the checkpoint.
+    """
+    if config.peer_url:
+        served = served_at("peer", config.peer_url, COMPLETIONS)
+        yield served_side(served), {"url": served.url}
+        return
+    if python:
+        name, command = (
+            "llama.cpp",
+            [python, "-I", str(LLAMA), gguf_file(config, python, folder, scratch), f"{threads}"],
+        )
+    else:
+        name, command = "transformers", program("compare:transformers_answers", folder, config.dtype, threads)
+    with helper(name, command) as library:
+        about = library.answer()  # the model is loaded
+        yield library_side(library), about
+
+
+def gguf_file(config: CompareConfig, python: str, folder: Path, scratch: Path) -> str:
+    """Return the weights of llama.cpp: a GGUF file, or the checkpoint, converted into *scratch*.
+
+    Raises:
+        SideFailed: It cannot be converted.
+    """
+    kind = config.gguf or GGUF_KINDS[0]
+    if kind not in GGUF_KINDS:
+        return str(Path(kind).expanduser().absolute())
+    file, said = scratch / f"{kind}.gguf", scratch / "gguf.log"
+    with started([python, "-I", str(LLAMA), str(folder), str(file), kind], said) as process:
+        if process.wait():
+            raise SideFailed(f"{folder} could not be converted for llama.cpp: {last_line(said)}")
+    return str(file)
+
+
+def transformers_answers(folder: str, dtype: str, threads: str) -> None:
+    """Be transformers: load the model of *folder*, then answer questions until stdin ends."""
+    with answering() as answer:
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(int(threads))
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # which also turns training off
+        assert model.generation_config is not None
+        model.generation_config.eos_token_id = None  # an answer has exactly the length that was asked
+        answer({"transformers": transformers.__version__, "torch": torch.__version__, "dtype": str(model.dtype)})
+        for line in sys.stdin.buffer:
+            question = orjson.loads(line)
+            requests = list(zip(question["ids"], question["output_tokens"], strict=True))
+            began_s = time.perf_counter()
+            for batch in [requests] if question["batch"] else [[request] for request in requests]:
+                _generate(model, batch)
+            answer({"duration_s": time.perf_counter() - began_s})
+
+
+def _generate(model: Any, batch: Sequence[tuple[Sequence[int], int]]) -> None:
+    """Generate greedily for a batch, padded on the left, until its longest answer is complete."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in batch)
+    most = max(output_tokens for _, output_tokens in batch)
+    ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids, _ in batch])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch])
+    with torch.inference_mode():
+        made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
+    assert made.shape == (len(batch), longest + most), f"{tuple(made.shape)} for {longest} + {most} tokens"
 
 
 def _compared(
@@ -195,17 +296,21 @@ def _compared(
 ) -> dict[str, Any]:
     """Run *task* on both sides in turn; return every run, the medians and their ratio."""
     runs: list[dict[str, Any]] = []
+    output_tokens = sum(output_tokens for _, output_tokens in task.lengths)
     for run in range(config.runs + 1):  # the first one warms up
-        workload = task.workload(prompts, config.seed, run)
+        drawn = task.drawn(prompts, config.seed, run)
         for side, other in (sides, sides[::-1]):
             doing = f"{task.name}: {side.name}, {f'run {run} of {config.runs}' if run else 'warm-up'}"
             status.update(doing)
             before_s = other.cpu_s()
-            done = side.run(workload)
+            done = side.run(drawn, task.concurrency)
             after_s = other.cpu_s()
-            status.console.print(f"{doing}: {done.output_tokens_per_s:,.1f} tokens/s", highlight=False, soft_wrap=True)
-            if run:
-                runs.append(_run_row(run, side, done, before_s, after_s))
+            per_s = output_tokens / done["duration_s"]
+            status.console.print(f"{doing}: {per_s:,.1f} tokens/s", highlight=False, soft_wrap=True)
+            row = {"run": run, "side": side.name, "output_tokens": output_tokens, "output_tokens_per_s": per_s, **done}
+            used = None if before_s is None or after_s is None else (after_s - before_s) / done["duration_s"]
+            runs.append(row | {"cores_of_the_other_side": used})
+    del runs[:2]
     medians = {
         side.name: statistics.median(row["output_tokens_per_s"] for row in runs if row["side"] == side.name)
         for side in sides
@@ -220,46 +325,27 @@ def _compared(
     }
 
 
-def _run_row(run: int, side: Side, done: Run, before_s: float | None, after_s: float | None) -> dict[str, Any]:
-    used = None if before_s is None or after_s is None else (after_s - before_s) / done.duration_s
-    return {
-        "run": run,
-        "side": side.name,
-        "duration_s": done.duration_s,
-        "output_tokens": done.output_tokens,
-        "output_tokens_per_s": done.output_tokens_per_s,
-        "cores_of_the_other_side": used,
-        "requests": done.requests,
-    }
-
-
 def repeated_prefix(ours: Served, prompts: Prompts, config: CompareConfig) -> dict[str, Any]:
     """Measure the time to the first token of new prefixes, and of the same prefixes with another end."""
-    generator = random.Random(f"{config.seed}/prefix")
+    generator, length = random.Random(f"{config.seed}/prefix"), config.prefix_tokens
     rows = []
-    for index in range(config.num_prefixes + 1):  # the first one warms up
-        prefix = prompts.words(generator, config.prefix_tokens)
-        first, again = (_first_token(ours, prompts, prefix, generator, config.prefix_tokens) for _ in range(2))
-        if index:
-            rows.append({"first": first, "again": again})
-    medians = {name: statistics.median(row[name]["ttft_ms"] for row in rows) for name in ("first", "again")}
+    for _ in range(config.num_prefixes + 1):
+        prefix, row = prompts.words(generator, length), {}
+        for name in ("first", "again"):
+            text = prefix + prompts.words(generator, SUFFIX_TOKENS)
+            (one,) = ours.measure([prompts.of(text, length + SUFFIX_TOKENS, 1)], 1)
+            row[name] = {"ttft_ms": one.answer.ttft_ms, "cached_tokens": one.answer.cached_tokens}
+        rows.append(row)
+    del rows[0]  # it warms up
+    first_ms, again_ms = (statistics.median(row[name]["ttft_ms"] for row in rows) for name in ("first", "again"))
     return {
-        "prefix_tokens": config.prefix_tokens,
+        "prefix_tokens": length,
         "suffix_tokens": SUFFIX_TOKENS,
         "prefixes": rows,
-        "first_ms": medians["first"],
-        "again_ms": medians["again"],
-        "share": medians["again"] / medians["first"],
+        "first_ms": first_ms,
+        "again_ms": again_ms,
+        "share": again_ms / first_ms,
     }
-
-
-def _first_token(
-    ours: Served, prompts: Prompts, prefix: str, generator: random.Random, prefix_tokens: int
-) -> dict[str, float]:
-    text = prefix + prompts.words(generator, SUFFIX_TOKENS)
-    prompt = prompts.of(text, prefix_tokens + SUFFIX_TOKENS, 1)
-    (one,) = ours.measure(Workload((prompt,), 1))
-    return {"ttft_ms": report.ttft_ms(one.answer), "cached_tokens": one.answer.cached_tokens}
 
 
 def table(results: Sequence[Mapping[str, Any]], prefix: Mapping[str, Any], ours: str, peer: str) -> str:

@@ -13,21 +13,25 @@ import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-
-import orjson
-from rich.console import Console
+from typing import Final
 
 from ops.bench import report
-from ops.bench.load import COMPLETIONS, PATHS, Arrival, Client, connected, read_stream
+from ops.bench.load import COMPLETIONS, Client, Form, connected
 from ops.bench.models import CheckpointConfig
-from ops.bench.peers import SILENCE_TIMEOUT_S, Served, SideFailed, our_server
-from ops.bench.processes import cpu_s, interrupt_on_sigterm, started, tree_of
+from ops.bench.targets import (
+    SILENCE_TIMEOUT_S,
+    Served,
+    SideFailed,
+    cpu_s,
+    our_server,
+    scratch_and_status,
+    started,
+    tree_of,
+)
 from pipeline.flags import at_least, flag, parse_flags
 
 FOLDER: Final = "FOLDER"
@@ -78,8 +82,9 @@ async def nothing(_: Client) -> AsyncIterator[None]:
 
 Beside = Callable[[Client], contextlib.AbstractAsyncContextManager[None]]
 """What runs beside the requests."""
-PLAIN: Final[Mapping[str, Any]] = {"ignore_eos": True, "temperature": 0}
-"""Fields of requests with a known cost: greedy, of a fixed length."""
+PLAIN: Final = Form(COMPLETIONS, "default")
+"""Requests with a known cost: greedy, of a fixed length."""
+BOUND: Final = {"type": "json_schema", "json_schema": {"name": "texts", "schema": SCHEMA}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,8 @@ class Case:
     flags: tuple[str, ...] = ()
     """Of the server with it."""
     flags_without: tuple[str, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the requests with it, in place of PLAIN."""
+    form: Form = PLAIN
+    """Of the requests with it."""
     beside: Beside = nothing
 
 
@@ -99,10 +104,9 @@ CASES: Final[Mapping[str, Case]] = {
     "journal": Case("journals of the engine's steps", flags_without=("--journal-bytes", "0")),
     "archive": Case("an archive of what has ended", flags=("--archive", FOLDER)),
     "schema": Case(
-        "answers bound to a JSON schema",
-        fields={"response_format": {"type": "json_schema", "json_schema": {"name": "texts", "schema": SCHEMA}}},
+        "answers bound to a JSON schema", form=replace(PLAIN, fix_length="no", fields={"response_format": BOUND})
     ),
-    "sampling": Case("sampled answers", fields={"temperature": 0.8, "top_p": 0.9, "top_k": 50, "ignore_eos": True}),
+    "sampling": Case("sampled answers", form=replace(PLAIN, fields={"temperature": 0.8, "top_p": 0.9, "top_k": 50})),
     "tabs": Case(f"{NUM_TABS} tabs of /pipeline", beside=tabs),
     "busy-core": Case("another program that keeps one core busy", beside=busy_core),
 }
@@ -140,20 +144,11 @@ Pair = tuple[Half, Half]
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Measure; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: A server or a request failed.
-    """
+    """Measure; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench cost", (CostConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     folder, case = config.folder(environment), CASES[config.of]
-    interrupt_on_sigterm()
-    with (
-        Console(stderr=True).status("starting minisgl", refresh_per_second=1) as status,
-        both(config, folder) as servers,
-    ):
+    with scratch_and_status() as (data, status), both(config, folder, data) as servers:
         pairs = []
         for number in range(config.pairs + 1):
             status.update(f"{case.about}: pair {number} of {config.pairs}")
@@ -170,13 +165,13 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def both(config: CostConfig, model: Path) -> Iterator[tuple[Served, Served]]:
+def both(config: CostConfig, model: Path, data: Path) -> Iterator[tuple[Served, Served]]:
     """Run a server without it and one with it; one for both if they have the same flags."""
     case, servers = CASES[config.of], dict[tuple[str, ...], Served]()
-    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as data, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for flags in (case.flags_without, case.flags):
             if flags not in servers:
-                folder = Path(data) / str(len(servers))
+                folder = data / str(len(servers))
                 folder.mkdir()
                 words = [str(folder / "kept") if word == FOLDER else word for word in flags]
                 words += ["--model", str(model), *shlex.split(config.serve_flags)]
@@ -188,41 +183,30 @@ def pair(config: CostConfig, without: Served, with_it: Served, number: int) -> P
     """Measure both halves, in an order that changes from pair to pair: what changes steadily falls out."""
     case = CASES[config.of]
     texts = [f"Tell me story number {number * config.requests + each}." for each in range(config.requests)]
-    sides = {"with": (with_it, case.fields or PLAIN, case.beside), "without": (without, PLAIN, nothing)}
+    sides = {"with": (with_it, case.form, case.beside), "without": (without, PLAIN, nothing)}
     order = sorted(sides, reverse=number % 2 == 0)
     halves = {name: asyncio.run(measured(*sides[name], texts, config.tokens)) for name in order}
     return halves["without"], halves["with"]
 
 
-async def measured(
-    server: Served, fields: Mapping[str, Any], beside: Beside, texts: Sequence[str], num_tokens: int
-) -> Half:
+async def measured(server: Served, form: Form, beside: Beside, texts: Sequence[str], num_tokens: int) -> Half:
     """Let *server* answer *texts*, all at once.
 
     Raises:
         SideFailed: A request failed, or an answer has another number of tokens.
     """
-    asked = {"model": "default", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": num_tokens}
     async with connected(server.url, timeout_s=SILENCE_TIMEOUT_S) as client, beside(client):
-
-        async def ask(text: str) -> None:
-            arrivals: list[Arrival] = []
-            sent_s = time.perf_counter()
-            body = orjson.dumps({"prompt": text, **asked, **fields})
-            error = await client.receive(PATHS[COMPLETIONS], body, lambda came, _: arrivals.append(came))
-            answer = read_stream(sent_s, arrivals)
-            if error or answer.error or answer.output_tokens != num_tokens:
-                seen = error or answer.error or f"{answer.output_tokens} tokens came, {num_tokens} were asked for"
-                raise SideFailed(f"a request failed: {seen}")
-
-        pids = tree_of(server.pid)
-        engines = [pid for pid in pids if is_engine(pid)]
-        began_s, before = time.monotonic(), {pid: cpu_s(pid) for pid in pids}
-        if failed := [error for error in await asyncio.gather(*map(ask, texts), return_exceptions=True) if error]:
-            raise failed[0]
+        before = {pid: cpu_s(pid) for pid in tree_of(server.pid)}
+        engines, began_s = [pid for pid in before if is_engine(pid)], time.monotonic()
+        asked = (client.stream(form, [{"role": "user", "content": text}], num_tokens) for text in texts)
+        answers = await asyncio.gather(*asked)
         took_s = time.monotonic() - began_s
         await asyncio.sleep(SETTLE_S)
         spent = {pid: cpu_s(pid) - before_s for pid, before_s in before.items()}
+    for answer in answers:
+        if answer.error or answer.output_tokens != num_tokens:
+            seen = answer.error or f"{answer.output_tokens} tokens came, {num_tokens} were asked for"
+            raise SideFailed(f"a request failed: {seen}")
     all_tokens = len(texts) * num_tokens
     cpu_us = sum(spent.values()) * 1e6 / all_tokens
     return Half(cpu_us, cpu_us - sum(spent[pid] for pid in engines) * 1e6 / all_tokens, all_tokens / took_s)

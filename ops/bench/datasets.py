@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.errors import ConfigError
@@ -217,16 +216,8 @@ def _row(place: str, line: bytes, kind: type[MooncakeRow]) -> MooncakeRow:
         return kind.model_validate_json(line)
     except ValidationError as error:
         wrong = error.errors()[0]
-    name = str(wrong["loc"][0]) if wrong["loc"] else ""
-    if wrong["type"] == "missing":
-        raise ConfigError(f"{place}: {name} is missing; does the trace have the form that --dataset names?")
-    what = name and f"{name} is {_shown(wrong['input'])}: "
-    raise ConfigError(f"{place}: {what}{wrong['msg']}; mend or remove the line")
-
-
-def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 60 else f"{text[:60]}.."
+    what = f"{wrong['loc'][0]} of {wrong['input']!s:.60}: " if wrong["loc"] else ""
+    raise ConfigError(f"{place}: {what}{wrong['msg']}; does the trace have the form that --dataset names?")
 
 
 def _blocks(number: int, row: MooncakeRow, block: int) -> Iterable[Piece]:

@@ -1,4 +1,4 @@
-"""llama.cpp as a side of a comparison: `python ops/bench/llama.py FILE.gguf THREADS` answers as `peers.py` asks, and
+"""llama.cpp as a side of a comparison: `python ops/bench/llama.py FILE.gguf THREADS` answers as `compare.py` asks, and
 `python ops/bench/llama.py CHECKPOINT OUT.gguf bf16|q8_0` makes such a file of a Qwen3.
 
 It runs in an environment with numpy, llama-cpp-python and gguf, and imports nothing of ours. Requests are computed
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,24 +135,6 @@ def answer(file: str, threads: str) -> None:
         print(json.dumps(answered), file=answers, flush=True)
 
 
-OUTSIDE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-IN_A_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 KINDS = ("bf16", "q8_0")
 """Of weights of matrices; others are float32."""
 
@@ -196,16 +177,6 @@ def _floats(raw: np.ndarray, dtype: str) -> np.ndarray:
     return raw.view({"F32": np.float32, "F16": np.float16}[dtype]).astype(np.float32)
 
 
-def gguf_name(name: str) -> str:
-    """Return the name that llama.cpp gives to a tensor of the checkpoint."""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    if not found or found[2] not in IN_A_LAYER:
-        sys.exit(f"llama.py does not know the tensor {name}")
-    return f"blk.{found[1]}.{IN_A_LAYER[found[2]]}.weight"
-
-
 def convert(folder: Path, file: str, kind: str) -> None:
     """Convert a checkpoint of Qwen3; end with a line if that cannot be.
 
@@ -213,11 +184,16 @@ def convert(folder: Path, file: str, kind: str) -> None:
     """
     import gguf
 
+    config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "qwen3")
-    write_parameters(json.loads((folder / "config.json").read_text()), writer)
+    write_parameters(config, writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, values in tensors(folder):
+        named = names.get_name(name, try_suffixes=(".weight",)) or sys.exit(
+            f"llama.cpp has no tensor {name} in a qwen3"
+        )
         stored = gguf.GGMLQuantizationType[kind.upper() if values.ndim == 2 else "F32"]
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
+        writer.add_tensor(named, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

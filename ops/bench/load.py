@@ -11,7 +11,8 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import aiohttp
@@ -61,13 +62,15 @@ class Form:
 
     endpoint: str
     model: str
-    temperature: float = 0.0
     fix_length: str = FIX_LENGTH[0]
     """The field that makes the server write exactly `max_tokens`."""
+    fields: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
-    def body(self, messages: Sequence[Message], max_tokens: int, *, stream: bool) -> bytes:
-        """Return the body of one request."""
-        fields: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": self.temperature}
+    def body(self, messages: Sequence[Message], max_tokens: int | None, *, stream: bool) -> bytes:
+        """Return the body of one request. None: there is no limit but the context."""
+        fields: dict[str, Any] = {"model": self.model, **self.fields}
+        if max_tokens is not None:
+            fields["max_tokens"] = max_tokens
         if self.endpoint == CHAT:
             fields["messages"] = list(messages)
         else:
@@ -97,6 +100,28 @@ class Answer:
     """The `finish_reason`."""
     error: str = ""
     """Empty if the answer is complete."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first text."""
+        return (self.content_s[0] - self.sent_s) * 1000
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per token after the first; None if the answer has one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.content_s[-1] - self.content_s[0]) * 1000 / (self.output_tokens - 1)
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """Times between chunks with text."""
+        return [(later - earlier) * 1000 for earlier, later in pairwise(self.content_s)]
+
+    @property
+    def e2e_ms(self) -> float:
+        """Time to the end of the stream."""
+        return (self.ended_s - self.sent_s) * 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +214,12 @@ class Client:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerRefused(f"{self.url}: {broken(error)}") from None
 
-    async def stream(self, form: Form, messages: Sequence[Message], max_tokens: int) -> Answer:
-        """Send one request and return its result, also if it failed."""
+    async def stream(
+        self, form: Form, messages: Sequence[Message], max_tokens: int | None, arrivals: list[Arrival] | None = None
+    ) -> Answer:
+        """Send one request and return its result, also if it failed. What comes is added to *arrivals*."""
         body = form.body(messages, max_tokens, stream=True)
-        arrivals: list[Arrival] = []
+        arrivals = [] if arrivals is None else arrivals
         sent_s = time.perf_counter()
         error = await self.receive(PATHS[form.endpoint], body, lambda arrival, _: arrivals.append(arrival))
         return Answer(sent_s, time.perf_counter(), error=error) if error else read_stream(sent_s, arrivals)
@@ -258,71 +285,61 @@ def read_stream(
     chunks = _Chunks(choice)
     for came_s, frame in timed_frames([*arrivals, (ended_s, b"\n\n")]):  # some servers leave out the last blank line
         if frame.data != DONE and not chunks.error:
-            chunks.read(came_s, frame.data)
-    return chunks.answer(sent_s, ended_s, needs_usage=needs_usage and choice is None)
+            chunks.error = chunks.read(came_s, frame.data)
+    usage, error = chunks.usage, chunks.error
+    if not error and not chunks.reason:
+        error = "the stream ended without a finish_reason"
+    if not error and needs_usage and choice is None and not {"prompt_tokens", "completion_tokens"} <= usage.keys():
+        error = "the stream ended without `usage`, which stream_options.include_usage asks for"
+    answer = Answer(sent_s, ended_s, tuple(chunks.content_s), "".join(chunks.texts), error=error)
+    if error:
+        return answer
+    return replace(
+        answer,
+        content_s=answer.content_s or (chunks.finished_s,),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        output_tokens=int(usage.get("completion_tokens") or 0),
+        cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        reason=chunks.reason,
+    )
 
 
+@dataclass(slots=True)
 class _Chunks:
-    """Folds the chunks of a stream into an answer, or into one of its choices."""
+    """Folds the chunks of a stream, or those of one choice."""
 
-    def __init__(self, choice: int | None) -> None:
-        self._choice = choice
-        self._content_s: list[float] = []
-        self._texts: list[str] = []
-        self._finished_s: float | None = None
-        self._reason = ""
-        self._usage: dict[str, Any] = {}
-        self.error = ""
+    choice: int | None
+    content_s: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finished_s: float = 0.0
+    reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
 
-    def read(self, came_s: float, data: str) -> None:
-        """Take in one chunk."""
+    def read(self, came_s: float, data: str) -> str:
+        """Take in one chunk; return what is wrong with it, or ""."""
         try:
             chunk = orjson.loads(data)
         except orjson.JSONDecodeError:
-            self.error = _one_line(f"a chunk is not JSON: {data}")
-            return
+            return _one_line(f"a chunk is not JSON: {data}")
         if refusal := refusal_in(chunk):
-            self.error = f"error in the stream: {refusal.message}"
-            return
+            return f"error in the stream: {refusal.message}"
         if not isinstance(chunk, dict):
-            self.error = _one_line(f"a chunk is not a JSON object: {data}")
-            return
-        if chunk.get("usage") and self._choice is None:
-            self._usage = chunk["usage"]
+            return _one_line(f"a chunk is not a JSON object: {data}")
+        if chunk.get("usage") and self.choice is None:
+            self.usage = chunk["usage"]
         for choice in chunk.get("choices") or ():
-            if self._choice in (None, choice.get("index", 0)):
+            if self.choice in (None, choice.get("index", 0)):
                 self._read_choice(came_s, choice)
+        return ""
 
     def _read_choice(self, came_s: float, choice: dict[str, Any]) -> None:
-        delta = choice.get("delta") or {}
-        thought = delta.get("reasoning_content") or delta.get("reasoning")
-        text = text_of(choice)
-        if text or thought:
-            self._content_s.append(came_s)
-            self._texts.append(text)  # thoughts are not part of the conversation
+        delta, text = choice.get("delta") or {}, text_of(choice)
+        if text or delta.get("reasoning_content") or delta.get("reasoning"):
+            self.content_s.append(came_s)
+            self.texts.append(text)  # thoughts are not part of the conversation
         if choice.get("finish_reason"):
-            self._finished_s, self._reason = came_s, str(choice["finish_reason"])
-
-    def answer(self, sent_s: float, ended_s: float, *, needs_usage: bool) -> Answer:
-        """Return the answer."""
-        error, finished_s = self.error, self._finished_s
-        if not error and finished_s is None:
-            error = "the stream ended without a finish_reason"
-        if not error and needs_usage and not {"prompt_tokens", "completion_tokens"} <= set(self._usage):
-            error = "the stream ended without `usage`, which stream_options.include_usage asks for"
-        if error or finished_s is None:
-            return Answer(sent_s, ended_s, tuple(self._content_s), "".join(self._texts), error=error)
-        details = self._usage.get("prompt_tokens_details") or {}
-        return Answer(
-            sent_s,
-            ended_s,
-            tuple(self._content_s) or (finished_s,),
-            "".join(self._texts),
-            prompt_tokens=int(self._usage.get("prompt_tokens") or 0),
-            output_tokens=int(self._usage.get("completion_tokens") or 0),
-            cached_tokens=int(details.get("cached_tokens") or 0),
-            reason=self._reason,
-        )
+            self.finished_s, self.reason = came_s, str(choice["finish_reason"])
 
 
 async def calibrate(client: Client, form: Form, words: Sequence[str]) -> Writer:
@@ -377,16 +394,14 @@ class Load:
     async def _run(self, index: int, session: Session, text: str, due_s: float | None) -> list[Measured]:
         messages: list[Message] = []
         measured: list[Measured] = []
-        failed = False
         for place, turn in enumerate(session.turns):
-            if failed:
+            if measured and measured[-1].answer.error:
                 now_s = time.perf_counter()
                 answer = Answer(now_s, now_s, error=NOT_SENT)
             else:
                 messages.append({"role": "user", "content": text if place == 0 else self.write(turn)})
                 answer = await self.client.stream(self.form, messages, turn.output_tokens)
                 messages.append({"role": "assistant", "content": answer.text})
-                failed = bool(answer.error)
             lag_s = answer.sent_s - due_s if due_s is not None and place == 0 else 0.0
             measured.append(Measured(index, place, turn.num_tokens, turn.output_tokens, lag_s, answer))
             self.after_each(measured[-1])

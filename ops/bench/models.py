@@ -86,13 +86,7 @@ class CheckpointConfig:
 
 
 def ensure(name: str, parent: Path) -> Path:
-    """Return the folder of the checkpoint *name* under *parent*; write it first if it is missing.
-
-    Raises:
-        ConfigError: There is no such checkpoint.
-    """
-    if name not in SHAPES:
-        raise ConfigError(f"{name}: no such benchmark checkpoint; expected one of {', '.join(SHAPES)}")
+    """Return the folder of the checkpoint *name*, one of SHAPES, under *parent*; write it first if it is missing."""
     return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
 
 
@@ -242,18 +236,6 @@ class Prompt:
     text: str
     ids: tuple[int, ...]
     output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests, *concurrency* of them at a time."""
-
-    prompts: tuple[Prompt, ...]
-    concurrency: int
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(prompt.output_tokens for prompt in self.prompts)
 
 
 class Prompts:

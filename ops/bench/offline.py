@@ -5,7 +5,8 @@ The engine runs in this process, with the log in memory.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import ctypes
 import hashlib
 import math
 import random
@@ -13,10 +14,14 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from ops.bench import report
 from ops.bench.datasets import Span, span
@@ -30,8 +35,9 @@ from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.setup.config import EngineConfig
 
-if TYPE_CHECKING:  # they import torch, which waits until the flags are checked
-    from ops.bench.probes import Rate
+if TYPE_CHECKING:  # torch is imported when the flags are checked
+    import torch
+
     from ops.offline import LLM
 
 ABOUT: Final = """\
@@ -52,6 +58,14 @@ TEMPERATURE: Final = 0.6
 PHASES: Final = ("decode", "prefill", "mixed")
 RATES: Final = ("output_tokens_per_s", "total_tokens_per_s")
 MIB: Final = 2**20
+NUM_BUFFERS: Final = 8
+LEAST_BYTES: Final = 512 * MIB
+"""Bytes of all buffers together; more if that is less than eight times the largest cache."""
+GEMM_SIZE: Final = 2048
+"""Rows and columns of a weight."""
+GEMM_TOKENS: Final = 512
+ROUNDS: Final = 3
+"""The best round counts: other programs may use the machine, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +201,11 @@ class StepClock:
         plan, of_engine, launch_s = launched
         began_s = time.perf_counter()
         computed = self._engine.wait(of_engine)
+        took_s = launch_s + time.perf_counter() - began_s
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
-        step = TimedStep(
-            seconds=launch_s + time.perf_counter() - began_s,
-            decode_rows=len(decodes),
-            decode_context=sum(row.start + 1 for row in decodes),
-            prefill_tokens=sum(len(row.token_ids) for row in prefills),
-            prefill_samples=sum(row.sample is not None for row in prefills),
-        )
-        self.steps.append(step)
+        context, num_tokens = sum(row.start + 1 for row in decodes), sum(len(row.token_ids) for row in prefills)
+        num_samples = sum(row.sample is not None for row in prefills)
+        self.steps.append(TimedStep(took_s, len(decodes), context, num_tokens, num_samples))
         return computed
 
 
@@ -219,18 +229,14 @@ def chosen(config: OfflineConfig, device: str) -> Preset:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the benchmark, print its table and write its JSON; return the exit code.
-
-    Raises:
-        ConfigError: The flags, the model and the machine do not go together.
-    """
+    """Run the benchmark, print its table and write its JSON; return the exit code. Raises ConfigError."""
     model, engine, config = parse_flags(
         "bench offline", [ModelConfig, EngineConfig, OfflineConfig], arguments, environment, about=ABOUT
     )
     if engine.tp > 1:
         raise ConfigError(f"--tp {engine.tp}: this benchmark measures a single process; leave it out")
     report.check_can_write("--output", config.output)
-    from ops.bench import probes
+    from ops.offline import LLM
 
     clocks: list[StepClock] = []
 
@@ -238,7 +244,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         clocks.append(StepClock(wrapped))
         return clocks[0]
 
-    with _llm(model, engine, clocked) as llm:
+    options = {item.name: getattr(engine, item.name) for item in fields(engine)}
+    changed = {item.name: options[item.name] for item in fields(engine) if options[item.name] != item.default}
+    with LLM(model.model, wrap_engine=clocked, **changed) as llm:
         settings = llm.settings
         workload = draw(chosen(config, settings.device.type), config.seed, settings.limits.vocab_size)
         if workload.longest > settings.limits.context:
@@ -248,14 +256,20 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             )
         runs = [_run(llm, clocks[0], workload) for _ in range(1 + config.runs)][1:]
         steps = [step for _, steps in runs for step in steps]
-    peak_bytes = peak_rss_bytes()
-    bandwidth = probes.read_bandwidth(settings.device, settings.threads)
-    gemm = probes.gemm_rate(settings.device, settings.dtype, settings.threads)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux
+    bandwidth = read_bandwidth(settings.device, settings.threads)
+    gemm = gemm_rate(settings.device, settings.dtype, settings.threads)
     cost = cost_of(read_spec(llm.folder), settings.dtype.itemsize)
     document = {
         **report.setup(["minisgl", "bench", "offline", *arguments], PACKAGES),
-        "model": _model(llm),
-        "engine": _engine(llm),
+        "model": {
+            "name": model_id(llm.folder),
+            "config_sha256": hashlib.sha256((llm.folder / "config.json").read_bytes()).hexdigest(),
+            "fingerprint": llm.fingerprint,
+        },
+        "engine": asdict(settings)
+        | {name: str(getattr(settings, name)).removeprefix("torch.") for name in ("device", "dtype")},
         "workload": {
             "num_prompts": len(workload.prompts),
             "input_tokens": workload.input_tokens,
@@ -264,8 +278,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         },
         **{rate: statistics.median(row[rate] for row, _ in runs) for rate in RATES},
         "peak_rss_bytes": peak_bytes,
-        "decode_share": decode_share(steps, cost, probes.best(bandwidth).per_s),
-        "prefill_share": prefill_share(steps, cost, probes.best(gemm).per_s),
+        "decode_share": decode_share(steps, cost, best(bandwidth)),
+        "prefill_share": prefill_share(steps, cost, best(gemm)),
         "read_bandwidth": bandwidth,
         "gemm_rate": gemm,
         "runs": [row for row, _ in runs],
@@ -274,15 +288,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if config.output:
         report.write_json(Path(config.output), document)
     return 0
-
-
-def _llm(model: ModelConfig, engine: EngineConfig, wrap: Callable[[Forward], Forward]) -> LLM:
-    from ops.offline import LLM
-
-    options = {
-        item.name: value for item in dataclasses.fields(engine) if (value := getattr(engine, item.name)) != item.default
-    }
-    return LLM(model.model, wrap_engine=wrap, **options)
 
 
 def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any], list[TimedStep]]:
@@ -308,21 +313,6 @@ def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any]
         "outside_s": seconds - sum(step.seconds for step in clock.steps),
     }
     return row, clock.steps
-
-
-def _model(llm: LLM) -> dict[str, Any]:
-    config = (llm.folder / "config.json").read_bytes()
-    return {
-        "name": model_id(llm.folder),
-        "config_sha256": hashlib.sha256(config).hexdigest(),
-        "fingerprint": llm.fingerprint,
-    }
-
-
-def _engine(llm: LLM) -> dict[str, Any]:
-    """Return the settings; device and dtype as text."""
-    settings = dataclasses.asdict(llm.settings)
-    return settings | {name: str(settings[name]).removeprefix("torch.") for name in ("device", "dtype")}
 
 
 def _phase_row(steps: Sequence[TimedStep]) -> dict[str, Any]:
@@ -364,12 +354,6 @@ def _rates(rates: Sequence[Rate], unit: str) -> str:
     return ", ".join(f"{rate.method} {rate.per_s / 1e9:,.1f}" for rate in ordered) + f" {unit}"
 
 
-def peak_rss_bytes() -> int:
-    """Return the largest memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux
-
-
 def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
     """Return the cost of *spec* in a dtype of *dtype_bytes*."""
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
@@ -388,13 +372,120 @@ def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
 
 def decode_share(steps: Sequence[TimedStep], cost: Cost, bytes_per_s: float) -> float:
     """Return the least possible time of the decode steps divided by their real time; 0 without such steps."""
-    decodes = [step for step in steps if step.phase == "decode"]
-    seconds = sum(step.seconds for step in decodes)
-    return sum(map(cost.bytes_read, decodes)) / bytes_per_s / seconds if decodes else 0.0
+    return _shared([step for step in steps if step.phase == "decode"], cost.bytes_read, bytes_per_s)
 
 
 def prefill_share(steps: Sequence[TimedStep], cost: Cost, operations_per_s: float) -> float:
     """Like `decode_share`, for the steps that compute prompts, alone or beside decode rows."""
-    prefills = [step for step in steps if step.phase != "decode"]
-    seconds = sum(step.seconds for step in prefills)
-    return sum(map(cost.operations, prefills)) / operations_per_s / seconds if prefills else 0.0
+    return _shared([step for step in steps if step.phase != "decode"], cost.operations, operations_per_s)
+
+
+def _shared(steps: Sequence[TimedStep], work: Callable[[TimedStep], float], per_s: float) -> float:
+    return sum(map(work, steps)) / per_s / sum(step.seconds for step in steps) if steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The result of one method to measure a limit of this machine. The fastest method's is the limit."""
+
+    method: str
+    per_s: float
+    """Bytes, or operations: two for a multiplication and its addition."""
+
+
+def best(rates: Sequence[Rate]) -> float:
+    """Return the fastest rate."""
+    return max(rate.per_s for rate in rates)
+
+
+def read_bandwidth(device: torch.device, threads: int, *, total_bytes: int = 0) -> list[Rate]:
+    """Return the bytes that each method moves per second; a copy counts as reading and writing.
+
+    The methods go round so many buffers that no cache holds the next one. *total_bytes* 0 means enough for that.
+    """
+    import torch
+
+    size = (total_bytes or max(LEAST_BYTES, 8 * largest_cache_bytes())) // NUM_BUFFERS // 4
+    with using_threads(threads), ThreadPoolExecutor(threads) as pool:
+        buffers = [torch.full((size,), float(index), device=device) for index in range(NUM_BUFFERS)]
+        methods: dict[str, tuple[int, Callable[[int], object]]] = {
+            "torch sum": (1, lambda index: buffers[index].sum()),
+            "torch max": (1, lambda index: buffers[index].amax()),
+            "torch copy": (2, lambda index: buffers[index - 1].copy_(buffers[index])),
+        }
+        if device.type == "cpu":
+            arrays = [buffer.numpy() for buffer in buffers]
+            parts = [slice(size * part // threads, size * (part + 1) // threads) for part in range(threads)]
+
+            def in_parts(work: Callable[[Any, Any], object], index: int) -> None:
+                list(pool.map(lambda part: work(arrays[index - 1][part], arrays[index][part]), parts))
+
+            methods["numpy sum"] = (1, partial(in_parts, lambda _, source: np.add.reduce(source)))
+            methods["memcpy"] = (
+                2,
+                partial(in_parts, lambda to, source: ctypes.memmove(to.ctypes.data, source.ctypes.data, source.nbytes)),
+            )
+        return [
+            Rate(name, passes * buffers[0].nbytes / seconds_each(method, device))
+            for name, (passes, method) in methods.items()
+        ]
+
+
+def gemm_rate(
+    device: torch.device, dtype: torch.dtype, threads: int, *, size: int = GEMM_SIZE, tokens: int = GEMM_TOKENS
+) -> list[Rate]:
+    """Return the operations per second of a linear layer over *tokens* rows, plain and packed, in *dtype* and float32.
+
+    Methods that this machine lacks are left out.
+    """
+    import torch
+
+    from stages.generate.model.layers.linear import Linear, can_pack, pack
+
+    rates = []
+    with using_threads(threads), torch.inference_mode():
+        for kind in dict.fromkeys((dtype, torch.float32)):
+            weights = [torch.randn(size, size, device=device).to(kind) for _ in range(NUM_BUFFERS)]
+            x_TI = torch.randn(tokens, size, device=device).to(kind)
+            layers = {"F.linear": [Linear(one, None) for one in weights]}
+            if device.type == "cpu" and can_pack(kind):
+                layers["packed"] = [Linear(pack(one), None) for one in weights]
+            for name, linears in layers.items():
+                each_s = seconds_each(lambda index, linears=linears, x_TI=x_TI: linears[index](x_TI), device)
+                rates.append(Rate(f"{name} {str(kind).removeprefix('torch.')}", 2 * tokens * size * size / each_s))
+    return rates
+
+
+def seconds_each(method: Callable[[int], object], device: torch.device) -> float:
+    """Return the seconds that *method* takes for a buffer in the best round, after a warm-up round."""
+    rounds_s = []
+    for _ in range(1 + ROUNDS):
+        began_s = time.perf_counter()
+        for index in range(NUM_BUFFERS):
+            method(index)
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+        rounds_s.append(time.perf_counter() - began_s)
+    return min(rounds_s[1:]) / NUM_BUFFERS
+
+
+@contextlib.contextmanager
+def using_threads(threads: int) -> Iterator[None]:
+    """Let torch use *threads* threads until the block ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def largest_cache_bytes() -> int:
+    """Return the size of the CPU's largest cache, by Linux; 0 if it is unknown."""
+    texts = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [int(text[:-1]) * 1024 for text in texts if text.endswith("K") and text[:-1].isdecimal()]
+    return max(sizes, default=0)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis
 import structlog
@@ -31,9 +31,9 @@ from rich.status import Status
 
 from ops.bench import report
 from ops.bench.models import nonsense
-from ops.bench.pipeline_way import PAGE_SIZE, PROMPT, IdleEngine, PipelineStuck, Way, length_of, step_times_alone
-from ops.bench.processes import started
+from ops.bench.pipeline_way import PAGE_SIZE, PROMPT, Figures, IdleEngine, Way, length_of, step_times_alone
 from ops.bench.report import Spread, spread_of
+from ops.bench.targets import answering, helper, program
 from pipeline.errors import LogUnavailable
 from pipeline.events import (
     Cancelled,
@@ -48,7 +48,7 @@ from pipeline.events import (
 from pipeline.flags import at_least, flag, parse_flags, seconds
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
-from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.log.replies import server_of as version_of
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name, tokens_id
@@ -59,6 +59,7 @@ from stages.generate.ranks.channel import connect as connect_ranks
 from stages.generate.ranks.frame import Kind
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
+T = TypeVar("T")
 ABOUT: Final = """\
 Measures the log and the web process, without a model: what the host does for a decode step; how long its plan takes to
 another rank; each commit in a tight loop; what tokenizer, log and detokenizer add to every step of an engine that
@@ -158,14 +159,19 @@ class Measurement:
     figures: dict[str, dict[str, dict[str, Spread]]] = field(default_factory=lambda: {name: {} for name in TABLES})
     """Table -> figure -> load -> microseconds."""
 
-    def take(self, table: str, load: str, run: Callable[[], Mapping[str, Sequence[float]]]) -> None:
-        """Call *run*, which returns the times of each figure, as often as the flags say."""
+    def take(self, table: str, load: str, run: Callable[[], Figures]) -> None:
+        """Call *run* as often as the flags say."""
         runs = []
         for number in range(1, self.config.runs + 1):
             self.status.update(f"{TABLES[table][0]}: {load}, run {number} of {self.config.runs}")
             runs.append(run())
         for name in runs[0]:
             self.figures[table].setdefault(name, {})[load] = median_of([spread_of(each[name]) for each in runs])
+
+    def for_rows(self, table: str, run: Callable[[int], Figures]) -> None:
+        """Take the figures of *table* at every number of rows of the tight loop."""
+        for rows in self.config.rows:
+            self.take(table, rows_of(rows), partial(run, rows))
 
     def shown(self, table: str) -> str:
         """Return a row for each figure, a column for each load."""
@@ -182,19 +188,13 @@ def cell(us: Spread) -> str:
 
 def median_of(spreads: Sequence[Spread]) -> Spread:
     """Return the median of each figure, and the smallest count."""
-    mean, p50, p90, p99 = (
-        statistics.median(getattr(spread, name) for spread in spreads) for name in ("mean", "p50", "p90", "p99")
-    )
-    return Spread(min(spread.count for spread in spreads), mean, p50, p90, p99)
+    figures = {name: [getattr(spread, name) for spread in spreads] for name in ("mean", "p50", "p90", "p99")}
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    return Spread(min(spread.count for spread in spreads), **medians)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the benchmark; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the Redis cannot work; nothing was measured.
-        PipelineStuck: A stage made no progress.
-    """
+    """Run the benchmark; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench pipeline", [PipelineConfig], arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     if config.redis_url:
@@ -203,9 +203,13 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     with redis_and_folder(config) as (url, folder), Console(stderr=True).status("starting") as status:
         server, names, measurement = server_of(url), f"bench-{secrets.token_hex(4)}", Measurement(config, status)
         try:
-            measure_host(measurement)
-            measure_frames(measurement, folder)
-            measure_commits(measurement, url, Names(f"{names}-commits"))
+            measurement.for_rows("host", partial(host_times, config.tokens))
+            status.update("starting another rank")
+            with other_rank(folder / "ranks", config.samples) as send:
+                send(1)  # the first ones warm up
+                measurement.for_rows("frames", send)
+            with contextlib.closing(RedisLog(url, Names(f"{names}-commits"), LIMITS)) as log:
+                measurement.for_rows("commits", partial(commit_times, log, config.samples))
             remembered = measure_stages(measurement, url, Names(f"{names}-way"), folder)
         finally:
             remove_keys(url, names)
@@ -235,54 +239,33 @@ def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
         yield server.url, folder
 
 
-def measure_host(measurement: Measurement) -> None:
-    """Time what the host does for a step at every number of rows."""
-    num_tokens = measurement.config.tokens
-    for rows in measurement.config.rows:
-        tables = PageTables(rows, length_of(num_tokens), PAGE_SIZE)
+def host_times(num_tokens: int, rows: int) -> Figures:
+    """Time what the host does for a step."""
+    tables = PageTables(rows, length_of(num_tokens), PAGE_SIZE)
 
-        def pack(plan: BatchPlan, tables: PageTables = tables) -> None:
-            tables.update(plan.rows)
-            build_batch(plan, tables, torch.device("cpu"))
+    def pack(plan: BatchPlan) -> None:
+        tables.update(plan.rows)
+        build_batch(plan, tables, torch.device("cpu"))
 
-        def step(rows: int = rows, pack: Callable[[BatchPlan], None] = pack) -> dict[str, list[float]]:
-            return {"step": step_times_alone(rows, num_tokens, IdleEngine(0.0, pack))}
-
-        measurement.take("host", rows_of(rows), step)
-
-
-def measure_frames(measurement: Measurement, folder: Path) -> None:
-    """Time the way of a plan to another rank at every number of rows."""
-    config = measurement.config
-    measurement.status.update("starting another rank")
-    with other_rank(folder / "ranks") as send:
-        send(1, config.samples)  # the first ones warm up
-        for rows in config.rows:
-            measurement.take("frames", rows_of(rows), partial(send, rows, config.samples))
+    return {"step": step_times_alone(rows, num_tokens, IdleEngine(0.0, pack))}
 
 
 @contextlib.contextmanager
-def other_rank(meeting: Path) -> Iterator[Callable[[int, int], dict[str, list[float]]]]:
-    """Run another rank until the block ends; give what sends it plans of so many decode rows, so many times."""
-    program = "import sys; from ops.bench.pipeline import follow; follow(sys.argv[1])"
-    with started([sys.executable, "-c", program, str(meeting)], None) as process:
-        assert process.stdout is not None
-        said = process.stdout
+def other_rank(meeting: Path, num_plans: int) -> Iterator[Callable[[int], Figures]]:
+    """Run another rank until the block ends; give what sends it plans of so many decode rows, *num_plans* times."""
+    with helper("the other rank", program("pipeline:follow", meeting)) as other:
         leader = Leader(connect_ranks(file_store(meeting, 2), 0, 2), lambda error: None)
 
-        def send(num_rows: int, num_plans: int) -> dict[str, list[float]]:
-            times: dict[str, list[float]] = {"sent": [], "known": []}
+        def send(num_rows: int) -> Figures:
+            times: Figures = {"sent": [], "known": []}
             for step in range(num_plans):
                 plan = decodes(step, num_rows)
                 time.sleep(PAUSE_S)
                 began_ns = time.perf_counter_ns()
                 with leader.computing(plan):
                     sent_ns = time.perf_counter_ns()
-                line = said.readline()
-                if not line:
-                    raise PipelineStuck("the other rank has ended")
                 times["sent"].append((sent_ns - began_ns) / 1000)
-                times["known"].append((int(line) - began_ns) / 1000)
+                times["known"].append((other.answer() - began_ns) / 1000)
             return times
 
         yield send
@@ -301,21 +284,10 @@ def decodes(step: int, num_rows: int) -> BatchPlan:
 
 def follow(meeting: str) -> None:
     """Be the other rank: receive plans until rank 0 leaves, and say when each came."""
-    follower = Follower(connect_ranks(file_store(Path(meeting), 2), 1, 2))
-    while follower.receive()[0] is not Kind.STOP:
-        print(time.perf_counter_ns(), flush=True)
-
-
-def measure_commits(measurement: Measurement, url: str, names: Names) -> None:
-    """Time every commit at every number of rows."""
-
-    def live(rows: int) -> dict[str, list[float]]:
-        with contextlib.closing(Lives(log, rows)) as lives:
-            return lives.times_us(measurement.config.samples)
-
-    with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
-        for rows in measurement.config.rows:
-            measurement.take("commits", rows_of(rows), partial(live, rows))
+    with answering() as answer:
+        follower = Follower(connect_ranks(file_store(Path(meeting), 2), 1, 2))
+        while follower.receive()[0] is not Kind.STOP:
+            answer(time.perf_counter_ns())
 
 
 def measure_stages(measurement: Measurement, url: str, names: Names, folder: Path) -> dict[str, int]:
@@ -325,16 +297,16 @@ def measure_stages(measurement: Measurement, url: str, names: Names, folder: Pat
     steps_s = dict.fromkeys((0.0, config.step_s))
     measurement.status.update("starting the stages")
     with way.stages():
-        (uid,) = way.send(1, REMEMBERED_TOKENS, IdleEngine(0.0)).uids  # the first run warms up the stages, too
+        (uid,), _ = way.send(1, REMEMBERED_TOKENS, IdleEngine(0.0))  # the first run warms up the stages, too
         remembered = remembered_request(url, names, uid)
         for step_s in steps_s:
             for load, rows in loads:
                 measurement.take("way", load.format(step_s * 1000), partial(way.run, rows, config.tokens, step_s))
         for step_s in steps_s:
-            with way.engine(max(config.way_rows), config.tokens, step_s), way.web() as web:
+            with way.engine(IdleEngine(step_s), max(config.way_rows), config.tokens), way.web() as clients:
                 for load, rows in loads:
-                    run = partial(web.run, rows, config.tokens, config.web_tokens, config.web_requests)
-                    measurement.take("web", load.format(step_s * 1000), run)
+                    asked = (rows, config.tokens, config.web_tokens, config.web_requests)
+                    measurement.take("web", load.format(step_s * 1000), partial(clients.ask, asked))
     return remembered
 
 
@@ -380,94 +352,78 @@ def server_of(url: str) -> dict[str, Any]:
         return named | {name: info.get(name) for name in kept} | {"over": over}
 
 
+def commit_times(log: RedisLog, num_samples: int, num_rows: int) -> Figures:
+    """Time every commit of requests that live at the same time, until there are *num_samples* steps."""
+    engine, detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
+    try:
+        lives = Lives(log, engine, detokenizer)
+        lives.live(num_rows)  # the scripts are loaded, the connection is open
+        lives.times_us.clear()
+        for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
+            lives.live(num_rows)
+    finally:
+        for owner in (engine, detokenizer):  # another number of rows may follow
+            log.release(owner)
+    return dict(lives.times_us)
+
+
+def _own(log: RedisLog, stage: str) -> Owner:
+    owner = log.acquire(slot_name(stage, 0), "bench", LIVE_LEASE_MS)
+    assert owner is not None, "the namespace is this benchmark's own"
+    return owner
+
+
 class Lives:
     """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
 
-    def __init__(self, log: StreamLog, num_rows: int) -> None:
-        self._log = log
-        self._num_rows = num_rows
-        self._times_us: defaultdict[str, list[float]] = defaultdict(list)
-        self._engine, self._detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
-        self._submitted = Inbox.submitted(log.names)
-        self._steps = Inbox.steps(log.names, self._engine.slot)
+    def __init__(self, log: RedisLog, engine: Owner, detokenizer: Owner) -> None:
+        self._log, self._engine, self._detokenizer = log, engine, detokenizer
+        self._submitted, self._steps = Inbox.submitted(log.names), Inbox.steps(log.names, engine.slot)
         for inbox in (self._submitted, Inbox.tokenized(log.names), self._steps):
             log.prepare(inbox)
+        self.times_us: Figures = defaultdict(list)
         self._numbers = itertools.count(1)
         self._control_cursor = "0-0"
 
-    def close(self) -> None:
-        """Release the slots, for another number of rows."""
-        for owner in (self._engine, self._detokenizer):
-            self._log.release(owner)
-
-    def times_us(self, num_samples: int) -> dict[str, list[float]]:
-        """Run until there are *num_samples* steps; return commit -> times."""
-        self._live()  # the scripts are loaded, the connection is open
-        self._times_us.clear()
-        for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
-            self._live()
-        return dict(self._times_us)
-
-    @contextlib.contextmanager
-    def _timed(self, commit: str) -> Iterator[None]:
+    def _timed(self, name: str, commit: Callable[[], T]) -> T:
         began_s = time.perf_counter()
-        yield
-        self._times_us[commit].append((time.perf_counter() - began_s) * 1e6)
+        done = commit()
+        self.times_us[name].append((time.perf_counter() - began_s) * 1e6)
+        return done
 
-    def _live(self) -> None:
-        log, uids = self._log, [new_uid() for _ in range(self._num_rows)]
+    def live(self, num_rows: int) -> None:
+        """Let *num_rows* requests live once, and time every commit."""
+        log, uids, consumer = self._log, [new_uid() for _ in range(num_rows)], slot_name(TOKENIZE, 0)
         log.open_replies(FRONTEND)
         submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=LIVE_PROMPT, sampling=SamplingParams())
         for uid in uids:
-            with self._timed("submit"):
-                log.submit(uid, [submitted])
-        consumer = slot_name(TOKENIZE, 0)
+            self._timed("submit", partial(log.submit, uid, [submitted]))
         tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=consumer)
-        for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
-            with self._timed("tokenized"):
-                log.tokenized(entry, tokenized)
-        entry_ids = self._take()
+        for entry in log.read(self._submitted, consumer, max_entries=num_rows, block_ms=0):
+            self._timed("tokenized", partial(log.tokenized, entry, tokenized))
+        taken: list[str] = []
+        while len(taken) < num_rows:
+            take = partial(log.take, self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
+            done = self._timed("take", take)
+            self._control_cursor = done.control_cursor
+            taken += [entry.id for entry in done.entries]
         for n in range(1, STEPS_OF_A_LIFE + 1):
-            self._step(uids, n)
+            rows = tuple(TokenRow(uid=uid, n=n, token=40 + n) for uid in uids)
+            self._timed("step", partial(self._step, StepCompleted(rows=rows), []))
+            entry = self._read_step()
+            event = TokensProduced(count=1, tokens=(40 + n,), text=" word", step=entry.id)
+            produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
+            self._timed("produced", partial(log.produced, self._detokenizer, [entry], self._engine.slot, produced))
         for uid in uids:
-            with self._timed("end"):
-                log.end(uid, Cancelled(by="bench"), frontend=FRONTEND)
-        self._commit_step(StepCompleted(rows=(), released=tuple(uids)), entry_ids)
+            self._timed("end", partial(log.end, uid, Cancelled(by="bench"), frontend=FRONTEND))
+        self._step(StepCompleted(rows=(), released=tuple(uids)), taken)
         log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
-    def _take(self) -> list[str]:
-        """Take all requests; return their entries."""
-        ids: list[str] = []
-        while len(ids) < self._num_rows:
-            with self._timed("take"):
-                taken = self._log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
-            self._control_cursor = taken.control_cursor
-            ids += [entry.id for entry in taken.entries]
-        return ids
-
-    def _step(self, uids: list[str], n: int) -> None:
-        rows = tuple(TokenRow(uid=uid, n=n, token=40 + n) for uid in uids)
-        with self._timed("step"):
-            self._commit_step(StepCompleted(rows=rows), [])
-        entry = self._read_step()
-        event = TokensProduced(count=1, tokens=(40 + n,), text=" word", step=entry.id)
-        produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
-        with self._timed("produced"):
-            self._log.produced(self._detokenizer, [entry], self._engine.slot, produced)
-
-    def _commit_step(self, event: StepCompleted, ended: list[str]) -> None:
-        steps = {next(self._numbers): event}
-        done = self._log.step(
-            self._engine, steps, ended=ended, control_cursor=self._control_cursor, lease_ms=LIVE_LEASE_MS
-        )
+    def _step(self, event: StepCompleted, ended: list[str]) -> None:
+        cursor, steps = self._control_cursor, {next(self._numbers): event}
+        done = self._log.step(self._engine, steps, ended=ended, control_cursor=cursor, lease_ms=LIVE_LEASE_MS)
         self._control_cursor = done.control_cursor
 
     def _read_step(self) -> Entry:
         (entry,) = self._log.read(self._steps, self._detokenizer.slot, max_entries=1, block_ms=0)
         return entry
-
-
-def _own(log: StreamLog, stage: str) -> Owner:
-    owner = log.acquire(slot_name(stage, 0), "bench", LIVE_LEASE_MS)
-    assert owner is not None, "the namespace is this benchmark's own"
-    return owner

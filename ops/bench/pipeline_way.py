@@ -7,20 +7,22 @@ in a plain loop. The clients of the web process are another process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
 
-from ops.bench import pipeline_clients
-from ops.bench.processes import MINISGL, cpu_s, last_line, started
+import orjson
+
+from ops.bench.load import CHAT_PROMPT, PATHS, Client, Form, connected
+from ops.bench.targets import MINISGL, Helper, answering, cpu_s, helper, last_line, program, started
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
 from pipeline.log.protocol import Inbox, Owner, RequestLimits, StepCommitted
@@ -52,6 +54,8 @@ REST_S: Final = 2.0
 WARM_UP: Final = 50
 LONGEST_STEP_S: Final = 0.1
 """Beyond the engine's own time. A slower step, on average, counts as stuck."""
+Figures = dict[str, list[float]]
+"""Figure -> its times in microseconds."""
 
 
 class PipelineStuck(MiniSGLError):
@@ -76,12 +80,9 @@ class IdleEngine:
 
     def intervals_us(self, num_rows: int) -> list[float]:
         """Return the times from one step to the next, if both decoded exactly *num_rows* requests."""
-        full = [(rows, decodes) == (num_rows, num_rows) for _, rows, decodes in self._began]
-        return [
-            (self._began[index + 1][0] - self._began[index][0]) * 1e6
-            for index in range(len(full) - 1)
-            if full[index] and full[index + 1]
-        ]
+        pairs = zip(self._began, self._began[1:], strict=False)
+        full = (num_rows, num_rows)
+        return [(later[0] - begun[0]) * 1e6 for begun, later in pairs if begun[1:] == later[1:] == full]
 
 
 class TimedLog(RedisLog):
@@ -91,7 +92,6 @@ class TimedLog(RedisLog):
         super().__init__(url, names)
         self.steps_us: list[tuple[int, float]] = []
         """(number of rows, time) of each step."""
-        self.uids: list[str] = []
 
     def step(self, owner: Owner, steps: Mapping[int, StepCompleted], **options: Any) -> StepCommitted:
         began_s = time.perf_counter()
@@ -100,7 +100,7 @@ class TimedLog(RedisLog):
         return done
 
 
-def added_us(num_rows: int, alone_us: Sequence[float], way_us: Sequence[float]) -> dict[str, Sequence[float]]:
+def added_us(num_rows: int, alone_us: list[float], way_us: list[float]) -> Figures:
     """Return what the stages add to a step: what the log costs in throughput is the difference of the means."""
     added = statistics.fmean(way_us) - statistics.fmean(alone_us)
     return {
@@ -114,9 +114,8 @@ def added_us(num_rows: int, alone_us: Sequence[float], way_us: Sequence[float]) 
 def step_times_alone(num_rows: int, num_tokens: int, engine: IdleEngine) -> list[float]:
     """Drive a schedule and *engine* in a loop; return the times from one step to the next, in microseconds."""
     schedule = _schedule(num_rows, num_tokens, "generate-0", 1)
-    prompt = tuple(PROMPT.encode())
     for number in range(num_rows):
-        assert schedule.add(NewRequest(str(number), prompt, (), _sampling(num_tokens))) is None
+        assert schedule.add(NewRequest(str(number), tuple(PROMPT.encode()), (), _sampling(num_tokens))) is None
     while (planned := schedule.plan()) is not None:
         schedule.complete(engine.forward(planned[0]).token_ids)
     return engine.intervals_us(num_rows)
@@ -136,116 +135,87 @@ class Way:
     @contextlib.contextmanager
     def stages(self) -> Iterator[None]:
         """Run a tokenizer and a detokenizer until the block ends."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._log.close)
-            with self._slot_lease():  # the tokenizer waits for an engine, which tells the context length
+        with contextlib.closing(self._log), contextlib.ExitStack() as stack:
+            with self.engine(IdleEngine(0.0), 1, 1):  # the tokenizer waits for one, which tells the context length
                 for stage in (TOKENIZE, DETOKENIZE):
                     stack.enter_context(self._started(stage, "--model", str(self._folder)))
-                self._until(lambda: all(self._is_ready(stage) for stage in (TOKENIZE, DETOKENIZE)), READY_TIMEOUT_S)
+                self._until_ready(TOKENIZE, DETOKENIZE)
             yield
 
-    @contextlib.contextmanager
-    def engine(self, num_rows: int, num_tokens: int, step_s: float) -> Iterator[None]:
-        """Run an engine's loop until the block ends, with room for *num_rows* requests of *num_tokens* tokens."""
-        engine = IdleEngine(step_s)
-        with self._engine_slot() as (slot_lease, log), self._loop(slot_lease, log, engine, num_rows, num_tokens):
-            yield
-
-    def run(self, num_rows: int, num_tokens: int, step_s: float) -> dict[str, Sequence[float]]:
-        """Time the steps with and without the stages, in microseconds. Raises PipelineStuck."""
+    def run(self, num_rows: int, num_tokens: int, step_s: float) -> Figures:
+        """Time the steps with and without the stages. Raises PipelineStuck."""
         alone_us = step_times_alone(num_rows, num_tokens, IdleEngine(step_s))
         engine = IdleEngine(step_s)
-        log = self.send(num_rows, num_tokens, engine)
+        _, log = self.send(num_rows, num_tokens, engine)
         commits_us = [time_us for rows, time_us in log.steps_us if rows == num_rows]
         return added_us(num_rows, alone_us, engine.intervals_us(num_rows)) | {"its commit": commits_us}
 
-    def send(self, num_rows: int, num_tokens: int, engine: IdleEngine) -> TimedLog:
-        """Send *num_rows* requests of *num_tokens* tokens through all stages.
+    def send(self, num_rows: int, num_tokens: int, engine: IdleEngine) -> tuple[list[str], TimedLog]:
+        """Send *num_rows* requests of *num_tokens* tokens through all stages; return their uids and the engine's log.
 
         Raises:
             PipelineStuck: Not all of them ended.
         """
-        with self._engine_slot() as (slot_lease, log):
-            log.uids = self._submit(num_rows, num_tokens)
-            with self._loop(slot_lease, log, engine, num_rows, num_tokens) as thread:
-                self._until(
-                    lambda: not self._log.alive(log.uids) or not thread.is_alive(),
-                    READY_TIMEOUT_S + num_tokens * (engine.step_s + LONGEST_STEP_S),
-                )
-                if self._log.alive(log.uids):
-                    raise PipelineStuck(f"the engine's loop has ended; see {self._output}")
-        return log
+        uids = [new_uid() for _ in range(num_rows)]
+        event = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=_sampling(num_tokens))
+
+        def submit() -> None:
+            self._log.open_replies(FRONTEND)
+            for uid in uids:
+                self._log.submit(uid, [event])
+            tokenized = Inbox.tokenized(self._names)  # then they start together
+            self._until(lambda: self._log.backlog(tokenized) == num_rows, READY_TIMEOUT_S)
+
+        with self.engine(engine, num_rows, num_tokens, submit) as (loop, log):
+            timeout_s = READY_TIMEOUT_S + num_tokens * (engine.step_s + LONGEST_STEP_S)
+            self._until(lambda: not self._log.alive(uids) or loop.done(), timeout_s)
+            if self._log.alive(uids):
+                raise PipelineStuck(f"the engine's loop has ended; see {self._output}")
+        return uids, log
 
     @contextlib.contextmanager
-    def web(self) -> Iterator[WebProcess]:
-        """Run a web process before the stages until the block ends; the engine must run."""
+    def engine(
+        self, engine: IdleEngine, num_rows: int, num_tokens: int, before: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[Future[None], TimedLog]]:
+        """Run the loop of *engine* in a thread until the block ends, in the engine's slot, under a new epoch.
+
+        It has room for *num_rows* requests of *num_tokens* tokens. Its streams are there when *before* is called.
+        """
+        log, stop = TimedLog(self._url, self._names), Stop()
+        with contextlib.ExitStack() as stack:
+            lease_log = stack.enter_context(contextlib.closing(self._log.another()))
+            stack.enter_context(contextlib.closing(log))
+            lease = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
+            stack.callback(lease.leave)
+            lease.report_progress(patience_s=READY_TIMEOUT_S)
+            lease.say(phase="ready", models=("bench",), context=4096)
+            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, lease.owner.slot)):
+                log.prepare(inbox)
+            before()
+            schedule = _schedule(num_rows, num_tokens, lease.owner.slot, lease.owner.epoch, RecordedSchedule)
+            log_thread = LogThread(log, lease.owner, lease_ms=LEASE_MS, report_progress=lease.report_progress)
+            log_thread.start()
+            with ThreadPoolExecutor(1) as pool:
+                loop = pool.submit(GenerateWorker(engine, schedule, log_thread, lease).run, stop)
+                try:
+                    yield loop, log
+                finally:
+                    stop.set()
+                    wait([loop])
+                    log_thread.stop()
+            loop.result()
+
+    @contextlib.contextmanager
+    def web(self) -> Iterator[Helper]:
+        """Run a web process before the stages until the block ends, and give its clients; the engine must run."""
         with contextlib.ExitStack() as stack:
             with open_listener("127.0.0.1", 0) as listener:
                 port, fd = listener.getsockname()[1], listener.fileno()
-                flags = ("--listen-fd", str(fd))
-                process = stack.enter_context(self._started(WEB, *flags, fds=(fd,)))
-                self._until(lambda: self._is_ready(WEB), READY_TIMEOUT_S)
-            web = WebProcess(process.pid, port)
-            web.watch_at_rest()
-            yield web
-
-    @contextlib.contextmanager
-    def _engine_slot(self) -> Iterator[tuple[SlotLease, TimedLog]]:
-        """Hold the engine's slot; create its streams and the log for its loop."""
-        log = TimedLog(self._url, self._names)
-        with contextlib.closing(log), self._slot_lease() as slot_lease:
-            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, slot_lease.owner.slot)):
-                log.prepare(inbox)
-            yield slot_lease, log
-
-    @contextlib.contextmanager
-    def _loop(
-        self, slot_lease: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
-    ) -> Iterator[threading.Thread]:
-        """Run the engine's loop in a thread until the block ends."""
-        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch, RecordedSchedule)
-        log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, report_progress=slot_lease.report_progress)
-        worker, stop, errors = GenerateWorker(engine, schedule, log_thread, slot_lease), Stop(), list[BaseException]()
-
-        def run() -> None:
-            try:
-                worker.run(stop)
-            except BaseException as error:  # raised again below, in the thread that waits for it
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="engine")
-        log_thread.start()
-        thread.start()
-        try:
-            yield thread
-        finally:
-            stop.set()
-            thread.join()
-            log_thread.stop()
-        if errors:
-            raise errors[0]
-
-    def _submit(self, num_rows: int, num_tokens: int) -> list[str]:
-        """Submit requests and wait until all are tokenized, so that they start together."""
-        self._log.open_replies(FRONTEND)
-        event = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=_sampling(num_tokens))
-        uids = [new_uid() for _ in range(num_rows)]
-        for uid in uids:
-            self._log.submit(uid, [event])
-        self._until(lambda: self._log.backlog(Inbox.tokenized(self._names)) == num_rows, READY_TIMEOUT_S)
-        return uids
-
-    @contextlib.contextmanager
-    def _slot_lease(self) -> Iterator[SlotLease]:
-        """Hold the engine's slot, each time under a new epoch."""
-        with contextlib.closing(self._log.another()) as lease_log:
-            slot_lease = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
-            try:
-                slot_lease.report_progress(patience_s=READY_TIMEOUT_S)
-                slot_lease.say(phase="ready", models=("bench",), context=4096)
-                yield slot_lease
-            finally:
-                slot_lease.leave()
+                process = stack.enter_context(self._started(WEB, "--listen-fd", str(fd), fds=(fd,)))
+                self._until_ready(WEB)
+            clients = stack.enter_context(helper("the client", program("pipeline_way:web_clients", process.pid, port)))
+            clients.answer()  # the web process was watched at rest
+            yield clients
 
     def _started(
         self, stage: str, *flags: str, fds: Sequence[int] = ()
@@ -254,8 +224,11 @@ class Way:
         environment = {"MINISGL_REDIS_URL": self._url, SUPERVISOR_VARIABLE: str(os.getpid())}
         return started(command, self._output, environment=environment, fds=fds)
 
-    def _is_ready(self, stage: str) -> bool:
-        return any(status.phase == "ready" for status in read_statuses(self._log, stage))
+    def _until_ready(self, *stages: str) -> None:
+        def ready(stage: str) -> bool:
+            return any(status.phase == "ready" for status in read_statuses(self._log, stage))
+
+        self._until(lambda: all(map(ready, stages)), READY_TIMEOUT_S)
 
     def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -265,49 +238,58 @@ class Way:
             time.sleep(0.02)  # rare enough not to disturb the measurement
 
 
-class WebProcess:
-    """A running web process and its CPU time."""
-
-    def __init__(self, pid: int, port: int) -> None:
-        self._pid = pid
-        self._port = port
-        self._rest_us_per_s = 0.0
-
-    def watch_at_rest(self) -> None:
-        """Measure the CPU time without requests. It is subtracted from all that follows."""
-        began_s, before_s = time.monotonic(), cpu_s(self._pid)
+def web_clients(pid: str, port: str) -> None:
+    """Be the clients of the web process *pid*: answer every question, the last arguments of `web_times`."""
+    with answering() as answer:
+        began_s, before_s = time.monotonic(), cpu_s(int(pid))
         time.sleep(REST_S)
-        self._rest_us_per_s = (cpu_s(self._pid) - before_s) * 1e6 / (time.monotonic() - began_s)
+        at_rest = (cpu_s(int(pid)) - before_s) / (time.monotonic() - began_s)
+        answer(at_rest)
+        for line in sys.stdin.buffer:
+            answer(asyncio.run(web_times(int(pid), f"http://127.0.0.1:{port}", at_rest, *orjson.loads(line))))
 
-    def run(self, num_rows: int, num_tokens: int, all_tokens: int, num_requests: int) -> dict[str, Sequence[float]]:
-        """Send *num_requests* of one token, as many streamed, and long streams of *all_tokens* together.
 
-        Raises:
-            PipelineStuck: An answer is missing or wrong.
-        """
-        each, long_ones = -(-num_requests // num_rows), -(-all_tokens // (num_rows * num_tokens))
-        command = [sys.executable, "-P", pipeline_clients.__file__, str(self._port), str(num_rows)]
-        with started(command, None) as clients:
+async def web_times(
+    pid: int, url: str, at_rest: float, num_rows: int, num_tokens: int, all_tokens: int, num_requests: int
+) -> Figures:
+    """Send *num_requests* of one token, as many streamed, and long streams of *all_tokens* together, *num_rows* at a
+    time. The CPU time that the process takes *at_rest* is subtracted.
 
-            def took_us(tokens: int, stream: bool, requests: int) -> float:
-                """Return the CPU time of a request."""
-                assert clients.stdin is not None and clients.stdout is not None
-                began_s, before_s = time.monotonic(), cpu_s(self._pid)
-                fields = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
-                with contextlib.suppress(BrokenPipeError):  # their last line is read below
-                    clients.stdin.write(json.dumps([fields, requests]).encode() + b"\n")
-                    clients.stdin.flush()
-                said = clients.stdout.readline().decode(errors="replace").strip()
-                if said != pipeline_clients.DONE:
-                    raise PipelineStuck(f"the web process did not answer: {said or 'the clients have ended'}")
-                rest_us = self._rest_us_per_s * (time.monotonic() - began_s)
-                return ((cpu_s(self._pid) - before_s) * 1e6 - rest_us) / (num_rows * requests)
+    Raises:
+        MiniSGLError: An answer is missing or wrong.
+    """
+    async with connected(url, timeout_s=READY_TIMEOUT_S) as client:
 
-            for stream in (False, True):
-                took_us(8, stream, -(-WARM_UP // num_rows))
-            whole_us, stream_us = (took_us(1, stream, each) for stream in (False, True))
-            token_us = (took_us(num_tokens, True, long_ones) - stream_us) / (num_tokens - 1)
-        return {"streamed token": [token_us], "streamed request": [stream_us], "other request": [whole_us]}
+        async def took_us(tokens: int, stream: bool, requests: int) -> float:
+            """Return the CPU time of a request."""
+
+            async def several() -> None:
+                for _ in range(requests):
+                    await _ask(client, tokens, stream=stream)
+
+            began_s, before_s = time.monotonic(), cpu_s(pid)
+            await asyncio.gather(*(several() for _ in range(num_rows)))
+            spent_s = cpu_s(pid) - before_s - at_rest * (time.monotonic() - began_s)
+            return spent_s * 1e6 / (num_rows * requests)
+
+        for stream in (False, True):
+            await took_us(8, stream, -(-WARM_UP // num_rows))
+        whole_us, stream_us = [await took_us(1, stream, -(-num_requests // num_rows)) for stream in (False, True)]
+        long_us = await took_us(num_tokens, True, -(-all_tokens // (num_rows * num_tokens)))
+    token_us = (long_us - stream_us) / (num_tokens - 1)
+    return {"streamed token": [token_us], "streamed request": [stream_us], "other request": [whole_us]}
+
+
+async def _ask(client: Client, num_tokens: int, *, stream: bool) -> None:
+    form, messages = Form(CHAT_PROMPT, "bench"), [{"role": "user", "content": PROMPT}]
+    if stream:
+        answer = await client.stream(form, messages, num_tokens)
+        seen = answer.error or answer.reason
+    else:
+        body = form.body(messages, num_tokens, stream=False)
+        seen = (await client.document("POST", PATHS[CHAT_PROMPT], body))["choices"][0]["finish_reason"]
+    if seen != "length":
+        raise PipelineStuck(f"the web process gave a wrong answer: {seen}")
 
 
 def length_of(num_tokens: int) -> int:

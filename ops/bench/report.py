@@ -8,10 +8,10 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,28 +46,6 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(len(values), float(np.mean(values)), p50, p90, p99)
 
 
-def ttft_ms(answer: Answer) -> float:
-    """Time to the first text."""
-    return (answer.content_s[0] - answer.sent_s) * 1000
-
-
-def tpot_ms(answer: Answer) -> float | None:
-    """Time per token after the first; None if the answer has one token."""
-    if answer.output_tokens < 2:
-        return None
-    return (answer.content_s[-1] - answer.content_s[0]) * 1000 / (answer.output_tokens - 1)
-
-
-def itl_ms(answer: Answer) -> list[float]:
-    """Times between chunks with text."""
-    return [(later - earlier) * 1000 for earlier, later in pairwise(answer.content_s)]
-
-
-def e2e_ms(answer: Answer) -> float:
-    """Time to the end of the stream."""
-    return (answer.ended_s - answer.sent_s) * 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A limit that good requests keep: `ttft`, `tpot` or `e2e` of at most *most_ms*."""
@@ -77,70 +55,44 @@ class Objective:
 
     def holds(self, answer: Answer) -> bool:
         """Return whether *answer* keeps the limit; an answer of one token keeps every `tpot`."""
-        value = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}[self.name](answer)
-        return value is None or value <= self.most_ms
+        value = getattr(answer, f"{self.name}_ms")
+        return value is None or bool(value <= self.most_ms)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.most_ms:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The figures of one run. Throughput: tokens of complete answers over the time of all requests."""
+def summarize(measured: Sequence[Measured], objectives: Sequence[Objective] = ()) -> dict[str, Any]:
+    """Return the figures of a run of at least one request.
 
-    num_requests: int
-    num_failed: int
-    duration_s: float
-    ttft_ms: Spread
-    tpot_ms: Spread
-    itl_ms: Spread
-    e2e_ms: Spread
-    lag_ms: Spread
-    prompt_tokens: int
-    planned_prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    planned_output_tokens: int
-    tokens_per_chunk: float
-    requests_per_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    good_share: float
-    """Share of all planned requests; a failed request is not good."""
-    good_per_s: float
-
-
-def summarize(measured: Sequence[Measured], objectives: Sequence[Objective] = ()) -> Summary:
-    """Return the figures of a run of at least one request."""
+    Throughput is tokens of complete answers over the time of all requests. The share of good ones is of all requests.
+    """
     whole = [one for one in measured if not one.answer.error]
     answers = [one.answer for one in whole]
-    started_s = min(one.answer.sent_s for one in measured)
-    duration_s = max(one.answer.ended_s for one in measured) - started_s
+    duration_s = max(one.answer.ended_s for one in measured) - min(one.answer.sent_s for one in measured)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    output_tokens = sum(answer.output_tokens for answer in answers)
+    counted = ("prompt_tokens", "cached_tokens", "output_tokens")
+    tokens = {name: sum(getattr(answer, name) for answer in answers) for name in counted}
     num_good = sum(all(objective.holds(answer) for objective in objectives) for answer in answers)
-    return Summary(
-        num_requests=len(measured),
-        num_failed=len(measured) - len(whole),
-        duration_s=duration_s,
-        ttft_ms=spread_of([ttft_ms(answer) for answer in answers]),
-        tpot_ms=spread_of([time_ms for answer in answers if (time_ms := tpot_ms(answer)) is not None]),
-        itl_ms=spread_of([gap_ms for answer in answers for gap_ms in itl_ms(answer)]),
-        e2e_ms=spread_of([e2e_ms(answer) for answer in answers]),
-        lag_ms=spread_of([one.lag_s * 1000 for one in measured if one.turn == 0]),
-        prompt_tokens=prompt_tokens,
-        planned_prompt_tokens=planned_prompt_tokens(measured),
-        cached_tokens=sum(answer.cached_tokens for answer in answers),
-        output_tokens=output_tokens,
-        planned_output_tokens=sum(one.output_tokens for one in whole),
-        tokens_per_chunk=output_tokens / max(sum(len(answer.content_s) for answer in answers), 1),
-        requests_per_s=len(whole) * per_s,
-        output_tokens_per_s=output_tokens * per_s,
-        total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
-        good_share=num_good / len(measured),
-        good_per_s=num_good * per_s,
-    )
+    return {
+        "num_requests": len(measured),
+        "num_failed": len(measured) - len(whole),
+        "duration_s": duration_s,
+        "ttft_ms": spread_of([answer.ttft_ms for answer in answers]),
+        "tpot_ms": spread_of([time_ms for answer in answers if (time_ms := answer.tpot_ms) is not None]),
+        "itl_ms": spread_of([gap_ms for answer in answers for gap_ms in answer.itl_ms]),
+        "e2e_ms": spread_of([answer.e2e_ms for answer in answers]),
+        "lag_ms": spread_of([one.lag_s * 1000 for one in measured if one.turn == 0]),
+        **tokens,
+        "planned_prompt_tokens": planned_prompt_tokens(measured),
+        "planned_output_tokens": sum(one.output_tokens for one in whole),
+        "tokens_per_chunk": tokens["output_tokens"] / max(sum(len(answer.content_s) for answer in answers), 1),
+        "requests_per_s": len(whole) * per_s,
+        "output_tokens_per_s": tokens["output_tokens"] * per_s,
+        "total_tokens_per_s": (tokens["prompt_tokens"] + tokens["output_tokens"]) * per_s,
+        "good_share": num_good / len(measured),
+        "good_per_s": num_good * per_s,
+    }
 
 
 def planned_prompt_tokens(measured: Sequence[Measured]) -> int:
@@ -176,49 +128,47 @@ def kept_schedule(lag_ms: Spread) -> bool:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return *rows* as lines, the first column left-aligned and the others right-aligned."""
-    widths = [max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(widths[place]) if place else cell.ljust(widths[place]) for place, cell in enumerate(row)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
-def table(summary: Summary, objectives: Sequence[Objective], *, scheduled: bool) -> str:
+TIMES: Final = {
+    "time to first token, ms": "ttft_ms",
+    "time per token after it, ms": "tpot_ms",
+    "between chunks, ms": "itl_ms",
+    "whole request, ms": "e2e_ms",
+}
+COUNTS: Final = {
+    "output tokens/s": "{output_tokens_per_s:,.1f}",
+    "total tokens/s": "{total_tokens_per_s:,.1f}",
+    "requests/s": "{requests_per_s:,.2f}",
+    "seconds": "{duration_s:,.1f}",
+    "complete answers": "{num_whole:,} of {num_requests:,}",
+    "prompt tokens": "{prompt_tokens:,} ({planned_prompt_tokens:,} planned)",
+    "  cached": "{cached_tokens:,}",
+    "output tokens": "{output_tokens:,} ({planned_output_tokens:,} planned)",
+}
+
+
+def table(summary: Mapping[str, Any], objectives: Sequence[Objective], *, scheduled: bool) -> str:
     """Return the figures as a table."""
-    times = (
-        ("time to first token, ms", summary.ttft_ms),
-        ("time per token after it, ms", summary.tpot_ms),
-        ("between chunks, ms", summary.itl_ms),
-        ("whole request, ms", summary.e2e_ms),
-    )
     rows: list[tuple[str, ...]] = [("", "mean", "p50", "p90", "p99")]
-    for name, spread in times:
-        figures = (spread.mean, spread.p50, spread.p90, spread.p99)
-        rows.append((name, *(f"{value:,.1f}" if spread.count else "-" for value in figures)))
-    whole = summary.num_requests - summary.num_failed
+    for title, name in TIMES.items():
+        _, *figures = astuple(summary[name])
+        rows.append((title, *(f"{value:,.1f}" if summary[name].count else "-" for value in figures)))
+    num_whole = summary["num_requests"] - summary["num_failed"]
     lines = [
         aligned(rows),
-        f"A chunk has {summary.tokens_per_chunk:.2f} tokens on average; tokens are counted from `usage`.",
+        f"A chunk has {summary['tokens_per_chunk']:.2f} tokens on average; tokens are counted from `usage`.",
         "",
-        aligned(
-            [
-                ("output tokens/s", f"{summary.output_tokens_per_s:,.1f}"),
-                ("total tokens/s", f"{summary.total_tokens_per_s:,.1f}"),
-                ("requests/s", f"{summary.requests_per_s:,.2f}"),
-                ("seconds", f"{summary.duration_s:,.1f}"),
-                ("complete answers", f"{whole:,} of {summary.num_requests:,}"),
-                ("prompt tokens", f"{summary.prompt_tokens:,} ({summary.planned_prompt_tokens:,} planned)"),
-                ("  cached", f"{summary.cached_tokens:,}"),
-                ("output tokens", f"{summary.output_tokens:,} ({summary.planned_output_tokens:,} planned)"),
-            ]
-        ),
+        aligned([(title, text.format(num_whole=num_whole, **summary)) for title, text in COUNTS.items()]),
     ]
     if objectives:
-        named = " ".join(map(str, objectives))
-        lines.append(f"\ngood ({named}): {summary.good_share:.1%} of the requests, {summary.good_per_s:,.2f} a second")
+        good = "{good_share:.1%} of the requests, {good_per_s:,.2f} a second".format(**summary)
+        lines.append(f"\ngood ({' '.join(map(str, objectives))}): {good}")
     if scheduled:
-        lag = summary.lag_ms
+        lag = summary["lag_ms"]
         lines.append(f"sent late by: p50 {lag.p50:.1f} ms, p99 {lag.p99:.1f} ms")
         if not kept_schedule(lag):
             lines.append(
@@ -242,15 +192,11 @@ def setup(arguments: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return *arguments* with the values of secret flags hidden."""
-    shown, hide = [], False
-    for argument in arguments:
+    shown: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
         name, equals, _ = argument.partition("=")
-        if hide:
-            argument = "***"
-        elif name in SECRETS and equals:
-            argument = f"{name}=***"
-        shown.append(argument)
-        hide = argument in SECRETS
+        hidden = f"{name}=***" if name in SECRETS and equals else argument
+        shown.append("***" if before in SECRETS else hidden)
     return shown
 
 
@@ -288,21 +234,22 @@ def _request(one: Measured, start_s: float) -> dict[str, Any]:
         "turn": one.turn,
         "planned_input_tokens": one.input_tokens,
         "planned_output_tokens": one.output_tokens,
-        "lag_ms": round(one.lag_s * 1000, 3),
-        "sent_ms": round((answer.sent_s - start_s) * 1000, 3),
-        "e2e_ms": round(e2e_ms(answer), 3),
+        "lag_ms": one.lag_s * 1000,
+        "sent_ms": (answer.sent_s - start_s) * 1000,
+        "e2e_ms": answer.e2e_ms,
     }
     if answer.error:
-        return row | {"error": answer.error}
-    tpot = tpot_ms(answer)
-    return row | {
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
-        "output_tokens": answer.output_tokens,
-        "ttft_ms": round(ttft_ms(answer), 3),
-        "tpot_ms": None if tpot is None else round(tpot, 3),
-        "itl_ms": [round(gap, 3) for gap in itl_ms(answer)],
-    }
+        row["error"] = answer.error
+    else:
+        names = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "tpot_ms", "itl_ms")
+        row |= {name: getattr(answer, name) for name in names}
+    return {name: _rounded(value) if name.endswith("_ms") else value for name, value in row.items()}
+
+
+def _rounded(ms: float | list[float] | None) -> Any:
+    if isinstance(ms, list):
+        return [round(each, 3) for each in ms]
+    return ms if ms is None else round(ms, 3)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -362,8 +309,8 @@ def plot(path: Path, measured: Sequence[Measured], title: str) -> None:
     figure.suptitle(title, fontsize=9)
     latency, rate = figure.subplots(1, 2)
     for name, values in (
-        ("time to first token", [ttft_ms(answer) for answer in answers]),
-        ("between chunks", [gap for answer in answers for gap in itl_ms(answer)]),
+        ("time to first token", [answer.ttft_ms for answer in answers]),
+        ("between chunks", [gap for answer in answers for gap in answer.itl_ms]),
     ):
         if values:
             latency.step(np.sort(values), np.arange(1, len(values) + 1) / len(values), where="post", label=name)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from ops.bench.datasets import Session, Span, Writer, length_flag
 from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Form, Load, Measured, ServerRefused, calibrate, connected
 from ops.bench.report import Objective
 from pipeline.errors import ConfigError
-from pipeline.flags import at_least, first_word, flag, parse_flags, seconds
+from pipeline.flags import above_zero, at_least, first_word, flag, parse_flags, seconds, temperature
 
 ABOUT: Final = """\
 Measures an OpenAI server under load: with a fixed concurrency (--concurrency), random arrivals (--rate), or the times
@@ -44,22 +44,6 @@ def objective(text: str) -> Objective:
         if name in ("ttft", "tpot", "e2e") and 0 < float(number) < float("inf"):
             return Objective(name, float(number))
     raise argparse.ArgumentTypeError(f"{text!r}: must be ttft:MS, tpot:MS or e2e:MS")
-
-
-def above_zero(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        return seconds(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0") from None
-
-
-def temperature(text: str) -> float:
-    """Parse a temperature."""
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) <= 2:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a number from 0 to 2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,44 +129,35 @@ USED_BY: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the benchmark; return the exit code.
-
-    Raises:
-        ConfigError: The flags cannot work; nothing was sent.
-        ServerRefused: The server cannot be reached or does not answer; nothing was measured.
-    """
+    """Run the benchmark; return the exit code. Raises MiniSGLError."""
     owners = (TargetConfig, LoadConfig, OutputConfig)
     target, load, output = parse_flags("bench serve", owners, arguments, environment, about=ABOUT)
     check(target, load, output)
-    sessions = planned(load)
-    measured, model, numerics, writer = asyncio.run(_measured(target, load, sessions))
-    summary = report.summarize(measured, output.goodput)
-    scheduled = not _concurrency(load)
-    print(_headline(target, load, model), *([f"numerics: {numerics}"] if numerics else []), "", sep="\n")
+    measured, model, numerics, writer = asyncio.run(_measured(target, load, planned(load)))
+    summary, scheduled = report.summarize(measured, output.goodput), not _concurrency(load)
+    headline = _headline(target, load, model)
+    print(headline, *([f"numerics: {numerics}"] if numerics else []), "", sep="\n")
     print(report.table(summary, output.goodput, scheduled=scheduled))
+    used = {"api_key": bool(target.api_key), "concurrency": _concurrency(load), "goodput": output.goodput}
     document = {
-        "options": _options(target, load, output),
+        "options": report.options_of(target, load) | used,
         "model": model,
         "numerics": numerics,
         "tokenizer": writer,
         "summary": summary,
-        "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
+        "kept_schedule": report.kept_schedule(summary["lag_ms"]) if scheduled else None,
         "requests": report.requests_of(measured),
     }
     report.save(output.output, ("minisgl", "bench", "serve", *arguments), PACKAGES, document)
-    if output.plot and summary.num_failed < summary.num_requests:
-        report.plot(Path(output.plot), measured, _headline(target, load, model))
+    if output.plot and summary["num_failed"] < summary["num_requests"]:
+        report.plot(Path(output.plot), measured, headline)
     if failed := report.failures(measured):
         print(f"minisgl: {failed}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
-    """Refuse flags that do not go together.
-
-    Raises:
-        ConfigError: The first contradiction.
-    """
+    """Raise ConfigError about the first flags that do not go together."""
     check_url(target.url)
     for item in dataclasses.fields(LoadConfig):
         names = USED_BY.get(item.name, DATASETS)
@@ -199,20 +174,16 @@ def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
     report.check_can_plot(output.plot)
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, name: str = "--url") -> None:
     """Refuse what is no URL of a server, or has a password. Raises ConfigError."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url}: must begin with http:// or https://")
+        raise ConfigError(f"{name} {url}: must begin with http:// or https://")
     if "@" in urlsplit(url).netloc:
-        raise ConfigError("--url: has a password, which the outputs would show; pass --api-key")
+        raise ConfigError(f"{name}: has a password, which the outputs would show; pass --api-key")
 
 
 def planned(load: LoadConfig) -> list[Session]:
-    """Return the requests, from the flags and the seed alone.
-
-    Raises:
-        ConfigError: The trace cannot be read.
-    """
+    """Return the requests, from the flags and the seed alone. Raises ConfigError if the trace cannot be read."""
     count = load.num_requests or NUM_REQUESTS
     if load.dataset in TRACES:
         sessions = datasets.trace(load.dataset, Path(load.trace), load.trace_scale)[: load.num_requests or None]
@@ -240,7 +211,7 @@ async def _measured(
     """Send everything; return the results, the model's name, its numerics and the writer for its tokenizer."""
     async with connected(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
         model, numerics = target.model or await client.served_model(), await client.numerics()
-        form = Form(target.endpoint, model, target.temperature, target.fix_length)
+        form = Form(target.endpoint, model, target.fix_length, {"temperature": target.temperature})
         writer = await calibrate(client, form, datasets.WORDS)
         concurrency = _concurrency(load)
         warmup = datasets.drawn(load.warmup, -1 - load.seed, load.inputs, load.outputs)
@@ -262,11 +233,7 @@ def bar(name: str, total: int) -> Iterator[Callable[[object], None]]:
     show = console.is_terminal and total > 0
     with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=not show) as progress:
         task = progress.add_task(name, total=total)
-
-        def advance(_: object) -> None:
-            progress.advance(task)
-
-        yield advance
+        yield lambda _: progress.advance(task)
 
 
 def _headline(target: TargetConfig, load: LoadConfig, model: str) -> str:
@@ -280,9 +247,3 @@ def _headline(target: TargetConfig, load: LoadConfig, model: str) -> str:
     else:
         what = f"{load.dataset}, {load.inputs} tokens in, {load.outputs} out"
     return f"{target.url} {target.endpoint}, model {model}: {what}, {when}"
-
-
-def _options(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> dict[str, Any]:
-    """Return every flag's value as it was used, except the key."""
-    used = {"api_key": bool(target.api_key), "concurrency": _concurrency(load), "goodput": output.goodput}
-    return report.options_of(target, load) | used

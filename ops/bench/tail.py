@@ -9,29 +9,23 @@ streams become slower as they grow, so that median is interpolated between the t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import shlex
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import orjson
-from rich.console import Console
 
 from ops.bench import report
-from ops.bench.load import CHAT_PROMPT, DONE, PATHS, Arrival, Client, connected, timed_frames
+from ops.bench.load import CHAT_PROMPT, DONE, Answer, Arrival, Client, Form, connected, timed_frames
 from ops.bench.models import CheckpointConfig, Prompts
-from ops.bench.peers import SILENCE_TIMEOUT_S, SideFailed, numerics_of, our_server
-from ops.bench.processes import interrupt_on_sigterm
-from ops.bench.serve import above_zero
-from pipeline.flags import at_least, flag, parse_flags, seconds
+from ops.bench.targets import SILENCE_TIMEOUT_S, SideFailed, our_server, scratch_and_status
+from pipeline.flags import above_zero, at_least, flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Starts a server and measures the time per token of running streams with and without long prompts beside them. Exits with
@@ -43,6 +37,9 @@ BLOCK: Final = 200
 """Gaps without prompts that have one median."""
 STREAM_PROMPT: Final = 32
 """Tokens of a stream's own prompt."""
+FORM: Final = Form(CHAT_PROMPT, "default", fields={"temperature": 0, "return_token_ids": True})
+"""Every token gets a piece of its own, even if it completes no letter: the ids of the tokens are asked for."""
+BOUNDS: Final = (("p99", "The p99 beside a prompt"), ("pause", "The longest pause"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +91,16 @@ class Run:
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Measure; return the exit code.
-
-    Raises:
-        ConfigError: The flags or the checkpoint cannot work.
-        MiniSGLError: The server or a request failed.
-    """
+    """Measure; return the exit code. Raises MiniSGLError."""
     (config,) = parse_flags("bench tail", (TailConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     folder = config.folder(environment)
     prompts = Prompts(folder)
-    interrupt_on_sigterm()
     # Tokens that are committed together come together, and then the time of a single step cannot be seen.
     flags = ["--model", str(folder), "--commit-interval", "0", *shlex.split(config.serve_flags)]
     runs: list[Run] = []
-    with Console(stderr=True).status("", refresh_per_second=1) as status, contextlib.ExitStack() as stack:
-        data = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True))
-        status.update("starting minisgl")
-        served, _ = stack.enter_context(our_server(Path(data), flags))
-        numerics = numerics_of(served)
+    with scratch_and_status() as (data, status), our_server(data, flags) as (served, _):
+        numerics = served.numerics()
         for number in range(1, config.runs + 1):
             status.update(f"run {number} of {config.runs}")
             generator = random.Random(f"{config.seed}/{number}")
@@ -170,19 +158,13 @@ async def measured(config: TailConfig, url: str, prompts: Prompts, generator: ra
     return figures(gaps, in_hand)
 
 
-async def _receive(client: Client, text: str, arrivals: list[Arrival], **fields: int) -> str:
-    """Send a prompt and keep what comes; return why it failed, or "".
-
-    Every token gets a piece of its own, even if it completes no letter: the ids of the tokens are asked for.
-    """
-    asked = {"model": "default", "prompt": text, "ignore_eos": True, "temperature": 0, "stream": True} | fields
-    body = orjson.dumps(asked | {"return_token_ids": True})
-    return await client.receive(PATHS[CHAT_PROMPT], body, lambda came, _: arrivals.append(came))
+async def _send(client: Client, text: str, max_tokens: int | None, arrivals: list[Arrival]) -> Answer:
+    return await client.stream(FORM, [{"role": "user", "content": text}], max_tokens, arrivals)
 
 
 async def _stream(client: Client, text: str, arrivals: list[Arrival]) -> None:
     """Keep what comes until the task is cancelled."""
-    error = await _receive(client, text, arrivals)
+    error = (await _send(client, text, None, arrivals)).error
     raise SideFailed(
         f"a stream ended while it was measured: {error or 'it filled the context'}; if it was too long, take fewer "
         "--prompts, or a shorter --every"
@@ -192,12 +174,11 @@ async def _stream(client: Client, text: str, arrivals: list[Arrival]) -> None:
 async def _prompt(client: Client, text: str) -> tuple[float, float]:
     """Return when a prompt was sent, and when its first token came."""
     arrivals: list[Arrival] = []
-    sent_s = time.perf_counter()
-    error = await _receive(client, text, arrivals, max_tokens=1)
+    answer = await _send(client, text, 1, arrivals)
     came_s = next((came_s for came_s, _ in pieces_of(arrivals)), None)
-    if error or came_s is None:
-        raise SideFailed(f"a prompt failed: {error or 'its stream ended without a token'}")
-    return sent_s, came_s
+    if answer.error or came_s is None:
+        raise SideFailed(f"a prompt failed: {answer.error or 'its stream ended without a token'}")
+    return answer.sent_s, came_s
 
 
 def pieces_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, int]]:
@@ -266,11 +247,10 @@ def _median(runs: Sequence[Run], name: str) -> float:
 
 def broken(runs: Sequence[Run], config: TailConfig) -> list[str]:
     """Return a sentence for each bound that the median of *runs* breaks."""
-    bounds = (("p99", config.p99, "The p99 beside a prompt"), ("pause", config.pause, "The longest pause"))
     return [
-        f"{what} is {_median(runs, name):.2f} times the p50 without prompts; the bound is {bound:g}."
-        for name, bound, what in bounds
-        if _median(runs, name) > bound
+        f"{what} is {_median(runs, name):.2f} times the p50 without prompts; the bound is {getattr(config, name):g}."
+        for name, what in BOUNDS
+        if _median(runs, name) > getattr(config, name)
     ]
 
 

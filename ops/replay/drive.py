@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ops.bench import report
 from ops.bench.load import Client, ServerRefused, Unreachable, connected
 from ops.bench.report import Spread, spread_of
-from ops.bench.serve import above_zero, bar, check_url
+from ops.bench.serve import bar, check_url
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
 from ops.connection import counted, running_log
 from ops.replay.files import read_dump
@@ -39,7 +39,7 @@ from ops.replay.traffic import (
 from ops.shell.params import NotSet, Settings, read_settings
 from ops.trace import as_json
 from pipeline.errors import ConfigError, LogUnavailable
-from pipeline.flags import first_word, flag, parse_flags, seconds, split_names, yes_or_no
+from pipeline.flags import above_zero, first_word, flag, parse_flags, seconds, split_names, yes_or_no
 from pipeline.names import WEB
 from pipeline.recording import Recording
 from pipeline.stage.slots import Status, read_statuses

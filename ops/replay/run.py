@@ -155,7 +155,7 @@ def exit_code(told: Mapping[str, Any]) -> int:
 def _computer(log: HistoryLog, run: RunConfig, timeout_s: float) -> Serves:
     """Return the server that --url names, or the one of *log*."""
     if run.url:
-        from ops.replay.remote import RemoteComputer
+        from ops.replay.sender import RemoteComputer
 
         return RemoteComputer(run.url, run.key, at_once=run.at_once, timeout_s=timeout_s)
     return Computer(cast(RequestLog, log), at_once=run.at_once)  # an EmptyLog is asked for its models alone

@@ -1,7 +1,8 @@
-"""Sends recorded traffic again, each request when it is due, whatever becomes of the others; keeps what came of each.
+"""Sends recorded requests to a server, over HTTP: traffic, each request when it is due, and keeps what came of each;
+or single requests, which another MiniSGL server computes again.
 
-From our own server it reads the histories of the new requests, one at a time and late: the server has requests to
-answer. From another server it knows what the stream and its own clock say.
+From our own server it reads the histories of the new requests; those of traffic one at a time and late, because the
+server has requests to answer. From another server it knows what the stream and its own clock say.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ops.bench.load import DONE, Arrival, Client, ServerRefused, read_stream, text_of
+from ops.bench.load import DONE, Arrival, Client, ServerRefused, connected, read_stream, text_of
 from ops.replay.traffic import CANCELLED, FAILED, Form, Outcome, Planned, outcome_of, outcome_seen
-from ops.sse_reader import FrameReader, frames_in
-from pipeline.events import HistoryEvent
+from ops.shell.server import UID, base_of
+from ops.sse_reader import Frame, FrameReader, frames_in
+from pipeline.events import HistoryEvent, Submitted
+from pipeline.log.protocol import Entry
 from pipeline.names import sibling_uids
+from pipeline.recording import Recording
+from pipeline.replaying import NotComputed
+from pipeline.views.recorded import History
+from web.wire import copies
+from web.wire.constraints import constraint_fields
+from web.wire.sglang.schemas import WITHIN
 
 LEAD_S: Final = 0.2
 """The first request is sent so long after the start."""
@@ -29,7 +39,8 @@ LOOP_LATE_S: Final = 0.001
 """The event loop rounds a sleep up to a whole millisecond; the rest of the time before a request it does not sleep."""
 READ_AFTER_S: Final = 300.0
 """So long after its end, at most, the history of a request is read. By default a server keeps it for 900 s."""
-UID: Final = "x-minisgl-uid"
+HIGHEST: Final = 2**31 - 1
+"""The lowest priority that a client can ask for."""
 EVENTS: Final[TypeAdapter[HistoryEvent]] = TypeAdapter(Annotated[HistoryEvent, Field(discriminator="kind")])
 
 
@@ -134,12 +145,11 @@ class _Sender:
         return Sent(planned, late_s, uids, tuple(outcomes))
 
     async def _history(self, uid: str) -> Outcome:
-        path = f"/v1/requests/{uid}/events?format=events"
-        content = await self._client.content("GET", path)
+        frames = await _history_of(self._client, uid)
         try:
-            return outcome_of(EVENTS.validate_json(frame.data) for frame in frames_in(content) if frame.data != DONE)
+            return outcome_of(EVENTS.validate_json(frame.data) for frame in frames)
         except ValidationError:
-            raise ServerRefused(f"{self._client.url}{path}: not the events of a request") from None
+            raise ServerRefused(f"{self._client.url}: what it says of {uid} are not the events of a request") from None
 
 
 @dataclass(slots=True)
@@ -198,3 +208,88 @@ class _Seen:
 
 def _num_characters(text: str) -> int:
     return len(text.replace("\r\n", "\n"))
+
+
+async def _history_of(client: Client, uid: str) -> list[Frame]:
+    """Return the events of a request of our own server."""
+    content = await client.content("GET", f"/v1/requests/{uid}/events?format=events")
+    return [frame for frame in frames_in(content) if frame.data != DONE]
+
+
+class RemoteComputer:
+    """Has requests computed by the server at *url*, as a client of /v1/completions."""
+
+    def __init__(self, url: str, api_key: str, *, at_once: int, timeout_s: float) -> None:
+        """Raises ConfigError if *url* is none."""
+        self._url = base_of(url)
+        self._connected = partial(connected, self._url, api_key=api_key, timeout_s=timeout_s)
+        self._at_once = at_once
+
+    def compute(self, events: Sequence[Submitted]) -> list[History]:
+        """Return the histories of *events*, which that server writes.
+
+        Raises:
+            NotComputed: The server cannot be reached, refuses one of them, or is no MiniSGL server.
+        """
+        return asyncio.run(self._compute(events))
+
+    def models(self) -> list[str]:
+        """Return the names of the models that the server lists; none if it does not."""
+        return asyncio.run(self._models())
+
+    async def _models(self) -> list[str]:
+        async with self._connected() as client:
+            try:
+                return [str(each["id"]) for each in (await client.document("GET", "/v1/models"))["data"]]
+            except (ServerRefused, KeyError, TypeError):
+                return []  # what becomes of the requests says why
+
+    async def _compute(self, events: Sequence[Submitted]) -> list[History]:
+        turns = asyncio.Semaphore(self._at_once)
+        async with self._connected() as client:
+            try:
+                return await asyncio.gather(*(self._one(client, turns, event) for event in events))
+            except ServerRefused as refused:
+                raise NotComputed(f"--url {refused}") from refused
+
+    async def _one(self, client: Client, turns: asyncio.Semaphore, event: Submitted) -> History:
+        uid = ""
+
+        def begun(headers: Mapping[str, str]) -> None:
+            nonlocal uid
+            uid = headers.get(UID, "")
+
+        async with turns:
+            body = orjson.dumps(body_of(event))
+            error = await client.receive("/v1/completions", body, lambda *_: None, begun, _headers(event))
+            if not uid:
+                raise NotComputed(
+                    f"--url {self._url}: {error or 'it answered without a uid, so it is no MiniSGL server'}"
+                )
+            frames = await _history_of(client, uid)
+        entries = (Entry(frame.id, _fields(frame.data)) for frame in frames if frame.id)  # the last one says: over
+        return History(Recording(uid, tuple(entries)))
+
+
+def body_of(event: Submitted) -> dict[str, Any]:
+    """Return the body for /v1/completions that asks for the same tokens as *event*."""
+    sampling = event.sampling.model_dump(mode="json", exclude_none=True)
+    sampling["logit_bias"] = {str(token): value for token, value in event.sampling.logit_bias}
+    longest = sampling.pop("max_tokens", None)
+    body = {name: value for name, value in sampling.items() if value not in ([], {})}
+    body |= {"n_predict": -1} if longest is None else {"max_tokens": longest}
+    body |= constraint_fields(event.constraint, WITHIN)
+    if "user" in event.labels:  # `replay forget --user` must find it there
+        body["user"] = event.labels["user"]
+    return {"prompt": list(event.prompt_ids), "priority": HIGHEST, **body}
+
+
+def _headers(event: Submitted) -> dict[str, str]:
+    """Return how `replay forget` finds the request there when the recorded one is to be removed."""
+    return {copies.HEADER: event.replay.of} if event.replay is not None else {}
+
+
+def _fields(data: str) -> dict[str, str]:
+    """Return the fields of the entry that a frame holds."""
+    values = orjson.loads(data)
+    return {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in values.items()}

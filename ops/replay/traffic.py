@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from ops.bench import load, report
+from ops.bench import load
 from ops.shell.params import Settings
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
@@ -102,7 +102,7 @@ def outcome_of(events: Iterable[HistoryEvent]) -> Outcome:
 
 def outcome_seen(answer: load.Answer, *, left: bool) -> Outcome:
     """Return what the client saw of a stream, by its own clock. *left*: it went before the end."""
-    ttft_ms, e2e_ms = report.ttft_ms(answer) if answer.content_s else None, report.e2e_ms(answer)
+    ttft_ms, e2e_ms = answer.ttft_ms if answer.content_s else None, answer.e2e_ms
     if left:
         return Outcome(CANCELLED, answer.text, ttft_ms=ttft_ms, e2e_ms=e2e_ms, by_client=True)
     if answer.error:
@@ -114,7 +114,7 @@ def outcome_seen(answer: load.Answer, *, left: bool) -> Outcome:
         prompt_tokens=answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
         ttft_ms=ttft_ms,
-        tpot_ms=report.tpot_ms(answer),
+        tpot_ms=answer.tpot_ms,
         e2e_ms=e2e_ms,
     )
 

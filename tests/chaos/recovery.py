@@ -48,9 +48,16 @@ from support.servers import run_command
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
 from ops.bench.load import CHAT_PROMPT, PATHS, Arrival, Client, Form, connected, timed_frames
-from ops.bench.models import Prompt, Prompts, Workload
-from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
-from ops.bench.processes import interrupt_on_sigterm, last_line
+from ops.bench.models import Prompt, Prompts
+from ops.bench.targets import (
+    READY_TIMEOUT_S,
+    SILENCE_TIMEOUT_S,
+    Served,
+    SideFailed,
+    interrupt_on_sigterm,
+    last_line,
+    our_server,
+)
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
@@ -308,8 +315,8 @@ def _speed_alone(server: Deployment, prompts: Prompts, generator: random.Random)
     """Return how many prompt tokens the engine computes per second while it does nothing else."""
     count = min(PROBE_TOKENS, server.victim.context // 2)
     for _ in range(2):  # the first is to warm up
-        (one,) = server.server.measure(Workload(prompts.drawn(generator, [(count, 1)]), 1))
-    return count * 1000 / report.ttft_ms(one.answer)
+        (one,) = server.server.measure(prompts.drawn(generator, [(count, 1)]), 1)
+    return count * 1000 / one.answer.ttft_ms
 
 
 async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_back: bool) -> Killed:

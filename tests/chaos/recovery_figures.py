@@ -20,7 +20,7 @@ from chaos.quiet import read_story
 
 from ops.bench import report
 from ops.bench.load import DONE, Arrival, read_stream, timed_frames
-from ops.bench.peers import SideFailed
+from ops.bench.targets import SideFailed
 from ops.sse_reader import Frame
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced, decode

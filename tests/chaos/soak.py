@@ -11,24 +11,20 @@ import contextlib
 import math
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import redis
 from chaos.measure import MeasureConfig, exit_code, parsed
-from rich.console import Console
 from rich.status import Status as Shown
 
 from ops.bench import report
-from ops.bench.models import Prompts, Workload
-from ops.bench.peers import Served, our_server
-from ops.bench.processes import interrupt_on_sigterm
+from ops.bench.models import Prompts
+from ops.bench.targets import Served, our_server, scratch_and_status
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
@@ -171,17 +167,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     report.check_can_write("--output", config.output)
     folder = config.folder(environment)
     prompts = Prompts(folder)
-    interrupt_on_sigterm()
     flags = ["--model", str(folder), "--retention", f"{config.retention_s:g}"]
     pages_of_a_request = math.ceil((config.input_tokens + config.output_tokens) / PAGE_SIZE)
     flags += ["--num-pages", str(max(NUM_PAGES, config.concurrency * pages_of_a_request))]
     flags += ["--page-size", str(PAGE_SIZE)]
-    with (
-        tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True) as data,
-        Console(stderr=True).status("starting minisgl", refresh_per_second=1) as status,
-        our_server(Path(data), flags) as (ours, _),
-    ):
-        snapshots = soak(config, ours, prompts, url_of(socket_of(Path(data))), status)
+    with scratch_and_status() as (data, status), our_server(data, flags) as (ours, _):
+        snapshots = soak(config, ours, prompts, url_of(socket_of(data)), status)
     first, last = snapshots[0], snapshots[-1]
     replaced = changed(first, last)
     print(f"""\
@@ -220,7 +211,7 @@ def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: S
         while done < config.requests:
             count = min(batch if done else config.warmup, config.requests - done)
             status.update(f"requests {done + 1:,} to {done + count:,} of {config.requests:,}")
-            ours.measure(Workload(prompts.drawn(generator, [lengths] * count), config.concurrency))
+            ours.measure(prompts.drawn(generator, [lengths] * count), config.concurrency)
             done += count
             status.update(f"after {done:,} requests: waiting until they are forgotten")
             wait_until_quiet(client, names, config.retention_s + PATIENCE_S)

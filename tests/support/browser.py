@@ -50,7 +50,10 @@ PASSING: Final = (
 
 SET: Final = """
 const [selector, value] = arguments, field = document.querySelector(selector);
-if (field) { field.value = value; field.dispatchEvent(new Event("input", { bubbles: true })); }
+if (field) {
+  field.value = value;
+  for (const kind of ["input", "change"]) field.dispatchEvent(new Event(kind, { bubbles: true }));
+}
 return Boolean(field);
 """
 

@@ -16,12 +16,23 @@ import torch.distributed as dist
 from support.plans import Request, plan, shuffled_pages
 from torch import Tensor
 
+from pipeline.errors import RankLost
 from stages.generate.collectives import Collectives, GlooCollectives, NcclCollectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import PATIENCE_S, connect
+from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 TIMEOUT = timedelta(seconds=60)
+
+
+def plan_of(step: int, num_tokens: int = 1, num_pages: int = 0) -> BatchPlan:
+    """Return a plan of one row, for frames."""
+    return BatchPlan(step, (PlanRow(0, 0, tuple(range(num_tokens)), tuple(range(num_pages)), 0, None),), 0)
+
+
+def fail(error: RankLost) -> None:
+    raise error
 
 
 def compute(

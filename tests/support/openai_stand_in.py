@@ -82,6 +82,8 @@ class OpenAIStandIn:
     """Whether the connection breaks after the frames."""
     breaks: int = 0
     """How many connections break before an answer begins."""
+    reason: str = "length"
+    """Why answers end that are no streams."""
     model: str = "stand-in"
     version: object = None
     """What /version says; None: there is no such path."""
@@ -103,7 +105,8 @@ class OpenAIStandIn:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         if not body.get("stream"):
-            return web.json_response({"usage": {"prompt_tokens": prompt_tokens(body)}})
+            usage = {"prompt_tokens": prompt_tokens(body)}
+            return web.json_response({"usage": usage, "choices": [{"finish_reason": self.reason}]})
         self.bodies.append(body)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.paths.append(request.path)

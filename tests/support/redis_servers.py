@@ -23,7 +23,7 @@ import redis
 from support.servers import ROOT, free_port
 
 from pipeline.log.address import parse_address
-from pipeline.process.redis_server import bundled_binary
+from pipeline.process.redis_server import EmbeddedRedis, bundled_binary
 
 OLDEST = (6, 2)
 SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
@@ -122,6 +122,22 @@ def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Itera
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def embedded(folder: Path, **options: Any) -> Iterator[EmbeddedRedis]:
+    """Give the server that `minisgl serve` starts on a data folder; it ends with the block."""
+    server = EmbeddedRedis(folder, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def rewrite(url: str) -> None:
+    """Have the server write all that it holds as a snapshot; what comes after is appended to it, command by command."""
+    command(url, "BGREWRITEAOF")
+    until(lambda: b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0" in command(url, "INFO", "persistence"))
 
 
 def _replies(url: str, *words: str) -> bool:

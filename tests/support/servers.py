@@ -28,6 +28,8 @@ READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
 MEASURED_CONTEXT = 8192
 """That of the server whose figures are looked at: an answer this long outlasts any look."""
+MEASURED_RUNNING = 4
+MEASURED_RETENTION_S = 300
 
 
 def free_port() -> int:

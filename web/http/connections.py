@@ -37,9 +37,9 @@ IDLE_TIMEOUT_S: Final = 120.0
 KEPT_S: Final = 2.0
 """How long a connection without a place may take for its probe and the answer."""
 GRACE_S: Final = 1.0
-"""How long connections have to end when the server stops."""
+"""How long connections may take to end when the server stops."""
 UNREAD_BYTES: Final = 4 << 10
-"""A socket with twice as much that nobody looked at is not read."""
+"""A socket is not read while twice as many bytes wait to be parsed."""
 
 
 async def serve(
@@ -128,7 +128,7 @@ class Connection:
         self._num_read = 0
         self._sending = asyncio.Lock()
         self._awaited: set[asyncio.Future[None]] = set()
-        """Turns that it waits for."""
+        """The turns that it waits for."""
         self._lingering: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -140,7 +140,7 @@ class Connection:
         self.is_proxy = self.client is not None and self.config.proxies.trust(self.client[0])
         self.holder = self._peer
         self.no_place: RequestError | None = None
-        """Why it may only ask for a probe, if so."""
+        """Why it has no place and may only ask for a probe; None: it has a place."""
 
     def takes_place(self) -> bool:
         """Take a place in the connection_limit. If there is none, not even for a probe, refuse and close it."""
@@ -192,7 +192,7 @@ class Connection:
         else:
             self._head_timer = loop.call_later(KEPT_S, self.cut)
 
-    # as the connection limit sees it
+    # called by the connection limit
 
     @property
     def is_exempt(self) -> bool:
@@ -211,26 +211,26 @@ class Connection:
             self.protocol.stop()
 
     def released(self, error: RequestError) -> None:
-        """As Member.let_go."""
+        """As Member.released."""
         if self._lingering is None and hasattr(self, "protocol") and self.protocol.can_refuse:
             self._tasks.spawn(self.protocol.refuse, error)
         else:
             self.cut()
 
     def note_bytes(self) -> None:
-        """Tell the connection limit how much it holds."""
+        """Tell the connection limit how many bytes it holds."""
         num_bytes = self.protocol.num_bytes if self._lingering is None else 0
         self.config.connection_limit.hold(self, num_bytes + self.writer.transport.get_write_buffer_size())
 
-    # as its protocol sees it
+    # called by its protocol
 
     @property
     def has_unread(self) -> bool:
-        """Return whether bytes have come that the protocol has not got."""
+        """Return whether bytes have come that the protocol did not get yet."""
         return self._receiver.num_received > self._num_read
 
     async def turn(self) -> None:
-        """Wait for a turn of its holder's, unless it is cut."""
+        """Wait for a turn of its holder, unless it is closed."""
         if not self._is_cut and (turn := self._turns.ask(self.holder)) is not None:
             self._awaited.add(turn)
             await turn
@@ -270,7 +270,7 @@ class Connection:
             await self.protocol.end()
 
     def free_transport(self) -> asyncio.WriteTransport | None:
-        """Return what takes bytes at once; None if somebody has to wait for the client, or it takes none any more."""
+        """Return the transport if it takes bytes at once; None if a write would wait, or it is closing."""
         transport = self.writer.transport
         is_free = not (self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size())
         return transport if is_free and self._lingering is None else None
@@ -297,7 +297,7 @@ class Connection:
             self._idle_timer = None
 
     def _await_head(self) -> None:
-        """Once a head has begun to come, give it some time to come whole."""
+        """Give a head that has begun some time to arrive completely."""
         if self._head_timer is None and self.protocol.has_begun_head:
             self._head_timer = self._loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
 

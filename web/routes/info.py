@@ -31,7 +31,7 @@ LOADS: Final[Mapping[str, Family]] = {
     "token_usage": KV_CACHE_USAGE,
     "last_gen_throughput": GENERATION_SPEED,
 }
-"""What an engine has to do now, and how fast it was. Zeros are left out of its snapshot."""
+"""The load and the speed of an engine. Its snapshot leaves out zeros."""
 
 
 def internal_state(status: Status) -> dict[str, Any]:

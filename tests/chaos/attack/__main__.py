@@ -26,11 +26,9 @@ from chaos.measure import exit_code, parsed
 from rich.console import Console
 
 from ops.bench import report
-from ops.bench.peers import SideFailed
-from ops.bench.processes import PROGRAM, interrupt_on_sigterm
-from ops.bench.serve import above_zero
+from ops.bench.targets import PROGRAM, SideFailed, interrupt_on_sigterm
 from pipeline.errors import ConfigError
-from pipeline.flags import at_least, flag, seconds, yes_or_no
+from pipeline.flags import above_zero, at_least, flag, seconds, yes_or_no
 
 ABOUT: Final = """\
 Attacks a server that it starts, beside innocent clients: with all kinds of attackers together or, with --alone, with

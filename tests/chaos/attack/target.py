@@ -18,8 +18,7 @@ from chaos.attack.kinds import Order
 from chaos.attack.wire import ADMIN, ATTACKER, INNOCENT
 
 from ops.bench.models import nonsense
-from ops.bench.peers import our_server
-from ops.bench.processes import ROOT, started, tree_of
+from ops.bench.targets import ROOT, our_server, started, tree_of
 from pipeline.errors import MiniSGLError
 from pipeline.process.parent import EXIT_REPLACE
 

@@ -8,7 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from support.openai_stand_in import OpenAIStandIn, whole
 from support.servers import ROOT, eventually
 from tokenizers import Tokenizer
 
-from ops.bench import compare, peers, processes
-from ops.bench.compare import CompareConfig, Task
+from ops.bench import compare, targets
+from ops.bench.compare import CompareConfig, Side, Task
 from ops.bench.datasets import Span
-from ops.bench.load import COMPLETIONS
-from ops.bench.models import Prompt, Prompts, Workload
-from ops.bench.peers import Run, Served, SideFailed
+from ops.bench.load import COMPLETIONS, Form
+from ops.bench.models import Prompt, Prompts
+from ops.bench.targets import Served, SideFailed
 from pipeline.errors import ConfigError
 
 COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")
@@ -57,34 +58,23 @@ def test_every_run_has_the_same_lengths_and_other_words(folder: Path) -> None:
     prompts = Prompts(folder)
     many, single = compare.tasks(CompareConfig(num_requests=5, inputs=Span(4, 9), outputs=Span(2, 3)))
     assert many.concurrency == 5 and single.concurrency == 1
-    first, again, other = (many.workload(prompts, 0, run) for run in (0, 0, 1))
+    first, again, other = (many.drawn(prompts, 0, run) for run in (0, 0, 1))
     assert first == again
-    assert [len(prompt.ids) for prompt in first.prompts] == [len(prompt.ids) for prompt in other.prompts]
-    assert not {prompt.text for prompt in first.prompts} & {prompt.text for prompt in other.prompts}
-
-
-@dataclass
-class NotedSide:
-    """A side that notes what it was asked, and takes a known time for it."""
-
-    name: str
-    duration_s: list[float]
-    log: list[tuple[str, Workload]]
-    used_s: float = 0.0
-
-    def run(self, workload: Workload) -> Run:
-        self.log.append((self.name, workload))
-        return Run(self.duration_s.pop(0), workload.output_tokens)
-
-    def cpu_s(self) -> float:
-        self.used_s += 0.5
-        return self.used_s
+    assert [len(prompt.ids) for prompt in first] == [len(prompt.ids) for prompt in other]
+    assert not {prompt.text for prompt in first} & {prompt.text for prompt in other}
 
 
 def test_sides_run_in_turn_on_the_same_and_the_median_leaves_out_the_warm_up(folder: Path) -> None:
-    log: list[tuple[str, Workload]] = []
-    ours = NotedSide("ours", [99.0, 1.0, 2.0, 10.0], log)
-    peer = NotedSide("peer", [99.0, 4.0, 5.0, 1.0], log)
+    log: list[tuple[str, Sequence[Prompt]]] = []
+
+    def noted(name: str, durations_s: Iterator[float]) -> Side:
+        def run(prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
+            log.append((name, prompts))
+            return {"duration_s": next(durations_s)}
+
+        return Side(name, run, count(0, 0.5).__next__)
+
+    ours, peer = noted("ours", iter([99.0, 1.0, 2.0, 10.0])), noted("peer", iter([99.0, 4.0, 5.0, 1.0]))
     task = Task("some", ((3, 10), (4, 10)), 2)
     with Console().status("") as status:
         result = compare._compared(task, Prompts(folder), CompareConfig(runs=3), (ours, peer), status)
@@ -110,23 +100,22 @@ def test_a_side_that_was_not_idle_is_told() -> None:
 
 
 def test_a_server_that_counts_otherwise_is_refused(stand_in: OpenAIStandIn) -> None:
-    side = Served("peer", stand_in.url, COMPLETIONS, "m")
+    side = Served("peer", stand_in.url, Form(COMPLETIONS, "m"))
     prompt = Prompt("one two", (1,) * 9, 4)  # the stand-in: 5 and 2 a word
-    assert side.run(Workload((prompt,), 1)).output_tokens == 4
+    assert side.measure([prompt], 1)[0].answer.output_tokens == 4
     assert side.cpu_s() is None
     with pytest.raises(SideFailed, match=r"9 .* 4 .* 8 .* 4 "):
-        side.run(Workload((Prompt("one two", (1,) * 8, 4),), 1))
+        side.measure([Prompt("one two", (1,) * 8, 4)], 1)
     stand_in.script = lambda body: whole({**body, "max_tokens": 2})
     with pytest.raises(SideFailed, match=r"9 .* 2 .* 9 .* 4 "):
-        side.run(Workload((prompt,), 1))
+        side.measure([prompt], 1)
     stand_in.script = lambda body: (500, {"error": "broken"})
     with pytest.raises(SideFailed, match="HTTP 500: broken"):
-        side.run(Workload((prompt,), 1))
+        side.measure([prompt], 1)
 
 
 def test_a_peer_by_its_url_says_which_model_it_has(stand_in: OpenAIStandIn) -> None:
-    side = peers.served_at("peer", stand_in.url)
-    side.run(Workload((Prompt("one", (1,) * 7, 1),), 1))
+    targets.served_at("peer", stand_in.url, COMPLETIONS).measure([Prompt("one", (1,) * 7, 1)], 1)
     assert stand_in.bodies[0]["model"] == "stand-in" and stand_in.paths == ["/v1/completions"]
 
 
@@ -136,10 +125,10 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline()
-        used_s, its_own_s = processes.tree_cpu_s(process.pid), processes.cpu_s(process.pid)
+        used_s, its_own_s = targets.tree_cpu_s(process.pid), targets.cpu_s(process.pid)
         process.stdin.write(b"\n")
     assert used_s > its_own_s >= 0
-    assert processes.tree_cpu_s(process.pid) == 0.0  # it has ended
+    assert targets.tree_cpu_s(process.pid) == 0.0  # it has ended
 
 
 def test_an_interrupt_while_a_process_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +141,7 @@ def test_an_interrupt_while_a_process_starts_leaves_none_behind(monkeypatch: pyt
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt), processes.started([sys.executable, "-c", "input()"], None):
+    with pytest.raises(KeyboardInterrupt), targets.started([sys.executable, "-c", "input()"], None):
         pytest.fail("the block ran")
     assert begun[0].returncode is not None
 
@@ -195,7 +184,7 @@ def test_nothing_is_left_of_a_comparison_that_is_ended(tmp_path: Path) -> None:
     top = psutil.Process(process.pid)
     family = [top]
     try:
-        eventually(lambda: any("ops.bench.peers" in child.cmdline() for child in top.children()), "the peer", 120)
+        eventually(lambda: any("transformers" in str(one.cmdline()) for one in top.children()), "the peer", 120)
         family += top.children(recursive=True)
         assert len(family) >= 7  # with the server, its Redis, its four workers, and the peer
         process.terminate()

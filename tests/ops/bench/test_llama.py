@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint, reference_tokens
 
-from ops.bench import peers
+from ops.bench.compare import CompareConfig, checked_llama, started_peer
+from ops.bench.models import Prompt
 
 VOCAB_SIZE = 50
 MOST_TOKENS = 8
@@ -96,8 +97,9 @@ def test_the_real_llama_cpp_makes_the_tokens_of_transformers(tmp_path: Path) -> 
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3", dtype="bfloat16", tie=False)
     prompts = [list(range(30, 70)), list(range(90, 97))]
     expected = [reference_tokens(folder, prompt, 8)[0] for prompt in prompts]
-    with peers.llama_process(peers.find_llama(python), "bf16", folder, tmp_path, 1) as side:
-        assert "BF16" in side.about["dtype"]
-        for batch in (True, False):
-            answer = side.ask({"ids": prompts, "output_tokens": [8, 8], "batch": batch})
-            assert answer["ids"] == expected
+    config = CompareConfig(llama_python=python)
+    with started_peer(config, checked_llama(config), folder, tmp_path, 1) as (side, about):
+        assert "BF16" in about["dtype"]
+        asked = [Prompt("", tuple(prompt), 8) for prompt in prompts]
+        for concurrency in (1, 2):
+            assert side.run(asked, concurrency)["ids"] == expected

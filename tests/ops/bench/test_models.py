@@ -11,7 +11,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from ops.bench import models
-from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import check_folder
 
 TINY = models.Shape(32, 2, 4, 2, 8, 48, 1_000, 10_000.0, 128)
@@ -43,11 +42,6 @@ def test_every_word_of_the_vocabulary_is_one_token_behind_a_space(tmp_path: Path
     ids = tokenizer.encode(text).ids
     assert len(ids) == len(known) == len(set(ids))
     assert tokenizer.decode(ids) == text
-
-
-def test_a_name_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"7b: .*tiny"):
-        models.ensure("7b", tmp_path)
 
 
 def test_of_two_that_make_it_at_once_the_faster_one_wins_and_the_other_takes_it(

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.selection import AT_NIGHT
 
-from ops.bench import offline, probes
+from ops.bench import offline
 from ops.bench.datasets import Span
 from ops.bench.models import NONSENSE_ID, nonsense
-from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, TimedStep, chosen, draw
+from ops.bench.offline import PRESETS, OfflineConfig, Preset, Rate, StepClock, TimedStep, chosen, draw
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
 
 RUNS = 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     arguments += ["--num-prompts", "3", "--input-len", "4-8", "--output-len", "2-4", "--seed", "7"]
     with contextlib.redirect_stdout(screen), pytest.MonkeyPatch.context() as patch:
         if not AT_NIGHT:  # how fast the machine is takes seconds to find out
-            patch.setattr(probes, "read_bandwidth", partial(probes.read_bandwidth, total_bytes=probes.MIB))
-            patch.setattr(probes, "gemm_rate", partial(probes.gemm_rate, size=64))
+            patch.setattr(offline, "LEAST_BYTES", offline.MIB)
+            patch.setattr(offline, "largest_cache_bytes", lambda: 0)
+            patch.setattr(offline, "gemm_rate", partial(offline.gemm_rate, size=64))
         code = offline.main([*arguments, "--threads", "1", "--num-pages", "64", "--page-size", "2"], {})
     return Done(code, screen.getvalue(), json.loads(file.read_text()))
 
@@ -182,3 +185,39 @@ def test_lengths_beyond_the_context_are_refused_before_anything_is_measured(tmp_
     folder = nonsense(tmp_path)
     with pytest.raises(ConfigError, match=r"\d+ tokens.* 64"):
         offline.main(["--model", str(folder), "--max-seq-len", "64", "--num-pages", "8", "--threads", "1"], {})
+
+
+# the limits of the machine
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_method_reads_at_some_rate(threads: int) -> None:
+    rates = offline.read_bandwidth(CPU, threads, total_bytes=offline.MIB)
+    assert [rate.method for rate in rates] == ["torch sum", "torch max", "torch copy", "numpy sum", "memcpy"]
+    assert all(rate.per_s > 0 for rate in rates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_is_tried_in_the_dtype_of_the_engine_and_in_float32(dtype: torch.dtype) -> None:
+    methods = [rate.method for rate in offline.gemm_rate(CPU, dtype, 1, size=64, tokens=8)]
+    name = str(dtype).removeprefix("torch.")
+    assert len(set(methods)) == len(methods)
+    assert {f"F.linear {name}", "F.linear float32"} <= set(methods)
+    assert set(methods) <= {"F.linear float32", "packed float32", f"F.linear {name}", f"packed {name}"}
+
+
+def test_the_fastest_method_is_the_limit() -> None:
+    assert offline.best([Rate("a", 1.0), Rate("b", 3.0), Rate("c", 2.0)]) == 3.0
+
+
+def test_each_round_goes_over_all_buffers_and_the_first_only_warms_up() -> None:
+    seen: list[int] = []
+    assert offline.seconds_each(seen.append, CPU) > 0
+    assert seen == list(range(offline.NUM_BUFFERS)) * (1 + offline.ROUNDS)
+
+
+def test_the_number_of_threads_is_given_back() -> None:
+    before = torch.get_num_threads()
+    with offline.using_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before

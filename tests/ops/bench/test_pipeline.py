@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-import socket
 import subprocess
-import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.memory_log.log import MemoryLog
+from support.openai_stand_in import DONE, Body, Frames, OpenAIStandIn, data, usage_chunk, whole
 from support.redis_servers import Servers, command
-from support.servers import run_command
+from support.servers import ROOT, run_command
 
-from ops.bench import pipeline_clients
-from ops.bench.pipeline import STEPS_OF_A_LIFE, TABLES, Lives, median_of
-from ops.bench.pipeline_clients import Unanswered, carry_out
-from ops.bench.pipeline_way import IdleEngine, added_us, step_times_alone
+from ops.bench.pipeline import STEPS_OF_A_LIFE, TABLES, commit_times, median_of
+from ops.bench.pipeline_way import PROMPT, IdleEngine, PipelineStuck, added_us, step_times_alone, web_times
 from ops.bench.report import Spread
+from ops.bench.targets import program
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import Inbox
 from pipeline.names import Names
@@ -29,7 +30,7 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 def test_a_life_has_every_commit_and_leaves_no_work_behind() -> None:
     log = MemoryLog(Names("bench"))
-    times_us = Lives(log, 10).times_us(2 * STEPS_OF_A_LIFE)
+    times_us = commit_times(log, 2 * STEPS_OF_A_LIFE, 10)
     assert {name: len(times) for name, times in times_us.items()} == {
         "submit": 20,
         "tokenized": 20,
@@ -47,9 +48,10 @@ def test_a_life_has_every_commit_and_leaves_no_work_behind() -> None:
 def test_another_number_of_rows_can_follow() -> None:
     log = MemoryLog(Names("bench"))
     for rows in (1, 3):
-        lives = Lives(log, rows)
-        assert len(lives.times_us(1)["step"]) == STEPS_OF_A_LIFE
-        lives.close()
+        assert len(commit_times(log, 1, rows)["step"]) == STEPS_OF_A_LIFE
+
+
+STOPPED = data({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
 
 
 def row(table: int) -> PlanRow:
@@ -80,64 +82,44 @@ def test_what_is_added_is_the_difference_to_the_schedule_alone() -> None:
 
 
 def test_ctrl_c_does_not_reach_the_clients() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        program = [sys.executable, "-P", pipeline_clients.__file__, str(server.getsockname()[1]), "1"]
-        with subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            server.accept()[0].close()
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate()
-            assert said == b"" and process.returncode == 0
+    command = program("pipeline_way:web_clients", os.getpid(), 1)
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and float(process.stdout.readline()) < 100  # it was watched at rest
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 0
 
 
-WHOLE = b'HTTP/1.1 200 \r\nContent-Length: 26\r\n\r\n{"finish_reason":"length"}'
-STREAMED = b'HTTP/1.1 200 \r\ntransfer-encoding: chunked\r\n\r\n1b\r\n{"finish_reason":"length"}\n\r\n0\r\n\r\n'
+def asked_of_web(url: str) -> dict[str, list[float]]:
+    return asyncio.run(web_times(os.getpid(), url, 0.0, 2, 4, 16, 6))
+
+
+def test_every_request_to_the_web_process_has_the_length_that_it_needs(stand_in: OpenAIStandIn) -> None:
+    assert set(asked_of_web(stand_in.url)) == {"streamed token", "streamed request", "other request"}
+    assert Counter(body["max_tokens"] for body in stand_in.bodies) == {8: 50, 1: 6, 4: 4}  # those that are streamed
+    assert all(body["ignore_eos"] and body["prompt"] == PROMPT for body in stand_in.bodies)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("script", "says"),
     [
-        (WHOLE, ""),
-        (STREAMED, ""),
-        (STREAMED.replace(b"length", b"stop"), '"finish_reason":"stop"'),
-        (WHOLE.replace(b"200", b"503"), "503"),
-        (WHOLE[:-1], "bytes read"),
-        (STREAMED[:-1], "bytes read"),
+        (lambda body: [*whole(body)[:-3], STOPPED, usage_chunk(1, body["max_tokens"]), DONE], "stop"),
+        (lambda body: (503, {"error": {"message": "full"}}), "503"),
+        (lambda body: whole(body)[:2], "finish_reason"),
     ],
 )
-def test_clients_that_cost_little_still_see_that_every_answer_is_right(answer: bytes, error: str) -> None:
-    async def scenario() -> int:
-        num_requests = 0
+def test_an_answer_that_is_wrong_or_torn_ends_the_measurement(
+    script: Callable[[Body], Frames | tuple[int, object]], says: str, stand_in: OpenAIStandIn
+) -> None:
+    stand_in.script = script
+    with pytest.raises(PipelineStuck, match=says):
+        asked_of_web(stand_in.url)
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal num_requests
-            while head := await reader.read(65536):
-                assert head.startswith(b"POST /v1/chat/completions ") and b'"max_tokens": 3' in head
-                num_requests += 1
-                writer.write(answer)
-                if error:
-                    break
-            writer.close()
-            await writer.wait_closed()
-            closed.release()
 
-        closed = asyncio.Semaphore(0)
-        async with await asyncio.start_server(serve, "127.0.0.1") as server:
-            port = server.sockets[0].getsockname()[1]
-            connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            try:
-                await carry_out({"max_tokens": 3}, 4, connections)
-            finally:
-                for _, writer in connections:
-                    writer.close()
-                    await writer.wait_closed()
-                    await closed.acquire()
-        return num_requests
-
-    if error:
-        with pytest.raises(Unanswered, match=error):
-            asyncio.run(scenario())
-    else:
-        assert asyncio.run(scenario()) == 2 * 4
+def test_a_whole_answer_of_another_end_ends_it_too(stand_in: OpenAIStandIn) -> None:
+    stand_in.reason = "stop"
+    with pytest.raises(PipelineStuck, match="stop"):
+        asked_of_web(stand_in.url)
 
 
 def bench(folder: Path, *flags: str) -> tuple[int, str]:

@@ -18,8 +18,8 @@ from support.servers import ROOT
 
 from ops.bench import tail
 from ops.bench.models import Prompts
-from ops.bench.peers import SideFailed
 from ops.bench.tail import Gap, Run, TailConfig
+from ops.bench.targets import SideFailed
 
 
 class Words:

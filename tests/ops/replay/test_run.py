@@ -20,8 +20,8 @@ from support.redis_servers import until
 from minisgl import main
 from ops.replay import isolated
 from ops.replay.files import write_dump
-from ops.replay.remote import body_of
 from ops.replay.report import lines_of
+from ops.replay.sender import body_of
 from pipeline.errors import ConfigError
 from pipeline.events import (
     Admitted,

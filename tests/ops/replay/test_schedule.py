@@ -15,6 +15,7 @@ import pytest
 from support.journalled import ENGINE, EPOCH, Life, live
 from support.log_contract import put
 from support.memory_log.log import MemoryLog
+from support.selection import rest_at_night
 
 from minisgl import main
 from ops.replay.schedule import far_off, fitted, lived_again, measured, parts_of
@@ -31,7 +32,7 @@ NUM_STEPS, EVERY = 300, 100
 Tool = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["no overlap", "overlap"])
+@pytest.fixture(scope="module", params=rest_at_night([True, False]), ids=["overlap", "no overlap"])
 def life(request: pytest.FixtureRequest) -> Life:
     return live("radix", NUM_STEPS, EVERY, overlap=request.param)
 

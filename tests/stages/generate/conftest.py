@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,12 +10,20 @@ from support import checkpoints
 from support.engine_rig import Scene
 from support.selection import rest_at_night
 
-from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from stages.generate.kernels import library
 
 
 @pytest.fixture
-def scene(another_log: Callable[[], StreamLog]) -> Scene:
+def torch_threads() -> Iterator[None]:
+    """An engine sets the number of torch's threads: keep it from the other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def scene(another_log: Callable[[], RedisLog]) -> Scene:
     """An empty log without engines."""
     return Scene(another_log)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,14 +41,6 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 FLOAT32 = 1e-5
 """The distance of logits, as a part of them, where only the order of sums differs."""
-
-
-@pytest.fixture
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double(getattr(request, "param", VERSIONS[0]))
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
-    return double
 
 
 def engine_with(folder: Path, dtype: str, **more: Any) -> Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -50,10 +50,6 @@ class CountedLog(MemoryLog):
     @property
     def sizes(self) -> list[int]:
         return [len(steps) for steps in self.commits]
-
-
-def _letters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
 
 
 @pytest.fixture
