@@ -6,16 +6,16 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import tokenizers
 from chaos.attack import bodies
 from chaos.attack.__main__ import AttackConfig, Run, Seen, broken, main, table
 from chaos.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
-from chaos.attack.clients import Newcomers, Reading, Result, Streams, attacker, health, newcomers, streams
+from chaos.attack.clients import Reading, Result, Streams, attacker, health, newcomers, streams
 from chaos.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
 from chaos.attack.target import Server, read_deaths
 from chaos.attack.wire import ATTACKERS_HOST
@@ -34,6 +34,7 @@ from support.openai_stand_in import (
 
 from ops.bench.models import nonsense
 
+T = TypeVar("T")
 SEEN = Seen(
     length_s=10.0,
     health={"ms": [1.0] * 99 + [50.0], "failures": 0},
@@ -63,19 +64,19 @@ def sent(requests: bodies.Requests) -> dict[str, list[dict[str, Any]]]:
     return {what: [json.loads(data.partition(b"\r\n\r\n")[2]) for data in of_it] for what, of_it in requests.items()}
 
 
-def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
-    """Return what one stream after the other got, once so many were asked for."""
+async def once_asked(client: Callable[..., Awaitable[T]], stand_in: OpenAIStandIn, num_answers: int) -> T:
+    """Return what *client* was told until it had asked for so many answers. It has to say once that it has begun."""
     begun: list[float] = []
 
-    async def run() -> Streams:
-        end = asyncio.Event()
-        reading = asyncio.create_task(streams(order(stand_in), lambda: begun.append(time.monotonic()), end))
-        while len(stand_in.bodies) < num_answers:
-            await asyncio.sleep(0.005)
-        end.set()
-        return await reading
+    async def play(end: asyncio.Event) -> T:
+        return await client(order(stand_in), lambda: begun.append(time.monotonic()), end)
 
-    result = asyncio.run(run())
+    end = asyncio.Event()
+    playing = asyncio.create_task(play(end))
+    while len(stand_in.bodies) < num_answers:
+        await asyncio.sleep(0.005)
+    end.set()
+    result = await playing
     assert len(begun) == 1
     return result
 
@@ -88,7 +89,7 @@ def test_a_whole_stream_counts_and_one_that_is_cut_or_short_is_seen(stand_in: Op
         return wrong[len(stand_in.bodies) - 2] if 1 < len(stand_in.bodies) < 6 else whole(body)
 
     stand_in.script = script
-    result = read_streams(stand_in, 6)
+    result = asyncio.run(once_asked(streams, stand_in, 6))
     assert (result.whole, result.refused) == (len(stand_in.bodies) - len(wrong), 1)
     assert [text[:4] for text in result.early] == ["it e", "it e", "EOFE"] and "500" in result.early[2]
 
@@ -150,16 +151,8 @@ def test_newcomers_count_what_each_got(stand_in: OpenAIStandIn) -> None:
     def script(body: Body) -> Frames | tuple[int, object]:
         return [text_chunk("a"), data({"error": {}})] if "guided_regex" in body else whole(body)
 
-    async def run() -> Newcomers:
-        end = asyncio.Event()
-        asking = asyncio.create_task(newcomers(order(stand_in), lambda: None, end))
-        while len(stand_in.bodies) < 2:
-            await asyncio.sleep(0.005)
-        end.set()
-        return await asking
-
     stand_in.script = script
-    result = asyncio.run(run())
+    result = asyncio.run(once_asked(newcomers, stand_in, 2))
     assert result.answers["patterns"] == {"an error after 200": 1} and result.answers["chats"] == {"200": 1}
     assert len(result.first_ms) == 1 and "admin" in result.answers
 

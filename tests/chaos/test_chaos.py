@@ -26,10 +26,7 @@ from chaos.quiet import Story, read_story
 from chaos.scene import ROLES, roles_of
 from support.histories import answered, entries_of
 
-from pipeline.events import (
-    Event,
-    Failed,
-)
+from pipeline.events import AnyEvent, Failed
 from pipeline.log.protocol import Entry
 from pipeline.names import GENERATE, SEAL, tokens_id
 
@@ -38,7 +35,7 @@ SMALL = Settings(requests=110, turns=2)
 `end_to_end/test_takeover.py` stops and kills one of two."""
 
 
-def history(tokens: Sequence[int], *, end: Event | None = None) -> list[Entry]:
+def history(tokens: Sequence[int], *, end: AnyEvent | None = None) -> list[Entry]:
     """Return the history of a request with the prompt 7, one event for each token."""
     return entries_of(answered(*tokens, text=lambda token: f" {token:04x}", ids=(7,), end=end))
 

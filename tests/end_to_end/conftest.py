@@ -17,6 +17,7 @@ from support.checkpoints import make_checkpoint
 from support.selection import group_of
 from support.servers import MEASURED_CONTEXT, MEASURED_RETENTION_S, MEASURED_RUNNING, Server, is_alive, serve
 from support.streams import PROMPTS, ask_all, family_of
+from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 Answers = dict[str, tuple[str, str]]
@@ -27,6 +28,12 @@ Answers = dict[str, tuple[str, str]]
 def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Llama 3 in float32."""
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama3", "llama3")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(llama3: Path) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(llama3)
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -31,12 +31,6 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def tokenizer(llama3: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(llama3)
-    return tokenizer
-
-
 def theirs(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
     """Return transformers' logprobs_TV: row t is of the token after the first t + 1."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +14,10 @@ from support.fields import EOS, FIELDS, PROMPT, Field, Said
 from support.kernel_variants import VARIANTS
 from support.selection import AT_NIGHT
 from support.servers import Server
-from support.streams import events_of
+from support.streams import events_of, tokens_in
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.events import Finished, Submitted, TokensProduced
+from pipeline.events import Finished, Submitted
 from pipeline.log.redis import RedisLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
@@ -39,8 +38,8 @@ def log(server: Server) -> Iterator[RedisLog]:
 
 
 @pytest.fixture(scope="module")
-def eos(llama3: Path) -> str:
-    return str(PreTrainedTokenizerFast.from_pretrained(llama3).convert_tokens_to_ids(STOP))
+def eos(tokenizer: PreTrainedTokenizerFast) -> str:
+    return str(tokenizer.convert_tokens_to_ids(STOP))
 
 
 def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any], *, completions: bool = False) -> Said:
@@ -53,7 +52,6 @@ def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any], *, c
     assert response.status_code == 200, response.text
     uid = response.headers["x-minisgl-uid"]
     events = events_of(log, uid if body.get("n", 1) == 1 else f"{uid}.0")
-    tokens = [token for event in events if isinstance(event, TokensProduced) for token in event.tokens]
     submitted, finished = events[0], events[-1]
     assert isinstance(submitted, Submitted) and isinstance(finished, Finished)
     if body.get("stream"):
@@ -68,7 +66,7 @@ def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any], *, c
         text = answer["choices"][0]["text"] if completions else answer["choices"][0]["message"]["content"]
         reason = answer["choices"][0]["finish_reason"]
     assert finished.reason == reason
-    return Said(text, tokens, reason, finished.usage.prompt_tokens, answer, submitted.model_dump())
+    return Said(text, tokens_in(events), reason, finished.usage.prompt_tokens, answer, submitted.model_dump())
 
 
 @pytest.fixture(scope="module")

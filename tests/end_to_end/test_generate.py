@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,12 +21,6 @@ GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(llama3_server: Server) -> Server:
     return llama3_server
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llama3: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(llama3)
-    return tokenizer
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:

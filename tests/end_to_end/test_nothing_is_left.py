@@ -18,6 +18,7 @@ from support.checkpoints import TEXT, make_checkpoint
 from support.raw_client import connect, request
 from support.selection import by_night
 from support.servers import MEASURED_RETENTION_S, MEASURED_RUNNING, Server, eventually, serve
+from support.streams import events_of
 
 from pipeline.events import (
     Admitted,
@@ -218,12 +219,8 @@ def test_a_cache_filled_by_one_request_is_free_for_the_next_when_its_client_leav
             usage = answer.json()["usage"]
             assert usage["total_tokens"] == context, "it filled the cache to the last slot"
             assert usage["prompt_tokens"] > context / 2, "two do not fit"
-
-            def events_of(uid: str) -> list[AnyEvent]:
-                with server.log() as log:
-                    return [decode(entry.fields) for entry in log.histories([uid])[0]]
-
-            left, stayed = events_of(first), events_of(answer.headers["x-minisgl-uid"])
+            with server.log() as log:
+                left, stayed = (events_of(log, uid) for uid in (first, answer.headers["x-minisgl-uid"]))
             assert isinstance(left[-1], Cancelled), "it did not end by itself"
             assert 0 < left[-1].n < usage["completion_tokens"]
             kinds = [type(event) for event in stayed if not isinstance(event, TokensProduced)]

@@ -15,9 +15,10 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 from support.checkpoints import END, STOP, make_checkpoint, reference_tokens
 from support.servers import Server, serve
+from support.streams import events_of, tokens_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.events import AnyEvent, Finished, Tokenized, TokensProduced, decode
+from pipeline.events import AnyEvent, Finished, Tokenized
 
 pytestmark = pytest.mark.slow
 
@@ -129,12 +130,7 @@ def text_of(completion: ChatCompletion) -> str:
 
 def history(server: Server, answer_id: str) -> list[AnyEvent]:
     with server.log() as log:
-        (entries,) = log.histories([answer_id.removeprefix("chatcmpl-")])
-    return [decode(entry.fields) for entry in entries]
-
-
-def tokens_in(events: Sequence[AnyEvent]) -> list[int]:
-    return [token for event in events if isinstance(event, TokensProduced) for token in event.tokens]
+        return events_of(log, answer_id.removeprefix("chatcmpl-"))
 
 
 def tokenized_in(events: Sequence[AnyEvent]) -> tuple[int, ...]:

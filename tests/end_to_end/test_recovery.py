@@ -13,7 +13,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.selection import by_night
 from support.servers import Server, eventually, is_alive, serve
-from support.streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts
+from support.streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts, tokens_in
 
 from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, TokensProduced
 from pipeline.log.redis import RedisLog
@@ -50,7 +50,7 @@ def ask(server: Server) -> list[Stream]:
 def tokens_of(log: RedisLog, uid: str) -> list[int]:
     events = events_of(log, uid)
     assert isinstance(events[-1], Finished) and token_counts(events) == [1] * NUM_TOKENS
-    return [token for event in events if isinstance(event, TokensProduced) for token in event.tokens]
+    return tokens_in(events)
 
 
 def most_of(log: RedisLog, streams: list[Stream], kind: str) -> int:

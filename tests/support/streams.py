@@ -122,6 +122,10 @@ def token_counts(events: list[AnyEvent]) -> list[int]:
     return [event.count for event in events if isinstance(event, TokensProduced)]
 
 
+def tokens_in(events: Sequence[AnyEvent]) -> list[int]:
+    return [token for event in events if isinstance(event, TokensProduced) for token in event.tokens]
+
+
 def assert_whole(log: RedisLog, streams: Sequence[Stream]) -> list[list[AnyEvent]]:
     """See that each history has each token once and ended well; return all histories."""
     histories = [events_of(log, stream.uid) for stream in streams]

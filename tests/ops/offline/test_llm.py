@@ -297,8 +297,9 @@ def test_what_cannot_be_asked_is_refused_in_a_line_before_anything_runs(
     shared: WatchedLLM, given: dict[str, Any], words: Sequence[str]
 ) -> None:
     num_steps = len(shared.engine.plans)
+    asked: dict[str, Any] = {"prompts": ["a", "b"], "sampling_params": GREEDY}
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
-        shared.generate(**{"prompts": ["a", "b"], "sampling_params": GREEDY} | given)
+        shared.generate(**asked | given)
     said = str(refused.value)
     assert said.startswith(next(iter(given))) and "\n" not in said
     assert all(each in said for each in words)

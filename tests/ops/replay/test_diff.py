@@ -11,11 +11,7 @@ from support.histories import answered, entries_of
 from minisgl import main
 from ops.replay.files import write_dump
 from ops.replay.redact import redacted
-from pipeline.events import (
-    Admitted,
-    Replay,
-    SamplingParams,
-)
+from pipeline.events import Admitted, Replay, SamplingParams
 from pipeline.recording import Recording
 from pipeline.views.recorded import Maker
 
@@ -25,8 +21,9 @@ def recording(
 ) -> Recording:
     maker = by or Maker()
     admitted = Admitted(engine="g", epoch=1, step=1, fingerprint=maker.weights, numerics=maker.numerics, version="1")
-    asked = {"sampling": SamplingParams(seed=seed), "replay": Replay(of=of) if of else None}
-    pairs = answered(*token_ids, ids=prompt, admitted=admitted if by else None, **asked)
+    how = SamplingParams(seed=seed)
+    replay = Replay(of=of) if of else None
+    pairs = answered(*token_ids, ids=prompt, admitted=admitted if by else None, sampling=how, replay=replay)
     return Recording(uid, tuple(entries_of(pairs)))
 
 

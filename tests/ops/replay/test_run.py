@@ -81,9 +81,17 @@ def entries(
 ) -> list[tuple[str, AnyEvent]]:
     """Return the history of a request that was served, with an end of its own or another one."""
     params = SamplingParams.model_validate({"max_tokens": 9, "seed": 3} | sampling)
-    asked = {"sampling": params, "owner": "team-a", "prompt": "p", "labels": {"user": "u1"}}
     admitted = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="adding", numerics="a")
-    begun, (at, tokenized), *rest = answered(*token_ids, ids=prompt, end=end, admitted=admitted, **asked)
+    begun, (at, tokenized), *rest = answered(
+        *token_ids,
+        ids=prompt,
+        end=end,
+        admitted=admitted,
+        sampling=params,
+        owner="team-a",
+        prompt="p",
+        labels={"user": "u1"},
+    )
     return [begun, (at, tokenized.model_copy(update={"bad_words": ((1, 2),)})), *rest]
 
 

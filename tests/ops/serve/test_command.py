@@ -59,6 +59,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         yield processes
 
 
+def parsed(*flags: str) -> ServerConfig:
+    config = parse_command(["serve", *flags], {})
+    assert isinstance(config, ServerConfig)
+    return config
+
+
 def test_a_folder_beside_the_archive_of_the_namespace_is_refused_and_not_made(
     recorded: Recorded, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,16 +138,12 @@ def test_a_single_engine_is_told_of_no_share(recorded: Recorded) -> None:
 def test_a_model_of_the_hub_is_served_under_its_name_there_or_the_given_one(
     flags: Sequence[str], names: Sequence[str], tmp_path: Path
 ) -> None:
-    config = parse_command(["serve", "--model", "someone/small@main", *flags], {})
-    assert isinstance(config, ServerConfig)
-    told = serve._with_model(config, tmp_path)
+    told = serve._with_model(parsed("--model", "someone/small@main", *flags), tmp_path)
     assert (told.model.model, tuple(told.names.served_model_name)) == (str(tmp_path), tuple(names))
 
 
 def budget(*flags: str) -> int | None:
-    config = parse_command(["serve", *flags], {})
-    assert isinstance(config, ServerConfig)
-    return serve._with_budget(config).clients.max_log_bytes
+    return serve._with_budget(parsed(*flags)).clients.max_log_bytes
 
 
 @pytest.fixture
@@ -176,9 +178,7 @@ def test_the_limit_of_a_container_counts_only_where_it_is_lower(memory: Path) ->
 
 
 def test_an_embedded_redis_refuses_requests_only_above_the_size_of_the_log(tmp_path: Path) -> None:
-    config = parse_command(["serve", "--data-dir", str(tmp_path), "--max-log-bytes", "30M"], {})
-    assert isinstance(config, ServerConfig)
-    with serve._with_redis(config) as processes:
+    with serve._with_redis(parsed("--data-dir", str(tmp_path), "--max-log-bytes", "30M")) as processes:
         told = command(processes.url, "CONFIG", "GET", "maxmemory")
         policy = command(processes.url, "CONFIG", "GET", "maxmemory-policy")
     assert (told, policy) == ([b"maxmemory", b"%d" % (40 << 20)], [b"maxmemory-policy", b"noeviction"])
@@ -192,8 +192,7 @@ def full_at_20_mib(redis_url: str) -> Iterator[str]:
 
 
 def test_a_log_that_may_be_as_large_as_its_redis_is_refused(full_at_20_mib: str) -> None:
-    config = parse_command(["serve", "--redis-url", full_at_20_mib, "--max-log-bytes", "20M"], {})
-    assert isinstance(config, ServerConfig)
+    config = parsed("--redis-url", full_at_20_mib, "--max-log-bytes", "20M")
     refused = (
         r"--max-log-bytes 20971520: Redis at .* at its maxmemory 20971520; pass less, or run: redis-cli CONFIG SET"
     )

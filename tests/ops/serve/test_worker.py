@@ -15,6 +15,14 @@ from pipeline.process.observe import EXIT_BROKEN
 from stages.generate.setup.config import GenerateConfig
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker changes nothing here that outlasts its test."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # what it was comes back after the test
+    monkeypatch.setattr("pipeline.process.parent.die_with_supervisor", lambda environment: None)
+    monkeypatch.setattr("pipeline.process.observe.configure_logging", lambda **about: None)
+
+
 @pytest.mark.parametrize(
     ("flags", "waits"),
     [
@@ -38,9 +46,6 @@ def test_an_engine_waits_with_a_refusal_that_the_first_one_says_for_all(
 
     monkeypatch.setattr(worker, "_imported", lambda config: refuse)
     monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # what it was comes back after the test
-    monkeypatch.setattr("pipeline.process.parent.die_with_supervisor", lambda environment: None)
-    monkeypatch.setattr("pipeline.process.observe.configure_logging", lambda **about: None)
     with pytest.raises(ConfigError):
         worker.run_worker(config, "generate")
     assert slept == ([worker.SAME_S] if waits else [])
@@ -61,11 +66,8 @@ def test_any_thread_of_a_worker_that_breaks_ends_the_process(monkeypatch: pytest
         thread.join()
         return 0
 
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # what it was comes back after the test
     monkeypatch.setattr("os._exit", ended.append)
     monkeypatch.setattr(worker, "_imported", lambda config: break_a_thread)
     monkeypatch.setattr("web.server.run", break_a_thread)
-    monkeypatch.setattr("pipeline.process.parent.die_with_supervisor", lambda environment: None)
-    monkeypatch.setattr("pipeline.process.observe.configure_logging", lambda **about: None)
     assert worker.run_worker(config, stage) == 0
     assert ended == [EXIT_BROKEN]
