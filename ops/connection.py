@@ -12,9 +12,7 @@ from ops.config import ConnectConfig
 from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLError
 from pipeline.flags import flags_of, split_names
-from pipeline.log.forgetting import ArchiverLog
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits, StreamLog
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, HistoryLog, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, Names
 from pipeline.process.redis_server import socket_of, url_of
@@ -24,6 +22,36 @@ from web.wire.uids import uid_of
 
 class NotThere(MiniSGLError):
     """The log does not hold what the user named."""
+
+
+class EmptyLog:
+    """The log of a server that does not run."""
+
+    def __init__(self, names: Names, limits: RequestLimits) -> None:
+        self.names, self.limits = names, limits
+
+    def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
+        return [[] for _ in uids]
+
+    def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
+        return {}
+
+    def alive(self, uids: Sequence[str]) -> set[str]:
+        return set()
+
+    def statuses(self, stage: str) -> dict[str, str]:
+        return {}
+
+    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
+        return []
+
+    def journal(
+        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+    ) -> list[Entry]:
+        return []
+
+    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
+        return []
 
 
 @contextlib.contextmanager
@@ -53,7 +81,7 @@ def running_log(config: ConnectConfig, limits: RequestLimits = DEFAULT_LIMITS) -
 @contextlib.contextmanager
 def log_and_archive(
     config: ConnectConfig, folder: str, limits: RequestLimits = DEFAULT_LIMITS
-) -> Iterator[tuple[ArchiverLog, Archive | None]]:
+) -> Iterator[tuple[HistoryLog, Archive | None]]:
     """Give the log of the server that *config* means, and the archive in *folder*, if that is not empty.
 
     With an archive, the server need not run: then the log is empty, and a line on stderr says so.
@@ -68,16 +96,16 @@ def log_and_archive(
             if archive is not None:
                 with running_log(config, limits) as asked:
                     asked.histories([""])
-            log: ArchiverLog = stack.enter_context(running_log(config, limits))
+            log: HistoryLog = stack.enter_context(running_log(config, limits))
         except LogNotThere as error:
             if archive is None:
                 raise
             sys.stderr.write(f"minisgl: only the archive is read, because {error}\n")
-            log = MemoryLog(Names(config.namespace), limits)
+            log = EmptyLog(Names(config.namespace), limits)
         yield log, archive
 
 
-def learn_retention(log: StreamLog, given_s: float | None) -> None:
+def learn_retention(log: HistoryLog, given_s: float | None) -> None:
     """Have *log* keep what ends for as long as the server does: for *given_s*, or else for what its workers say.
 
     Without either, the retention of *log* does not change. Raises LogUnavailable.

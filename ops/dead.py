@@ -17,7 +17,7 @@ from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, new_uid
 from pipeline.flags import parse_flags
-from pipeline.log.protocol import Entry, RequestLimits, StreamLog, Submission
+from pipeline.log.protocol import Entry, HistoryLog, RequestLimits, StreamLog, Submission
 from pipeline.views.history import REQUEUED_FROM, copied_history, plain_letter, sent_again
 from web.config import RequestConfig
 
@@ -156,7 +156,7 @@ def drop(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 ACTIONS: Final[Mapping[str, Action]] = {"ls": ls, "show": show, "requeue": requeue, "drop": drop}
 
 
-def letters_in(log: StreamLog) -> Iterator[Entry]:
+def letters_in(log: HistoryLog) -> Iterator[Entry]:
     """Give all letters, the newest first."""
     before = ""
     while letters := log.dead_letters(READ_AT_ONCE, before=before):

@@ -17,8 +17,7 @@ from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
 from pipeline.log.entries import BRIEF_MS
-from pipeline.log.forgetting import ArchiverLog
-from pipeline.log.protocol import Entry
+from pipeline.log.protocol import Entry, HistoryLog
 from pipeline.names import SEAL, sibling_uids
 from pipeline.views.history import story
 from web.wire.uids import drawn_ms, uid_of
@@ -69,14 +68,14 @@ def told_of(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
         raise UndecodableEvent(f"the history of {uid} is damaged: {' '.join(str(error).split())}") from error
 
 
-def absent(uid: str, log: ArchiverLog, archive: Archive | None) -> NotThere:
+def absent(uid: str, log: HistoryLog, archive: Archive | None) -> NotThere:
     """Return the error that says why neither *log*, which has the retention of the server, nor *archive* has it."""
     if removed_of(log, [uid, *sibling_uids(uid, 2)]):
         return NotThere(f"{uid}: it was removed with minisgl replay forget")
     return NotThere(why_absent(uid, time.time(), log.limits.retention_s, archive))
 
 
-def removed_of(log: ArchiverLog, uids: Sequence[str]) -> set[str]:
+def removed_of(log: HistoryLog, uids: Sequence[str]) -> set[str]:
     """Return those of *uids* that were removed with `minisgl replay forget`. An archiver may not have done its part."""
     return {uid for uid, first in log.begins(uids).items() if first.id == SEAL}
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import settings
+from support.memory_log.log import MemoryLog
 from support.redis_servers import PLACES, Servers
 from support.selection import by_night, chosen, group_of_file
 from werkzeug.routing import Rule
 
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 # How long an example takes is a matter of the machine.
-settings.register_profile("default", deadline=None, max_examples=by_night(25, 100))
+settings.register_profile("default", deadline=None, max_examples=by_night(15, 100))
 settings.load_profile("default")
 gc.disable()  # until all tests are collected: a tenth of the time for that, and hardly any of it is garbage
 # httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.

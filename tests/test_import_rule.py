@@ -57,7 +57,7 @@ def imports(name: str, tree: ast.Module, *, for_types: bool = True) -> set[str]:
         node = todo.pop()
         if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
-        todo += ast.iter_child_nodes(node)
+        todo += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

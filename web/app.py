@@ -75,7 +75,7 @@ def create_app(
     app.asgi_http_class = OneTask
     app.config |= {
         "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
-        "BODY_TIMEOUT": None,  # _Request has its own
+        "BODY_TIMEOUT": None,  # `_Request` has its own timeout
         "MAX_CONTENT_LENGTH": max_body_bytes,
     }
     app.url_map.strict_slashes = False
@@ -132,7 +132,7 @@ def create_app(
 
     @app.after_request
     async def drop_body(response: Response) -> Response:
-        request.body.clear()  # nobody reads it any more, and the answer may have no end
+        request.body.clear()  # its client has left, and the answer may have no end
         return response
 
     @app.after_request
@@ -150,7 +150,7 @@ def create_app(
 
 
 def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
-    """Let in, before any route is asked, who has a key of *keys* and comes from no foreign page, as *origins* says."""
+    """Before any route, refuse requests without a key of *keys*, and those of foreign pages, by *origins*."""
 
     @app.before_request
     async def answer_preflight() -> Response | None:
@@ -162,7 +162,7 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
 
     @app.before_request
     async def check_key() -> None:
-        """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
+        """Set `g.caller` by the key of the request. Raises RequestError if a key is needed and missing."""
         given = keys_in(request.scope["headers"])
         found = keys.find(given)
         g.caller = found or Caller()
@@ -172,7 +172,7 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
 
     @app.before_request
     async def check_page() -> None:
-        """Refuse what a foreign web page may have sent. Raises RequestError."""
+        """Refuse a request that a foreign web page may have sent. Raises RequestError."""
         if not g.caller.hashed:
             own_address = str((request.server or ("",))[0])
             _refuse(origins.refusal(request.headers, own_address, is_open=_is_open()))
@@ -186,7 +186,7 @@ def _is_open() -> bool:
 
 
 def _refuse(error: RequestError | None) -> None:
-    """Raise *error*, if there is one, after its log line."""
+    """Write the log line of *error* and raise it, if there is one."""
     if error is not None:
         _log_line(error.status, error.code)
         raise error
@@ -216,7 +216,7 @@ class _Request(Request):
                 return await super().get_data(cache, as_text, parse_form_data)
         except TimeoutError:
             raise RequestTimeout from None
-        except RequestEntityTooLarge as error:  # the body keeps it, so that its traceback would keep the body
+        except RequestEntityTooLarge as error:  # the body refers to it, so its traceback would keep the body alive
             raise RequestEntityTooLarge from error.with_traceback(None)
         finally:
-            self.body.clear()  # timers that are cancelled keep the request for a while
+            self.body.clear()  # cancelled timers keep the request alive for a while

@@ -26,7 +26,7 @@ class WebConfig:
 
 @dataclass(frozen=True, slots=True)
 class ListenConfig:
-    """On what a frontend listens instead of an address."""
+    """What a frontend listens on instead of an address."""
 
     listen_fd: int | None = flag(
         "--listen-fd",
@@ -38,7 +38,7 @@ class ListenConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestConfig:
-    """What a frontend takes."""
+    """What a frontend accepts."""
 
     request_timeout_s: float = flag(
         "--request-timeout", default=600.0, parse=seconds, help="seconds after which an unfinished request fails"
@@ -109,7 +109,7 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
-    """Which web pages may send requests, and by which names clients may call the server."""
+    """The web pages that may send requests, and the names by which clients may call the server."""
 
     allow_host: tuple[str, ...] = flag(
         "--allow-host",
@@ -133,7 +133,7 @@ class OriginConfig:
 
 @dataclass(frozen=True, slots=True)
 class KeysConfig:
-    """Who may send requests, how many, and who may do everything."""
+    """The keys of clients, their limits, and the admin key."""
 
     api_key: tuple[str, ...] = flag(
         "--api-key",
@@ -163,7 +163,7 @@ class KeysConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedConfig:
-    """Where requests are that Redis does not keep any more."""
+    """Where to find requests that Redis no longer keeps."""
 
     archive: str = flag(
         "--archive",

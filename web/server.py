@@ -25,6 +25,7 @@ from pipeline.errors import LogError
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.stage.slots import SlotLease, acquire_slot
@@ -49,12 +50,12 @@ HARD_EXIT_S: Final = 3.0
 EXIT_HARD: Final = 1
 BEAT_S: Final = 0.5
 YOUNG: Final = 5_000
-"""Objects between two collections of the young ones. A step of many streams makes hundreds, which no cycle keeps."""
+"""Objects between two collections of young ones. A step of many streams makes hundreds, none of them in a cycle."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How long threads that fold histories may keep the interpreter from the loop, which asks for it in each turn."""
+"""How long a thread that folds histories may hold the interpreter while the loop waits for it."""
 COLLECT_EVERY_S: Final = 1.0
 COLLECT_SHARE: Final = 0.001
-"""Most of the time that full collections of garbage take."""
+"""Largest share of the time that full garbage collections take."""
 JANITOR_PATIENCE_S: Final = 1.0
 
 
@@ -126,7 +127,7 @@ class Seat:
         self.slot_lease.say(**changes)
 
     def retake(self) -> None:
-        """Take a slot again: the one that was lost, if it is free. Raises as the log does."""
+        """Take a slot again, the lost one if it is free. Raises as the log does."""
         logger.warning("slot_lost", slot=self.slot, epoch=self.slot_lease.owner.epoch)
         before, self.slot_lease = self.slot_lease, self._take(slot_index(self.slot))
         before.leave()
@@ -249,7 +250,12 @@ async def _listen(
     config = HttpConfig(clients.max_body_bytes, most, log_limiter, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
-    await serve(app, listener, config, stop)
+
+    def count_probe() -> None:
+        frontend.measures.add(HTTP_REQUESTS, "/health", "GET")
+        frontend.measures.add(HTTP_RESPONSES, "/health", "GET", "200")
+
+    await serve(app, listener, config, stop, answered_probe=count_probe)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
@@ -293,7 +299,7 @@ async def _first_signal() -> None:
 
 
 def _log_loop_error(context: dict[str, Any], log_limiter: LogLimiter) -> None:
-    """Log an error that no task has taken. Without a free file, asyncio reports many a second."""
+    """Log an error that no task has handled. Without a free file, asyncio reports many each second."""
     error, reason = context.get("exception"), context.get("message")
     times = log_limiter.times(f"{reason} {error!r}"[:256])
     if not times:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,7 @@ from pipeline.log.protocol import Entry, Submission
 from pipeline.walk import walk
 
 ENDPOINT: Final = "offline"
-BLOCK_MS: Final = 200
-LOOK_EVERY_S: Final = 1.0
-"""How often the histories are checked; the notifications may lose entries."""
+REPORT_EVERY_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +60,8 @@ class Call:
         """uid -> index of its prompt."""
         self._completions: list[Completion | None] = [None] * len(requests)
         self._failures: dict[int, str] = {}
-        self._frontend = new_uid()
-        self._cursor = self._log.open_replies(self._frontend)
-        self._looked_s = time.monotonic()
         self._num_tokens = 0
+        """How many tokens those have that have ended."""
 
     def run(self, report: Report) -> list[Completion]:
         """Return the completions in the order of the requests.
@@ -79,13 +74,12 @@ class Call:
                 if self._stages.error is not None:
                     self._give_up(self._stages.error)
                 self._submit()
-                self._take(self._listen())
-                report(len(self._completions) - len(self._running) - len(self._waiting), self._num_tokens)
+                self._take(self._log.wait(self._running, REPORT_EVERY_S))
+                num_tokens = self._num_tokens + self._log.num_tokens(self._running)
+                report(len(self._completions) - len(self._running) - len(self._waiting), num_tokens)
         except BaseException:  # Ctrl-C too: what runs is let go, and the engine is free for the next call
             self._cancel()
             raise
-        finally:
-            self._log.close_replies(self._frontend)
         if self._failures:
             raise GenerationFailed(self._failures, self._completions)
         return [completion for completion in self._completions if completion is not None]
@@ -97,7 +91,7 @@ class Call:
             self._running[uid] = index
             event = Submitted(
                 endpoint=ENDPOINT,
-                frontend=self._frontend,
+                frontend="",
                 prompt_ids=request.token_ids,
                 sampling=request.sampling,
                 constraint=request.constraint,
@@ -105,23 +99,8 @@ class Call:
             outcome = self._log.submit(uid, [event]).submission
             assert outcome is Submission.ACCEPTED, outcome
 
-    def _listen(self) -> list[str]:
-        """Return the requests that have ended."""
-        ended: list[str] = []
-        self._cursor, replies = self._log.read_replies(self._frontend, self._cursor, block_ms=BLOCK_MS)
-        for reply in replies:
-            if isinstance(reply.event, TokensProduced):
-                self._num_tokens += reply.event.count
-            elif reply.uid in self._running:
-                ended.append(reply.uid)
-        if time.monotonic() - self._looked_s > LOOK_EVERY_S:
-            self._looked_s = time.monotonic()
-            self._log.open_replies(self._frontend)  # or it would expire
-            alive = self._log.alive(list(self._running))
-            ended += [uid for uid in self._running if uid not in alive and uid not in ended]
-        return ended
-
     def _take(self, ended: Sequence[str]) -> None:
+        self._num_tokens += self._log.num_tokens(ended)
         for uid, history in zip(ended, self._log.histories(ended), strict=True):
             index = self._running.pop(uid)
             outcome = completion_of(history)
@@ -139,7 +118,7 @@ class Call:
     def _cancel(self) -> None:
         uids = list(self._running)
         for uid in uids:
-            self._log.end(uid, Cancelled(by="caller"), frontend=self._frontend)
+            self._log.end(uid, Cancelled(by="caller"), frontend="")
         self._log.forget(uids)
         self._running.clear()
 

@@ -1,4 +1,4 @@
-"""The three stages of a server as threads of this process, over the log in memory.
+"""The three stages of a server as threads of this process, over a log in its memory.
 
 What is true for the server is true here, because it is the same code; only who starts it differs, and who ends it:
 nothing here may end the process, which is somebody else's.
@@ -12,22 +12,20 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ops.offline.local_log import LocalLog
 from pipeline.errors import MiniSGLError
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.protocol import Inbox, RequestLimits
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
-from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, acquire_slot, read_statuses
-from pipeline.stage.worker import Stop, follow
+from pipeline.log.protocol import Entry, RequestLimits
+from pipeline.names import TOKENIZE, parse_id, slot_name
+from pipeline.stage.slots import WATCHDOG_S, GiveUp, Status
+from pipeline.stage.worker import Stop
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
-from stages.detokenize.worker import DetokenizeWorker, load_decoder
+from stages.detokenize.worker import load_decoder
 from stages.generate.loop.flights import Forward
-from stages.generate.loop.log_thread import LogThread
 from stages.generate.loop.worker import GenerateWorker, Loaded, load, serving_of
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
@@ -36,33 +34,34 @@ from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import resolve
 from stages.tokenize.constraints.checker import GrammarChecker
 from stages.tokenize.prompts import PromptEncoder
-from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
-from stages.tokenize.worker import TokenizeWorker
+from stages.tokenize.worker import MOST_READ, TokenizeWorker
 
-LEASE_MS: Final = 3000
 LIMITS: Final = RequestLimits(timeout_s=365 * 24 * 3600, retention_s=24 * 3600, max_queued=sys.maxsize)
-"""Practically no timeout. A history is dropped as soon as its completion is made, at the latest after the retention."""
+"""Practically no timeout."""
+LOOK_S: Final = 0.2
+"""How long the tokenizer's thread waits for a prompt before it looks whether it should stop."""
 POLL_S: Final = 0.005
-ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
 """Wraps the engine, for example with a clock. With overlap it should launch steps, as the engine does (`Launches`)."""
 
 
-class UnwatchedSlot(SlotLease):
-    """A slot without a watchdog, which would end the caller's process."""
+class OwnReports:
+    """What a worker reports within this process, as a `Reporter`: nobody watches it, so nothing can end the process."""
+
+    def __init__(self, slot: str, publish: Callable[[Status], None] = lambda status: None) -> None:
+        self.status = Status(slot=slot, owner="", pid=0, host="")
+        self.lost = threading.Event()
+        self._publish = publish
+
+    def say(self, **changes: object) -> None:
+        self.status = self.status.model_copy(update=changes)
+        self._publish(self.status)
 
     def report_progress(
         self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
     ) -> None:
-        super().report_progress(patience_s=math.inf)
-
-    def _keep(self) -> None:
-        try:
-            super()._keep()
-        except BaseException:  # a worker has nothing without its lease, and the caller's process goes on
-            self.lost.set()
-            raise
+        pass
 
 
 class Stages:
@@ -74,20 +73,19 @@ class Stages:
         Raises:
             ConfigError: The folder, the options and the machine do not go together.
         """
-        self.log = MemoryLog(Names(), LIMITS)
+        self.log = LocalLog(LIMITS)
         self.encoder = PromptEncoder(folder)
         self.serving = serving_of(folder, model_id(folder), dummy=config.engine.dummy_weight)
         self.error: BaseException | None = None
         """The error that ended a thread; then all threads end."""
         self._stop = Stop()
-        for inbox in self._inboxes():
-            self.log.prepare(inbox)
-        decoder = load_decoder(folder)
+        self._owner = self.log.begin(self._stop)
+        fold = DetokenizeFold(load_decoder(folder))
         loaded: Future[Loaded] = Future()
         self._threads = [
             self._start("generate", lambda: self._generate(config, folder, wrap, loaded)),
             self._start("tokenize", lambda: self._tokenize(loaded)),
-            self._start("detokenize", lambda: self._detokenize(DetokenizeFold(decoder))),
+            self._start("detokenize", lambda: self.log.fold_steps(fold)),
         ]
         try:
             self.loaded = loaded.result()
@@ -113,23 +111,11 @@ class Stages:
         Raises:
             MiniSGLError: The engine has ended.
         """
-        flush_id, asked_s = self.log.flush("caller"), time.monotonic()
-
-        def is_done() -> bool:
-            done = [status.flushed for status in read_statuses(self.log, GENERATE) if status.flushed]
-            return any(parse_id(control_id) >= parse_id(flush_id) for control_id in done)
-
-        while not is_done():
+        flush_id = self.log.flush()
+        while parse_id(self.log.status.flushed or "0-0") < parse_id(flush_id):
             if self.error is not None:
                 raise MiniSGLError(f"the engine has ended ({self.error!r}); make a new LLM") from self.error
-            self._stop.wait(POLL_S)
-            if time.monotonic() - asked_s > ASK_AGAIN_S:  # it may have been lost, and a later one counts as well
-                self.log.flush("caller")
-                asked_s = time.monotonic()
-
-    def _inboxes(self) -> tuple[Inbox, Inbox, Inbox]:
-        names = self.log.names
-        return Inbox.submitted(names), Inbox.tokenized(names), Inbox.steps(names, slot_name(GENERATE, 0))
+            time.sleep(POLL_S)
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         def run() -> None:
@@ -148,44 +134,24 @@ class Stages:
         self.error = self.error or error
         self._stop.set()
 
-    @contextlib.contextmanager
-    def _slot_lease(self, stage: str) -> Iterator[SlotLease]:
-        slot_lease = UnwatchedSlot(self.log, acquire_slot(self.log, stage, LEASE_MS), LEASE_MS)
-        slot_lease.report_progress()
-        try:
-            yield slot_lease
-        finally:
-            slot_lease.leave()
-
     def _generate(self, config: GenerateConfig, folder: Path, wrap: Wrap, loaded: Future[Loaded]) -> None:
         """Load in this thread: torch sets its number of threads per calling thread. Other ranks end with it."""
-        with self._slot_lease(GENERATE) as slot_lease, contextlib.ExitStack() as until_the_end:
+        with contextlib.ExitStack() as until_the_end:
             try:
                 model = until_the_end.enter_context(self._loading(unhurried(config, folder), folder))
                 wrapped = wrap(model.engine)
             except BaseException as error:
                 loaded.set_exception(error)
                 return
+            reports = OwnReports(self._owner.slot, self.log.publish)
             serving = model.can_serve(self.serving)
             said = {"models": (serving.model,), "context": serving.context, "fingerprint": serving.weights}
-            slot_lease.say(phase="ready", **said, **model.said())
-            log_thread = LogThread(
-                self.log,
-                slot_lease.owner,
-                lease_ms=LEASE_MS,
-                report_progress=slot_lease.report_progress,
-                commit_interval_s=model.settings.commit_interval_s,
-            )
-            log_thread.start()
+            reports.say(phase="ready", **said, **model.said())
             loaded.set_result(model)
-            grammars = model.grammars(folder)
-            try:
-                schedule, overlap = model.schedule(slot_lease.owner, serving), model.settings.overlap
-                worker = GenerateWorker(wrapped, schedule, log_thread, slot_lease, grammars=grammars, overlap=overlap)
-                worker.run(self._stop)
-            finally:
-                grammars.close()
-                log_thread.stop()
+            grammars = until_the_end.enter_context(contextlib.closing(model.grammars(folder)))
+            schedule, overlap = model.schedule(self._owner, serving), model.settings.overlap
+            worker = GenerateWorker(wrapped, schedule, self.log, reports, grammars=grammars, overlap=overlap)
+            worker.run(self._stop)
 
     def _loading(self, config: GenerateConfig, folder: Path) -> contextlib.AbstractContextManager[Loaded]:
         if config.engine.tp > 1:
@@ -193,28 +159,15 @@ class Stages:
         return contextlib.nullcontext(load(config, folder, lambda progress: None))
 
     def _tokenize(self, loaded: Future[Loaded]) -> None:
-        inbox, _, _ = self._inboxes()
         context = loaded.result().settings.limits.context
-        checker = GrammarChecker(self.encoder.dialect.written())
-        with self._slot_lease(TOKENIZE) as slot_lease, contextlib.closing(checker):
-            worker = TokenizeWorker(self.log, slot_lease, self.encoder, checker=checker)
-            worker.context = context  # the engine's status has it as well, but maybe after the first prompts
-            follow(
-                self.log,
-                inbox,
-                slot_lease,
-                worker.handle,
-                worker.bury,
-                self._stop,
-                max_entries=MOST_PROMPTS_READ,
-                held=worker.held,
-            )
-
-    def _detokenize(self, fold: DetokenizeFold) -> None:
-        *_, inbox = self._inboxes()
-        with self._slot_lease(DETOKENIZE) as slot_lease:
-            worker = DetokenizeWorker(self.log, slot_lease, fold, slot_name(GENERATE, 0))
-            follow(self.log, inbox, slot_lease, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
+        with contextlib.closing(GrammarChecker(self.encoder.dialect.written())) as checker:
+            worker = TokenizeWorker(self.log, OwnReports(slot_name(TOKENIZE, 0)), self.encoder, checker=checker)
+            worker.context = context
+            put_off: list[Entry] = []
+            while not self._stop:
+                timeout_s = 0.0 if put_off or worker.held() else LOOK_S
+                entries = [*put_off, *self.log.prompts(MOST_READ, timeout_s)]
+                put_off = worker.handle(entries) if entries or worker.held() else []
 
 
 def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from pipeline.events import Cancelled, Failed, Finished, Submitted, new_uid
-from pipeline.log.protocol import StreamLog, Submission
+from pipeline.log.protocol import HistoryLog, RequestLog, Submission
 from pipeline.names import GENERATE
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
@@ -43,7 +43,7 @@ class Serves(Computes, Protocol):
 class Computer:
     """Has requests computed by the workers of *log*."""
 
-    def __init__(self, log: StreamLog, *, at_once: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, log: RequestLog, *, at_once: int, check: Callable[[], None] = lambda: None) -> None:
         """At most *at_once* are in the log at a time. *check* raises when no worker is left that could compute."""
         self.log = log
         self._at_once = at_once
@@ -93,7 +93,7 @@ class Computer:
             raise NotComputed(f"no request ended for {waited_s:.0f} s; minisgl top shows whether the workers are there")
 
 
-def refuse_without_engine(log: StreamLog) -> None:
+def refuse_without_engine(log: HistoryLog) -> None:
     """Raise NotComputed where no engine lives that could compute."""
     if not read_statuses(log, GENERATE):
         raise NotComputed("no engine of this server lives now; start one, or pass --model to compute in this process")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import asks_for_help, counted, one_line
@@ -23,7 +23,7 @@ from ops.trace import as_json
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Failed, Submitted
 from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, split_names, yes_or_no
-from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.log.protocol import HistoryLog, RequestLimits, RequestLog
 from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
 from web.config import RequestConfig
@@ -152,13 +152,13 @@ def exit_code(told: Mapping[str, Any]) -> int:
     return int(told["identical"] < told["times"])
 
 
-def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Serves:
+def _computer(log: HistoryLog, run: RunConfig, timeout_s: float) -> Serves:
     """Return the server that --url names, or the one of *log*."""
     if run.url:
         from ops.replay.sender import RemoteComputer
 
         return RemoteComputer(run.url, run.key, at_once=run.at_once, timeout_s=timeout_s)
-    return Computer(log, at_once=run.at_once)
+    return Computer(cast(RequestLog, log), at_once=run.at_once)  # an EmptyLog is asked for its models alone
 
 
 def _is_deadly(history: History, source: Source) -> bool:

@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import Preempted, TakenOver
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import JournalStep, steps
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.protocol import Entry, HistoryLog
 from pipeline.names import parse_id
 from stages.generate.loop.pace import Pace
 from stages.generate.loop.past import recorded_request
@@ -273,7 +273,7 @@ class Found:
     """As in Requests, also of steps a little before the snapshot."""
 
 
-def steps_between(log: StreamLog, engine: str, first: str, last: str) -> Found:
+def steps_between(log: HistoryLog, engine: str, first: str, last: str) -> Found:
     """Read a journal from the last snapshot before *first* to *last*.
 
     Raises:
@@ -323,7 +323,7 @@ def _step_id(name: str, text: str, epoch: int) -> str:
     return f"{given or epoch}-{number}"
 
 
-def _snapshot_before(log: StreamLog, engine: str, step_id: str) -> str:
+def _snapshot_before(log: HistoryLog, engine: str, step_id: str) -> str:
     """Return the id of the last step with a snapshot up to *step_id*; "": there is none."""
     last = step_id
     while entries := log.journal(engine, last=last, max_entries=READ_AT_ONCE, newest=True):
@@ -334,7 +334,7 @@ def _snapshot_before(log: StreamLog, engine: str, step_id: str) -> str:
     return ""
 
 
-def _first_snapshot(log: StreamLog, engine: str) -> str:
+def _first_snapshot(log: HistoryLog, engine: str) -> str:
     first = "-"
     while entries := log.journal(engine, first=first, max_entries=READ_AT_ONCE):
         with_one = [entry.id for entry in entries if "schedule" in entry.fields]
@@ -344,7 +344,7 @@ def _first_snapshot(log: StreamLog, engine: str) -> str:
     return ""
 
 
-def _forward(log: StreamLog, engine: str, after: str, last: str) -> Iterator[Entry]:
+def _forward(log: HistoryLog, engine: str, after: str, last: str) -> Iterator[Entry]:
     while entries := log.journal(engine, first=f"({after}", last=last, max_entries=READ_AT_ONCE):
         yield from entries
         after = entries[-1].id

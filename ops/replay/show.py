@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import outline, steps
-from pipeline.log.protocol import StreamLog
+from pipeline.log.protocol import HistoryLog
 from pipeline.names import parse_id
 from pipeline.views.company import Company, Wait, why_waited
 from pipeline.views.recorded import History, State, Token, said_of_end
@@ -107,14 +107,14 @@ def told_of(history: History, state: State) -> dict[str, Any]:
     return told
 
 
-def company(log: StreamLog, history: History, state: State) -> dict[str, Any]:
+def company(log: HistoryLog, history: History, state: State) -> dict[str, Any]:
     """Return the batch of the last token and the pages, as plain data; `batch` is None if the journal lacks them."""
     if state.last is None:
         return {}
     return {"batch": None} | company_at(log, history, state.last)
 
 
-def waited(log: StreamLog, history: History, state: State) -> dict[str, Any]:
+def waited(log: HistoryLog, history: History, state: State) -> dict[str, Any]:
     """Return what the engine did meanwhile, as plain data; nothing if its journal lacks the step of the token."""
     last, submitted = state.last, history.submitted
     if last is None or submitted is None:
@@ -213,7 +213,7 @@ MOST_BEFORE: Final = 2_000
 """Steps that are read back to the last snapshot of the schedule. An engine writes one every 1,000 steps."""
 
 
-def company_at(log: StreamLog, history: History, token: Token) -> dict[str, Any]:
+def company_at(log: HistoryLog, history: History, token: Token) -> dict[str, Any]:
     """Return the batch that made *token* and the pages after it, as plain data; nothing if the journal lacks its step.
 
     Raises:
@@ -240,7 +240,7 @@ def company_at(log: StreamLog, history: History, token: Token) -> dict[str, Any]
 
 
 def why(
-    log: StreamLog, engine: str, step_id: str, uid: str, n: int, since_ms: int, until_ms: int | None = None
+    log: HistoryLog, engine: str, step_id: str, uid: str, n: int, since_ms: int, until_ms: int | None = None
 ) -> Wait | None:
     """Return why token *n* of *uid* waited from *since_ms* on, until step *step_id* of *engine* made it.
 

@@ -22,8 +22,7 @@ from pipeline.archive.reader import SKEW_S, Archive, Where
 from pipeline.errors import ConfigError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.flags import flag
-from pipeline.log.forgetting import ArchiverLog
-from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits, is_between
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, HistoryLog, RequestLimits, is_between
 from pipeline.names import PROBE, sibling_uids
 from pipeline.recording import Recording
 from pipeline.views import recorded
@@ -39,7 +38,7 @@ SIBLINGS_PER_LOOK: Final = 16
 class Source:
     """Finds requests: first in a log, then in an archive, if there is one. What both lack may be in a dead letter."""
 
-    def __init__(self, log: ArchiverLog, archive: Archive | None = None) -> None:
+    def __init__(self, log: HistoryLog, archive: Archive | None = None) -> None:
         self.log = log
         self._archive = archive
         self._archived: dict[str, Where] = {}

@@ -1,8 +1,7 @@
-"""Content of the entries that commits write, besides events, and how to read it: the same in Redis and in memory."""
+"""Content of the entries that commits write, besides events, and how to read it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -47,9 +46,6 @@ JOURNAL_CAP: Final = 100_000
 """MAXLEN ~ of a journal, whose bytes are bounded, too. Each entry takes a little more than its bytes."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
 """Largest size of the copy of a history in a dead letter."""
-LETTER_LABELS_BYTES: Final = 4096
-"""Largest size of the labels in a letter without the first entry. They tell who sent the request. end.lua has the same
-number."""
 LONGEST_TIME: Final = 15
 """Largest number of digits of a time in milliseconds."""
 LONGEST_REASON: Final = 300
@@ -150,16 +146,6 @@ def made_ms_of(step: Entry) -> int:
     return min(made_ms, ms) if made_ms and ms else made_ms or ms
 
 
-def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequence[Entry]) -> dict[str, str]:
-    """Return the fields of an event that is committed with *steps* at *ms*. In Redis, produced.lua adds the times."""
-    words = words_of(said) if isinstance(said, tuple) else said
-    fields = {"ms": str(ms)} | {name: text.decode() for name, text in words.items()}
-    for step in steps:
-        if fields["kind"] == "tokens" and fields["step"] == step.id and (made_ms := made_ms_of(step)):
-            fields["age_ms"] = str(max(ms - made_ms, 0))
-    return fields
-
-
 def is_tombstone(history: Sequence[Entry]) -> bool:
     """Return whether *history*, read from its start, is the tombstone of an erased request: only an end."""
     return len(history) == 1 and history[0].id == SEAL
@@ -234,26 +220,3 @@ _REPLY_EVENTS: TypeAdapter[list[TokensProduced | End]] = TypeAdapter(
     list[Annotated[TokensProduced | End, Field(discriminator="kind")]]
 )
 """Validates the events of a whole step: a call for each event would take half as long again."""
-
-
-def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
-    """Return the copy of a history for a dead letter: the first entry, then as many of the last ones as fit.
-
-    In Redis, end.lua makes it.
-    """
-    texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
-    room = DEAD_HISTORY_BYTES - 2
-    first = texts[:1] if len(texts[0]) + 1 <= room else []
-    room -= sum(len(text) + 1 for text in first)
-    last: list[bytes] = []
-    for text in reversed(texts[1:]):
-        room -= len(text) + 1
-        if room < 0:
-            break
-        last.append(text)
-    kept = first + last[::-1]
-    copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
-    labels = history[0].fields.get("labels", "")
-    if labels and not first and len(labels.encode()) <= LETTER_LABELS_BYTES:
-        copy["labels"] = labels
-    return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})

@@ -40,9 +40,6 @@ class ArchiverLog(StreamLog, Protocol):
     def num_unarchived(self) -> int:
         """Return how many requests expired before an archiver read them."""
 
-    def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
-        """Return the first entries of the histories that exist; for an erased request, its tombstone."""
-
 
 FORGETTING: Final = "forgetting"
 """By whom the request of a tombstone was ended, until everything else of it is gone, too .."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import orjson
 
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
@@ -41,6 +43,37 @@ class Script(Generic[T]):
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))
+
+
+def commit(
+    name: str,
+    parse: Callable[[Any], T],
+    keys: Mapping[str, str | Sequence[str] | None],
+    *more: str | int | bytes,
+    once: bool = False,
+    **args: str | int | Sequence[str | int] | None,
+) -> Script[T]:
+    """Return a commit whose script has its keys and arguments by name (`named` in lib.lua), and *more* by place.
+
+    None, "" and False are missing there. Numbers are sent as texts, because Lua's are doubles.
+    """
+    flat: list[str] = []
+    index: dict[str, int | list[int]] = {}
+    for called, key in keys.items():
+        if isinstance(key, str):
+            flat.append(key)
+            index[called] = len(flat)
+        elif key is not None:
+            index[called] = list(range(len(flat) + 1, len(flat) + 1 + len(key)))
+            flat += key
+    said: dict[str, Any] = {"keys": index}
+    for called, value in args.items():
+        if isinstance(value, str | int):
+            if value is not False and value != "":
+                said[called] = str(value)
+        elif value is not None:
+            said[called] = [*map(str, value)]
+    return Script(name, flat, [orjson.dumps(said), *more], parse, once)
 
 
 @dataclass(frozen=True, slots=True)

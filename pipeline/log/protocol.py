@@ -1,7 +1,7 @@
 """StreamLog: everything that a stage can do with the log. Its methods are commits and reads; there is no plain append.
 
-Knows the types of arguments and results, and not Redis. `redis.RedisLog` and `memory.MemoryLog` implement it and pass
-one contract suite (tests/pipeline/log/contract).
+Knows the types of arguments and results, and not Redis. `redis.RedisLog` implements it. The tests have another
+one, `MemoryLog`, with which a contract suite compares it (tests/pipeline/log/contract).
 """
 
 from __future__ import annotations
@@ -282,18 +282,51 @@ Journalled: TypeAlias = Sequence[Mapping[str, str]]
 """Steps in the journal's format (`pipeline.log.journal`), one for each entry; none: they are not kept."""
 
 
-class StreamLog(Protocol):
-    """The log for stages. `False` from a commit means that it was done before.
-
-    A commit is safe to run twice. If it is not, its operation sets `once`, and it is never sent again.
-
-    Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
-    """
+class HistoryLog(Protocol):
+    """What can be read of the log when no stage runs."""
 
     names: Names
     limits: RequestLimits
 
-    # requests
+    def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
+        """Return the entries of each history, from its start or after the id *after*; [] if it is gone or erased."""
+
+    def begins(self, uids: Sequence[str]) -> dict[str, Entry]:
+        """Return the first entries of the histories that exist; for an erased request, its tombstone."""
+
+    def alive(self, uids: Sequence[str]) -> set[str]:
+        """Return which of *uids* have not ended."""
+
+    def statuses(self, stage: str) -> dict[str, str]:
+        """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
+
+    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
+        """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
+
+        The times are those in the uids, by the clock of the process that drew them. This reads all keys of the server.
+        """
+
+    def journal(
+        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+    ) -> list[Entry]:
+        """Return the steps of an engine's journal from the id *first* to *last*, in their order.
+
+        If there are more than *max_entries*, return the first ones, or the last ones with *newest*; 0: return all.
+        """
+
+    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
+        """Return up to *max_entries* letters, the newest first; with *before*, those older than that id.
+
+        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON) and, if the history was too long,
+        history_cut: how many entries between the first and the last ones it lacks.
+
+        The letter of an entry that could not be read has no history, and uid only if one is known. Its `deaths` is 0,
+        `stream` is where the entry was, and `entry` is a list of its id, names and values.
+        """
+
+
+class RequestLog(HistoryLog, Protocol):
+    """The log for those who send requests, and for tokenizers. `False` from a commit means that it was done before."""
 
     def submit(
         self,
@@ -322,6 +355,41 @@ class StreamLog(Protocol):
         If this seal is the first, keep *dead* with a copy of the sealed history, of at most 64 KB.
         """
 
+    def bury(
+        self,
+        inbox: Inbox,
+        entry: Entry,
+        reason: str,
+        event: Failed,
+        requests: Mapping[str, str],
+        owner: Owner | None = None,
+    ) -> tuple[str, ...] | None:
+        """Consume *entry*, keep it unchanged as a dead letter, and end *requests*, uid -> frontend, with *event*.
+
+        Return the uids of those that had not ended before; None if another worker has consumed the entry. With *owner*,
+        raise Fenced if the slot has another owner.
+        """
+
+    def leave(self, inbox: Inbox, consumer: str, entry: Entry, version: int) -> bool:
+        """Leave a pending entry to workers that read *version*: they `claim` it. Return False if it is not pending."""
+
+    def left(self, inbox: Inbox, max_entries: int) -> list[Entry]:
+        """Return entries that were left to workers of a newer version than this code."""
+
+    def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
+        """Return uid -> the frontend that submitted it; "" if no client listens or the history is gone."""
+
+
+class StreamLog(RequestLog, Protocol):
+    """The log for stages.
+
+    A commit is safe to run twice. If it is not, its operation sets `once`, and it is never sent again.
+
+    Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
+    """
+
+    # requests
+
     def abandon(
         self,
         uid: str,
@@ -346,35 +414,6 @@ class StreamLog(Protocol):
     def stop_reading(self, uid: str, who: str) -> None:
         """Remove what `reading` recorded."""
 
-    def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
-        """Return the entries of each history, from its start or after the id *after*; [] if it is gone or erased."""
-
-    def alive(self, uids: Sequence[str]) -> set[str]:
-        """Return which of *uids* have not ended."""
-
-    # entries that cannot be read
-
-    def bury(
-        self,
-        inbox: Inbox,
-        entry: Entry,
-        reason: str,
-        event: Failed,
-        requests: Mapping[str, str],
-        owner: Owner | None = None,
-    ) -> tuple[str, ...] | None:
-        """Consume *entry*, keep it unchanged as a dead letter, and end *requests*, uid -> frontend, with *event*.
-
-        Return the uids of those that had not ended before; None if another worker has consumed the entry. With *owner*,
-        raise Fenced if the slot has another owner.
-        """
-
-    def leave(self, inbox: Inbox, consumer: str, entry: Entry, version: int) -> bool:
-        """Leave a pending entry to workers that read *version*: they `claim` it. Return False if it is not pending."""
-
-    def left(self, inbox: Inbox, max_entries: int) -> list[Entry]:
-        """Return entries that were left to workers of a newer version than this code."""
-
     # the janitor
 
     def overdue(self, max_uids: int) -> list[str]:
@@ -383,23 +422,10 @@ class StreamLog(Protocol):
     def living(self) -> list[str]:
         """Return all requests that have not ended."""
 
-    def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
-        """Return uid -> the frontend that submitted it; "" if no client listens or the history is gone."""
-
     def read_by_others(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* are read by another client than their sender."""
 
     # dead letters
-
-    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
-        """Return up to *max_entries* letters, the newest first; with *before*, those older than that id.
-
-        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see entries.copied_fields) and, if the
-        history was cut, history_cut: how many entries it lacks.
-
-        The letter of an entry that could not be read has no history, and uid only if one is known. Its `deaths` is 0,
-        `stream` is where the entry was, and `entry` is a list of its id, names and values.
-        """
 
     def drop_dead(self, entry_id: str) -> bool:
         """Remove a letter; return False if it does not exist."""
@@ -467,14 +493,6 @@ class StreamLog(Protocol):
         its number of tries. Nothing is written if it already had as many.
         """
 
-    def journal(
-        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
-    ) -> list[Entry]:
-        """Return the steps of an engine's journal from the id *first* to *last*, in their order.
-
-        If there are more than *max_entries*, return the first ones, or the last ones with *newest*; 0: return all.
-        """
-
     # consumer groups
 
     def backlog(self, inbox: Inbox) -> int:
@@ -535,9 +553,6 @@ class StreamLog(Protocol):
     def lease(self, slot: str) -> Lease:
         """Return the holder of a slot's lease, and its remaining time."""
 
-    def statuses(self, stage: str) -> dict[str, str]:
-        """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
-
     def serving(self) -> dict[str, Served]:
         """Return what each stage with a living worker serves."""
 
@@ -555,12 +570,6 @@ class StreamLog(Protocol):
         """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call.
 
         *skipped* is called with the id of an entry that cannot be read, and the reason; the default writes a log line.
-        """
-
-    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
-        """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
-
-        The times are those in the uids, by the clock of the process that drew them. This reads all keys of the server.
         """
 
     def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:

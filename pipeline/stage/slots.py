@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError, DoesNotFit, LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
-from pipeline.log.protocol import GUEST, Owner, StreamLog
+from pipeline.log.protocol import GUEST, HistoryLog, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
 from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE
@@ -126,7 +126,7 @@ def parse_status(text: str) -> Status:
         raise UndecodableEvent(f"a status does not decode: {error}") from error
 
 
-def read_statuses(log: StreamLog, stage: str) -> list[Status]:
+def read_statuses(log: HistoryLog, stage: str) -> list[Status]:
     """Return the statuses of the live workers of *stage*, by slot."""
     return known_statuses(log.statuses(stage))
 
@@ -275,6 +275,26 @@ class _Round(NamedTuple):
     give_up: GiveUp | None
 
 
+class Says(Protocol):
+    """Publishes a status: a `Heartbeat`, or an object that stands for several."""
+
+    def say(self, **changes: object) -> None: ...
+
+
+class Reporter(Says, Protocol):
+    """What the loop of a worker reports to: a `SlotLease`, or an object that publishes nothing."""
+
+    lost: threading.Event
+    """Set once the worker may no longer write."""
+
+    @property
+    def status(self) -> Status: ...
+
+    def report_progress(
+        self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
+    ) -> None: ...
+
+
 class Heartbeat:
     """A thread with its own log that publishes a worker's status, three times within a lease and at each change."""
 
@@ -289,6 +309,9 @@ class Heartbeat:
             run=os.environ.get(RUN_VARIABLE, ""),
             retention_s=log.limits.retention_s,
         )
+        self.lost = threading.Event()
+        """Set once this owner has lost the slot: another one took it, Redis lost its data, or others serve something
+        else since the lease expired."""
         self._changed = threading.Condition()
         self._stopped = False
         self._round = _Round(time.monotonic(), time.process_time(), WATCHDOG_S, math.inf, None)
@@ -392,9 +415,6 @@ class SlotLease(Heartbeat):
         """Publish the *measures* of this process with the status. *serving*: what the worker got the slot for."""
         self.owner = owner
         self.serving = serving
-        self.lost = threading.Event()
-        """Set once this owner has lost the slot: another one took it, Redis lost its data, or others serve something
-        else since the lease expired."""
         self._measures = measures
         super().__init__(log, owner.slot, str(owner), lease_ms)
 
@@ -413,12 +433,6 @@ class SlotLease(Heartbeat):
         said = "" if self.owner.is_guest else status.model_dump_json()
         if not self._log.renew(self.owner, self._lease_ms, said, self.serving):
             self.lost.set()
-
-
-class Says(Protocol):
-    """Publishes a status: a `Heartbeat`, or an object that stands for several."""
-
-    def say(self, **changes: object) -> None: ...
 
 
 def progress_reporter(slot_lease: Says, detail: str) -> Callable[[float], None]:

@@ -20,7 +20,7 @@ import structlog
 from pipeline.errors import NewerVersion, UndecodableEvent
 from pipeline.events import Failed
 from pipeline.log.entries import clipped
-from pipeline.log.protocol import DEFAULT_LIMITS, Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, Inbox, Owner, RequestLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REFUSALS, REQUEST_SUCCESS, UNREADABLE_ENTRIES
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
@@ -41,7 +41,7 @@ class UnreadableEntries:
 
     def __init__(
         self,
-        log: StreamLog,
+        log: RequestLog,
         inbox: Inbox,
         measures: Measures,
         owner: Owner | None = None,

@@ -19,7 +19,7 @@ import structlog
 from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Failed, Submitted, Tokenized
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE, base_uid
@@ -27,7 +27,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
-from pipeline.stage.slots import Heartbeat, read_statuses, wait_until_it_fits
+from pipeline.stage.slots import Heartbeat, Reporter, read_statuses, wait_until_it_fits
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
 from pipeline.stage.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from pipeline.walk import walk
@@ -89,8 +89,8 @@ class TokenizeWorker:
 
     def __init__(
         self,
-        log: StreamLog,
-        slot_lease: Heartbeat,
+        log: RequestLog,
+        slot_lease: Reporter,
         encoder: PromptEncoder,
         measures: Measures | None = None,
         *,

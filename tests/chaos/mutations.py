@@ -52,50 +52,50 @@ def lua(commit: str, name: str, old: str, new: str, *tests: str) -> Mutation:
     return Mutation(name, f"{COMMITS}/{commit}.lua", old, new, (*tests, MACHINE))
 
 
-FENCE: Final = "if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end\n"
-"""How the commits begin that only an owner may do."""
+FENCE: Final = "if fenced(key.owner, arg.owner) then return 'FENCED' end\n"
+"""How the commits begin that only an owner may do .."""
+FENCE_BY_PLACE: Final = "if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end\n"
+""".. and those that have their arguments by place."""
 
 MUTATIONS: Final = (
     # the fence
-    lua("step", "a step of who lost its slot is appended", FENCE, "", contract("step", "test_a_step_is_fenced"),
-        ZOMBIE),
-    lua("produced", "a detokenizer that lost its slot writes to histories", FENCE, "",
+    lua("step", "a step of who lost its slot is appended", FENCE_BY_PLACE, "",
+        contract("step", "test_a_step_is_fenced"), ZOMBIE),
+    lua("produced", "a detokenizer that lost its slot writes to histories", FENCE_BY_PLACE, "",
         contract("produced", "test_produced_is_fenced")),
     lua("take", "an engine that lost its slot takes requests", FENCE, "",
         contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner")),
     lua("take", "an engine reads before it is known whether it may",
-        """if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
+        """if fenced(key.owner, arg.owner) then return 'FENCED' end
 local entries = {}
-if tonumber(ARGV[3]) > 0 then
-  local reply = redis.call('XREADGROUP', 'GROUP', 'generate', ARGV[2], 'COUNT', ARGV[3], 'STREAMS', KEYS[2], '>')
-  if reply then entries = reply[1][2] end
-end
+if tonumber(arg.max_entries) > 0 then
 """,
         """local entries = {}
-if tonumber(ARGV[3]) > 0 then
-  local reply = redis.call('XREADGROUP', 'GROUP', 'generate', ARGV[2], 'COUNT', ARGV[3], 'STREAMS', KEYS[2], '>')
-  if reply then entries = reply[1][2] end
+if tonumber(arg.max_entries) > 0 then
+  redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', arg.max_entries, 'STREAMS', key.tokenized, '>')
 end
-if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
+if fenced(key.owner, arg.owner) then return 'FENCED' end
+if tonumber(arg.max_entries) > 0 then
 """,
         contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner")),
     lua("claim", "who lost its slot claims", FENCE, "", contract("groups", "test_claim_is_fenced"),
         contract("groups", "test_who_lost_the_own_slot_claims_nothing_as_a_guest")),
     Mutation("a guest that lost the slot claims what its worker has in hand", f"{COMMITS}/claim.lua",
-        """elseif fenced(KEYS[3], ARGV[6]) then
+        """elseif fenced(key.other_owner, arg.guest) then
   return {}
 """,
         "", (contract("groups", "test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"),)),
-    lua("claim", "a claim takes from the living", "  if redis.call('EXISTS', KEYS[2]) == 1 then return {} end\n", "",
+    lua("claim", "a claim takes from the living",
+        "  if redis.call('EXISTS', key.other_lease) == 1 then return {} end\n", "",
         contract("groups", "test_claim_takes_from_slots_without_a_lease_only")),
     # acknowledged once, where the work is committed
     Mutation("an entry counts that nobody has read", f"{COMMITS}/tokenized.lua",
-        "if redis.call('XACK', KEYS[1], 'tokenize', ARGV[1]) == 0 then return 'LOST' end\n",
-        "redis.call('XACK', KEYS[1], 'tokenize', ARGV[1])\n",
+        "if redis.call('XACK', key.submitted, 'tokenize', arg.entry) == 0 then return 'LOST' end\n",
+        "redis.call('XACK', key.submitted, 'tokenize', arg.entry)\n",
         (contract("tokenized", "test_tokenized_of_an_entry_that_nobody_read_is_lost_and_the_entry_stays"),)),
     lua("tokenized", "a tokenized request is acknowledged outside of the script, or never",
-        """if redis.call('XACK', KEYS[1], 'tokenize', ARGV[1]) == 0 then return 'LOST' end
-redis.call('XDEL', KEYS[1], ARGV[1])
+        """if redis.call('XACK', key.submitted, 'tokenize', arg.entry) == 0 then return 'LOST' end
+redis.call('XDEL', key.submitted, arg.entry)
 """,
         "", contract("tokenized", "test_tokenized_consumes_its_entry")),
     lua("produced", "a step is said again to the clients when it is committed again",
@@ -141,20 +141,21 @@ redis.call('XDEL', KEYS[1], ARGV[1])
     lua("lib", "a history that is gone begins anew", "'XADD', history, 'NOMKSTREAM', id", "'XADD', history, id",
         contract("end", "test_end_of_an_unknown_request_makes_no_history")),
     # the end, once
-    lua("lib", "a second end is said, too", "if not append(KEYS[2], SEAL, fields, now) then return false end\n",
-        "append(KEYS[2], SEAL, fields, now)\n", contract("end", "test_the_first_seal_wins"),
+    lua("lib", "a second end is said, too", "if not append(key.history, SEAL, fields, now) then return false end\n",
+        "append(key.history, SEAL, fields, now)\n", contract("end", "test_the_first_seal_wins"),
         contract("end", "test_end_tells_frontend_and_engines_and_clears_live")),
-    lua("lib", "who ended lives on", "redis.call('ZREM', KEYS[1], uid)\n", "",
+    lua("lib", "who ended lives on", "redis.call('ZREM', key.live, uid)\n", "",
         contract("end", "test_end_tells_frontend_and_engines_and_clears_live")),
     lua("lib", "engines are not told who ended",
-        "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)\n", "",
+        "redis.call('XADD', key.control, 'MAXLEN', '~', 1000, '*', 'uid', uid)\n", "",
         contract("end", "test_end_tells_frontend_and_engines_and_clears_live")),
     # entries that cannot be read
     Mutation("what nobody has read is buried", f"{COMMITS}/bury.lua",
-        "if redis.call('XACK', stream, ARGV[2], ARGV[3]) == 0 then return 'LOST' end\n",
-        "redis.call('XACK', stream, ARGV[2], ARGV[3])\n",
+        "if redis.call('XACK', key.stream, arg.group, arg.entry) == 0 then return 'LOST' end\n",
+        "redis.call('XACK', key.stream, arg.group, arg.entry)\n",
         (contract("bury", "test_what_nobody_has_read_is_not_buried", "-submitted"),)),
-    Mutation("the request of an entry that is buried lives on", f"{COMMITS}/bury.lua", "tonumber(ARGV[at])\n", "0\n",
+    Mutation("the request of an entry that is buried lives on", f"{COMMITS}/bury.lua",
+        "ipairs(arg.uids) do\n", "ipairs({}) do\n",
         (contract("bury", "test_a_burial_ends_its_request_in_the_same_commit", "-submitted"),)),
     Mutation("steps are lost behind an id that no engine wrote", f"{COMMITS}/step.lua",
         "if refused and last_id() ~= last then\n", "if false then\n",
@@ -175,7 +176,7 @@ redis.call('XDEL', KEYS[1], ARGV[1])
     Mutation("a rank 0 that lost its slot forms a group", f"{COMMITS}/form.lua", FENCE, "",
         (contract("ranks", "test_only_who_holds_a_slot_of_rank_0_forms"),)),
     Mutation("a repeated formation starts the ranks again", f"{COMMITS}/form.lua",
-        "if newest and newest[2][2] == ARGV[4] then return newest[1] end\n", "",
+        "if newest and newest[2][2] == arg.nonce then return newest[1] end\n", "",
         (contract("ranks", "test_the_same_formation_again_is_the_same_entry"),)),
     Mutation("a rank that lost its slot says that it has joined", f"{COMMITS}/joined.lua", FENCE, "",
         (contract("ranks", "test_a_rank_that_lost_its_slot_consumes_no_formation"),)),
@@ -183,41 +184,41 @@ redis.call('XDEL', KEYS[1], ARGV[1])
     lua("acquire", "two owners of a slot have one epoch", "'^%d+')) + 1\n", "'^%d+'))\n",
         contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot")),
     lua("acquire", "a slot that somebody holds is given away",
-        "  if is_guest(ARGV[1]) or not is_guest(nonce) then return 0 end\n", "",
+        "  if is_guest(arg.nonce) or not is_guest(nonce) then return 0 end\n", "",
         contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot")),
     Mutation("two models in one namespace mix", f"{COMMITS}/acquire.lua",
-        "if ARGV[3] ~= '' and not fits(ARGV[3], served) then return -1 end\n", "",
+        "if arg.serves and not fits(arg.serves, key.serving) then return -1 end\n", "",
         (contract("serving", "test_a_worker_that_does_not_fit_gets_no_slot", "-other0"),)),
     Mutation("who slept goes on beside another model", f"{COMMITS}/renew.lua",
-        "if ARGV[5] ~= '' and not fits(ARGV[5], served) then return 0 end\n", "",
+        "if arg.serves and not fits(arg.serves, key.serving) then return 0 end\n", "",
         (contract("serving", "test_a_lease_that_ran_out_is_not_renewed_once_others_serve_something_else"),)),
-    lua("renew", "who lost a slot takes its lease back", "if fenced(KEYS[2], ARGV[1]) then return 0 end\n", "",
+    lua("renew", "who lost a slot takes its lease back", "if fenced(key.owner, arg.owner) then return 0 end\n", "",
         contract("slots", "test_renew_after_the_acquire_of_another_is_refused")),
-    lua("release", "anybody gives a lease back", "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end\n", "",
+    lua("release", "anybody gives a lease back", "if redis.call('GET', key.lease) ~= arg.owner then return 0 end\n", "",
         contract("slots", "test_release_is_the_owners_alone")),
     # nothing is lost, nothing is left
-    lua("prepare", "a group does not read what was appended before it", "ARGV[1], '0', 'MKSTREAM'",
-        "ARGV[1], '$', 'MKSTREAM'", contract("groups", "test_a_group_created_after_the_first_append_reads_it")),
+    lua("prepare", "a group does not read what was appended before it", "arg.group, '0', 'MKSTREAM'",
+        "arg.group, '$', 'MKSTREAM'", contract("groups", "test_a_group_created_after_the_first_append_reads_it")),
     lua("submit", "a history is kept for ever", "  redis.call('PEXPIREAT', history, gone)\n", "",
         f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]"),
-    lua("submit", "a request is submitted twice", "if redis.call('EXISTS', KEYS[i]) == 1 then", "if false then"),
+    lua("submit", "a request is submitted twice", "if redis.call('EXISTS', history) == 1 then", "if false then"),
     # requests that come from elsewhere
     Mutation("an import writes into a history that is there", f"{COMMITS}/import.lua",
-        "if redis.call('EXISTS', KEYS[1]) == 1 then\n", "if false then\n",
+        "if redis.call('EXISTS', key.history) == 1 then\n", "if false then\n",
         (contract("past", "test_an_import_leaves_the_history_that_is_there"),)),
     Mutation("an imported history is kept for ever", f"{COMMITS}/import.lua",
-        "redis.call('PEXPIRE', KEYS[1], ARGV[1])\n", "",
+        "redis.call('PEXPIRE', key.history, arg.retention_ms)\n", "",
         ("tests/pipeline/log/test_redis_log_past.py::test_an_import_makes_one_key_with_a_time_to_live[{server}]",)),
     # requests that are to be forgotten
     Mutation("who has not ended is erased", f"{COMMITS}/erase.lua",
         "if last[1] and last[1][1] ~= SEAL then return 'LIVES' end\n", "",
         (contract("forgetting", "test_who_has_not_ended_is_not_erased"),)),
     Mutation("archivers do not hear of what is erased", f"{COMMITS}/erase.lua",
-        "if ARGV[3] == '1' then", "if false then",
+        "if arg.tells then", "if false then",
         (contract("forgetting", "test_a_finished_tombstone_says_so_and_tells_no_archiver"),)),
     Mutation("what is purged stays beside its neighbours", f"{COMMITS}/purge.lua",
-        "    if not left_out[entry[1]] then redis.call('XADD', KEYS[2], entry[1], unpack(entry[2])) end\n",
-        "    redis.call('XADD', KEYS[2], entry[1], unpack(entry[2]))\n",
+        "    if not left_out[entry[1]] then redis.call('XADD', key.copy, entry[1], unpack(entry[2])) end\n",
+        "    redis.call('XADD', key.copy, entry[1], unpack(entry[2]))\n",
         (contract("forgetting", "test_what_is_purged_is_gone_and_all_else_is_as_it_was"),)),
     Mutation("two who purge a stream undo each other's work", f"{COMMITS}/purge.lua",
         " or marked[2][2] ~= version then\n", " then\n",
@@ -229,18 +230,18 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "redis.call('HINCRBY', versions, letters, 1)", "redis.call('HINCRBY', versions, letters, 0)",
         (f"{FORGETTING}test_a_letter_that_is_dropped_while_others_are_purged_does_not_come_back[{{server}}]",)),
     Mutation("a dead letter is sent again twice", f"{COMMITS}/submit.lua",
-        "#redis.call('XRANGE', letters, letter, letter) == 0", "false",
+        "#redis.call('XRANGE', key.dead, arg.letter, arg.letter) == 0", "false",
         (contract("end", "test_a_submit_that_sends_a_dead_letter_again_drops_it_and_a_second_one_is_refused"),)),
     Mutation("who erases drops what others have not archived", f"{COMMITS}/erase.lua",
         "'NOMKSTREAM', '*'", "'NOMKSTREAM', 'MAXLEN', '1', '*'",
         (contract("archivers", "test_a_tool_whose_retention_is_shorter_drops_nothing"),)),
     Mutation("an entry after a purge has the id of one that is gone", f"{COMMITS}/purge.lua",
-        "redis.pcall('XADD', KEYS[2], last[1], 'last', '')", "false",
+        "redis.pcall('XADD', key.copy, last[1], 'last', '')", "false",
         (contract("forgetting", "test_a_stream_goes_on_after_a_purge_as_if_nothing_had_been_taken_out"),)),
     # how many wait
     Mutation("what ended while it waited counts", f"{COMMITS}/submit.lua",
-        "local living = redis.call('ZCARD', KEYS[1])",
-        "local living = redis.call('XLEN', KEYS[2]) + redis.call('XLEN', KEYS[3])",
+        "local living = redis.call('ZCARD', key.live)",
+        "local living = redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized)",
         (contract("submit", "test_what_ended_while_it_waited_does_not_wait_though_no_worker_has_seen_that"),)),
     Mutation("what an engine has taken counts", f"{COMMITS}/submit.lua",
         "local num_taken = group.err and 0 or group[1]", "local num_taken = 0",
@@ -249,10 +250,10 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "return living - (#taken - #ended_of(taken)) > most", "return living - #taken > most",
         (contract("submit", "test_what_ended_while_an_engine_had_it_makes_no_room_for_more_to_wait"),)),
     Mutation("a refused request is kept as long as any other", f"{COMMITS}/lib.lua",
-        "n == '0' and tokenless_ms or retention_ms", "retention_ms",
+        "n == '0' and arg.tokenless_ms or arg.retention_ms", "arg.retention_ms",
         (f"{REDIS}test_the_history_of_a_refused_request_has_a_minute_to_live[{{server}}]",)),
     # siblings
-    lua("submit", "what siblings share is kept for ever", "  redis.call('PEXPIREAT', shared, gone)\n", "",
+    lua("submit", "what siblings share is kept for ever", "  redis.call('PEXPIREAT', key.shared, gone)\n", "",
         f"{SIBLINGS}test_of_siblings_every_key_has_a_time_to_live[{{server}}]"),
     Mutation("what siblings share expires with the first of them", f"{COMMITS}/lib.lua",
         "if redis.pcall('HINCRBY', shared, 'left', -1) == 0 or", "if redis.call('HINCRBY', shared, 'left', -1) or",
@@ -264,34 +265,33 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "whole(entry[2], text_of)", "entry[2]",
         (contract("siblings", "test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again"),)),
     Mutation("siblings begin in the middle where the first one is gone and the others are not", f"{COMMITS}/submit.lua",
-        "for i = 4, 3 + count do --", "for i = 4, 4 do --",
+        "ipairs(key.histories) do --", "ipairs({ key.histories[1] }) do --",
         (contract("siblings", "test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too", "-0"),)),
     Mutation("siblings are let in where there is room for one", f"{COMMITS}/submit.lua",
-        "more_wait_than(tonumber(ARGV[5]) - count)", "more_wait_than(tonumber(ARGV[5]) - 1)",
+        "more_wait_than(tonumber(arg.max_queued) - count)", "more_wait_than(tonumber(arg.max_queued) - 1)",
         (contract("siblings", "test_siblings_are_refused_when_there_is_no_room_for_all"),
         contract("siblings", "test_more_siblings_than_may_wait_at_all_are_always_refused"))),
     lua("submit", "siblings run as one under a quota",
-        "  for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end\n",
-        "  redis.call('SADD', running, uids[1])\n",
+        "  for _, sibling in ipairs(arg.uids) do redis.call('SADD', key.running, sibling) end\n",
+        "  redis.call('SADD', key.running, arg.uids[1])\n",
         contract("siblings", "test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be")),
     Mutation("what a key submits is not counted", f"{COMMITS}/submit.lua",
-        "parts[#parts][2] + tonumber(ARGV[12])", "parts[#parts][2]",
+        "parts[#parts][2] + tonumber(arg.num_bytes)", "parts[#parts][2]",
         (contract("quota", "test_a_key_submits_no_more_than_its_share_of_the_log"),)),
     Mutation("a share that is used up never gets free", f"{COMMITS}/submit.lua",
         "    if tonumber(begin) + kept_ms > now then\n", "    if tonumber(begin) > 0 then\n",
         (f"{QUOTAS}test_the_bytes_of_a_key_are_one_value_with_few_parts_and_a_time_to_live[{{server}}]",)),
     lua("submit", "the idempotency key of siblings is held by the first of them",
-        "redis.call('SET', once, uid .. ':'", "redis.call('SET', once, uids[1] .. ':'",
+        "redis.call('SET', key.idempotency, uid .. ':'", "redis.call('SET', key.idempotency, arg.uids[1] .. ':'",
         contract("siblings", "test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted")),
-    lua("abandon", "who came to siblings can never abandon them", "not (holder == ARGV[2] and left == ':left')",
-        "not (holder == ARGV[1] and left == ':left')",
+    lua("abandon", "who came to siblings can never abandon them", "not (holder == arg.base and left == ':left')",
+        "not (holder == arg.uid and left == ':left')",
         contract("abandon", "test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them")),
-    lua("abandon", "who leaves siblings has not left them", "  if holder == ARGV[2] and left == '' then\n",
-        "  if holder == ARGV[1] and left == '' then\n",
+    lua("abandon", "who leaves siblings has not left them", "  if holder == arg.base and left == '' then\n",
+        "  if holder == arg.uid and left == '' then\n",
         contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all")),
     Mutation("a take whose reply was lost is done again", "pipeline/log/operations/workers.py",
-        "[str(owner), owner.slot, max_entries, control_cursor], parse, once=True)",
-        "[str(owner), owner.slot, max_entries, control_cursor], parse)",
+        "control_cursor=control_cursor,\n        once=True,\n", "control_cursor=control_cursor,\n",
         (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",)),
     Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",
         "self._own: list[Entry] | None = None  # None: to be looked up", "self._own: list[Entry] | None = []",

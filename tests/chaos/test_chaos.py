@@ -24,50 +24,23 @@ from chaos.driver import (
 )
 from chaos.quiet import Story, read_story
 from chaos.scene import ROLES, roles_of
+from support.histories import answered, entries_of
 
 from pipeline.events import (
     Event,
     Failed,
-    Finished,
-    SamplingParams,
-    Submitted,
-    Timings,
-    Tokenized,
-    TokensProduced,
-    Usage,
-    encode,
 )
 from pipeline.log.protocol import Entry
-from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
+from pipeline.names import GENERATE, SEAL, tokens_id
 
 SMALL = Settings(requests=110, turns=2)
 """Each role is stopped once and killed once. By day `test_fail_points.py` kills each, and
 `end_to_end/test_takeover.py` stops and kills one of two."""
 
 
-def entry(entry_id: str, event: Event) -> Entry:
-    return Entry(entry_id, encode(event))
-
-
 def history(tokens: Sequence[int], *, end: Event | None = None) -> list[Entry]:
     """Return the history of a request with the prompt 7, one event for each token."""
-    submitted = Submitted(endpoint="chat", frontend="web-0", prompt="7", sampling=SamplingParams())
-    finished = Finished(
-        n=len(tokens),
-        reason="length",
-        usage=Usage(prompt_tokens=1, completion_tokens=len(tokens)),
-        timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
-    )
-    produced = [
-        entry(tokens_id(n), TokensProduced(count=1, tokens=(token,), text=f" {token:04x}", step="1-1"))
-        for n, token in enumerate(tokens, 1)
-    ]
-    return [
-        entry(SUBMITTED_ID, submitted),
-        entry(TOKENIZED_ID, Tokenized(token_ids=(7,), fingerprint="f", by="tokenize-0")),
-        *produced,
-        entry(SEAL, end or finished),
-    ]
+    return entries_of(answered(*tokens, text=lambda token: f" {token:04x}", ids=(7,), end=end))
 
 
 def answer_to(tokens: Sequence[int]) -> Answer:

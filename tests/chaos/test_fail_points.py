@@ -36,16 +36,14 @@ BY_DAY = frozenset(
     {
         "web.after_submit",
         "web.mid_stream",
-        "tokenize.before_commit",
         "tokenize.after_commit",
         "generate.mid_takeover",
-        "generate.after_forward",
         "generate.after_commit",
-        "detokenize.before_commit",
         "detokenize.after_commit",
     }
 )
-"""Before and after the commit of each stage, and in a takeover: each death costs a start. At night all points."""
+"""After the commit of each stage, and in a takeover: each death costs a start. At night all points. By day
+`test_processes.py` kills workers before their commits."""
 AT_START_ONLY = ("generate.after_lease", "generate.mid_takeover", "generate.after_takeover_committed")
 """Points that an engine passes once: there the first passing must count."""
 NUM_TOKENS = 40

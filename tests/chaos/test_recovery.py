@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from chaos.recovery_figures import (
     what_is_wrong,
 )
 from support.checkpoints import make_checkpoint
-from support.servers import ROOT, run_command
+from support.servers import measured
 
 from ops.bench.load import Arrival
 from ops.sse_reader import Frame
@@ -40,8 +37,6 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 
 TIMINGS = Timings(admitted_ms=20, first_token_ms=100, total_ms=1701)
-RECOVERY = (sys.executable, "-m", "chaos.recovery")
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 
 
 def entry(entry_id: str, event: AnyEvent, ms: int) -> Entry:
@@ -162,14 +157,9 @@ def test_what_is_not_whole_is_told(pieces: Sequence[Arrival], history: Sequence[
 def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3", max_positions=2048)
     flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]
-    flags += ["--output-len", "1500", "--lease", "1", "--peers", str(peers), "--output", str(tmp_path / "out.json")]
-    running = run_command(flags, tmp_path, program=RECOVERY, environment=ENVIRONMENT)
-    try:
-        assert running.process.wait(280) == 0, running.output
-    finally:
-        running.stop()
-    assert "longest pause" in running.output and ("met, " in running.output or "missed by " in running.output)
-    document = json.loads((tmp_path / "out.json").read_text())
+    flags += ["--output-len", "1500", "--lease", "1", "--peers", str(peers)]
+    said, document = measured(("-m", "chaos.recovery"), flags, tmp_path)
+    assert "longest pause" in said and ("met, " in said or "missed by " in said)
     (run,) = document["runs"]
     assert len(run["streams"]) == 6 and run["problems"] == []
     hit = [one for one in run["streams"] if one["resumed"]]

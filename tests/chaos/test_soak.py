@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from chaos import soak
 from chaos.soak import Memory, Process, Redis, Snapshot
 from support.checkpoints import make_checkpoint
-from support.servers import ROOT, run_command
+from support.servers import measured
 
-SOAK = (sys.executable, "-m", "chaos.soak")
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 MIB = 2**20
 REDIS = Redis(
     used_bytes=2 * MIB,
@@ -78,14 +73,8 @@ def test_another_process_in_a_place_is_told() -> None:
 def test_a_small_soak_has_two_snapshots_of_everything(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--requests", "60", "--warmup", "20", "--concurrency", "8", "--retention", "1"]
-    flags += ["--output", str(tmp_path / "out.json")]
-    running = run_command(flags, tmp_path, program=SOAK, environment=ENVIRONMENT)
-    try:
-        assert running.process.wait(280) == 0, running.output
-    finally:
-        running.stop()
-    assert "Redis, used_memory" in running.output and "generate-0, heap" in running.output
-    document = json.loads((tmp_path / "out.json").read_text())
+    said, document = measured(("-m", "chaos.soak"), flags, tmp_path)
+    assert "Redis, used_memory" in said and "generate-0, heap" in said
     assert [one["requests"] for one in document["snapshots"]] == [20, 40, 60]
     assert document["changed"] == []
     for one in (document["snapshots"][0], document["snapshots"][-1]):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from support.checkpoints import make_checkpoint
 from support.selection import group_of
-from support.servers import MEASURED_CONTEXT, Server, is_alive, serve
+from support.servers import MEASURED_CONTEXT, MEASURED_RETENTION_S, MEASURED_RUNNING, Server, is_alive, serve
 from support.streams import PROMPTS, ask_all, family_of
 
 T = TypeVar("T")
@@ -103,13 +103,21 @@ def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Ser
 def _with_long_answers(folder: Path) -> AbstractContextManager[Server]:
     """A server whose answers can outlast any look at it."""
     model = make_checkpoint(folder / "llama3", "llama3", max_positions=MEASURED_CONTEXT)
-    return serve(folder, "--model", str(model), "--served-model-name", "llama", "--page-size", "16")
+    limits = ("--max-running-requests", str(MEASURED_RUNNING), "--retention", str(MEASURED_RETENTION_S))
+    return serve(folder, "--model", str(model), "--served-model-name", "llama", "--page-size", "16", *limits)
 
 
 @pytest.fixture(scope="module")
 def measured_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """A server whose figures are compared with what was asked of it. Its tests kill engines."""
     return shared.get("measured", lambda: _with_long_answers(tmp_path_factory.mktemp("measured")))
+
+
+@pytest.fixture(scope="module")
+def forgetting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own: a request that is forgotten while it runs counts where it began, and nowhere as ended."""
+    with _with_long_answers(tmp_path_factory.mktemp("forgetting")) as server:
+        yield server
 
 
 @contextlib.contextmanager

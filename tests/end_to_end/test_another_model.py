@@ -82,8 +82,7 @@ def test_an_engine_in_another_dtype_takes_over_and_the_history_says_so(redis_ser
             first = start(GENERATE, "--model", model, "--dtype", "float32")
             server = Server(commands[0], f"http://127.0.0.1:{port}", redis.url)
             wait_until_ready(server.url, commands)
-            stream = Stream(server, "Tell me a story.")
-            eventually(lambda: stream.num_frames > 5, "it has begun")
+            stream = Stream(server, "Tell me a story.").begun()
             for process in first.processes():
                 process.send_signal(signal.SIGKILL)
             start(GENERATE, "--model", model, "--dtype", "bfloat16")
@@ -101,8 +100,7 @@ def test_an_engine_in_another_dtype_takes_over_and_the_history_says_so(redis_ser
 @pytest.mark.night
 def test_after_a_crash_another_model_starts_and_continues_nothing(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        stream = Stream(server, "Tell me a story.")
-        eventually(lambda: stream.num_frames > 5, "it has begun")
+        stream = Stream(server, "Tell me a story.").begun()
         for process in server.command.processes():
             process.send_signal(signal.SIGKILL)
     with serve(tmp_path, "--model", str(with_other_weights(tmp_path / "other"))) as server, server.log() as log:

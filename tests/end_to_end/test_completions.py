@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -51,13 +50,6 @@ def chosen(logprobs_TV: torch.Tensor, token_ids: Sequence[int]) -> list[float]:
     return [float(logprobs_TV[place, token]) for place, token in enumerate(token_ids[1:])]
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}{path}", json=body, timeout=120)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
 def test_the_loglikelihood_request_of_lm_eval_is_answered_as_transformers_would(server: Server, llama3: Path) -> None:
     prompts = [context + continuation for context, continuation in zip(CONTEXTS, CONTINUATIONS, strict=True)]
     body = {
@@ -65,7 +57,7 @@ def test_the_loglikelihood_request_of_lm_eval_is_answered_as_transformers_would(
         "seed": 1234,
     }  # fmt: skip
     for _ in range(2):  # the second time the prompts are in the cache
-        answer = post(server, "/v1/completions", body)
+        answer = server.ask("/v1/completions", body)
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
         for choice, context, prompt in zip(answer["choices"], CONTEXTS, prompts, strict=True):
             told = choice["logprobs"]
@@ -87,7 +79,7 @@ def test_a_chats_logprobs_are_transformers(server: Server, llama3: Path, tokeniz
         "messages": [{"role": "user", "content": TEXT}], "max_tokens": 12, "temperature": 1.5, "seed": 4,
         "repetition_penalty": 1.3, "logprobs": True, "top_logprobs": 5, "prompt_logprobs": 2, "return_token_ids": True,
     }  # fmt: skip
-    answer = post(server, "/v1/chat/completions", body)
+    answer = server.ask("/v1/chat/completions", body)
     (choice,) = answer["choices"]
     prompt, output = answer["prompt_token_ids"], choice["token_ids"]
     assert TEXT in str(tokenizer.decode(prompt))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.lived_requests import LivedRequests
 from support.redis_servers import Servers, running_server
-from support.servers import eventually, serve
+from support.servers import serve
 from support.streams import LONG, Stream, events_of
 
 from pipeline.events import Finished, Tokenized, TokensProduced
@@ -58,8 +58,7 @@ def test_a_stream_that_redis_6_has_begun_is_finished(redis_servers: Servers, tmp
     data.mkdir()
     with running_server(redis_servers.binary("oldest"), data, "--appendonly", "yes") as older:
         with serve(tmp_path, redis_url=older.url) as server:
-            stream = Stream(server, "Tell me a story.")
-            eventually(lambda: stream.num_frames > 20, "it has begun")
+            stream = Stream(server, "Tell me a story.").begun(20)
             for process in server.command.processes():
                 process.send_signal(signal.SIGKILL)
         older.process.kill()

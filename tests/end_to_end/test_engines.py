@@ -9,10 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
 from support.selection import by_night
-from support.servers import Server, eventually, free_port, is_alive, run_command, serve
-from support.streams import assert_nothing_is_left, events_of, num_of
+from support.servers import Server, eventually, is_alive, run_command, serve
+from support.streams import (
+    BURST,
+    WORDS,
+    answer_of,
+    answers_of,
+    assert_nothing_is_left,
+    burst,
+    engines_of,
+    events_of,
+    num_of,
+    steady_load,
+    uids_of,
+)
 
 from ops.bench.models import NONSENSE_ID
 from pipeline.events import Admitted, AnyEvent, Finished
@@ -115,27 +126,6 @@ def test_an_engine_that_joins_takes_its_share_and_hands_it_over_when_it_leaves(
         events = [events_of(log, answer.headers["x-minisgl-uid"]) for _, answer in told]
         assert any(by[0] == "generate-2" != by[-1] for by in map(computed_by, events)), "some were handed over"
         assert_nothing_is_left(log, *ENGINES, "generate-2")
-
-
-def test_what_no_engine_can_do_is_said_once(folder: Path) -> None:
-    command = run_command(
-        [
-            "serve",
-            "--dp",
-            "2",
-            "--port",
-            str(free_port()),
-            "--max-seq-len",
-            "100000",
-            "--data-dir",
-            str(folder / "bad"),
-        ],
-        folder / "bad",
-    )
-    eventually(lambda: command.process.poll() is not None, "it ends")
-    assert command.process.returncode == 2
-    lines = [line for line in command.output.splitlines() if line.startswith("minisgl: ")]
-    assert len(lines) == 1 and "--max-seq-len 100000" in lines[0]
 
 
 def test_two_engines_of_two_ranks_each_share_a_burst(folder: Path) -> None:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from contextlib import closing
 
 import httpx
 import pytest
-from support.fresh_logs import fresh_logs
 from support.redis_servers import command, until
 from support.servers import Server
+from support.tool import Tool
 
-from minisgl import main
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
 pytestmark = [pytest.mark.slow, pytest.mark.night]  # by day tests/ops/replay/test_forget.py stops what runs
 
 BODY = {"max_tokens": 8000, "ignore_eos": True, "stream": True, "temperature": 0}
-
-
-@pytest.fixture(autouse=True)
-def logs_as_in_a_new_process() -> Iterator[None]:
-    with fresh_logs():
-        yield
 
 
 def test_a_request_that_runs_is_cancelled_and_gone_and_another_goes_on(
@@ -41,8 +32,7 @@ def test_a_request_that_runs_is_cancelled_and_gone_and_another_goes_on(
         uid, other = (response.headers["x-minisgl-uid"] for response in (gone, kept))
         chunks = gone.iter_lines()
         assert [next(chunks) for _ in range(9)]
-        assert main(["replay", "forget", "--user", "ann", "--redis-url", redis, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        told = Tool("replay forget", redis, capsys).json("--user", "ann")
         assert told["requests"] == [uid] and told["left"] == []
         assert told["removed"]["cancelled"] == 1 and told["removed"]["steps"] > 0
         assert list(chunks), "the stream ends"

@@ -35,9 +35,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def generate(server: Server, **body: Any) -> Any:
-    response = post(server, "/generate", body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return server.ask("/generate", body)
 
 
 def data_of(response: httpx.Response) -> list[str]:
@@ -54,7 +52,7 @@ def frames(response: httpx.Response) -> list[Any]:
 
 def completion(server: Server, **body: Any) -> Any:
     """Return the choice with which /v1/completions answers the same, and its usage."""
-    answer = post(server, "/v1/completions", {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **body}).json()
+    answer = server.ask("/v1/completions", {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **body})
     return answer["choices"][0], answer["usage"]
 
 

@@ -141,8 +141,7 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
 
 def test_a_client_that_leaves_is_counted_where_it_was_and_where_its_request_was_ended(server: Server) -> None:
     since = settled(server)
-    stream = Stream(server, "Never mind.", max_tokens=CONTEXT // 2)
-    eventually(lambda: stream.num_frames > 3, "it has begun")
+    stream = Stream(server, "Never mind.", max_tokens=CONTEXT // 2).begun()
     eventually(lambda: scrape(server).total("num_requests_running", slot="generate-0") == 1, "its engine has said so")
     during = scrape(server)
     assert during.total("streams_open", slot="web-0") == during.total("num_requests_live") == 1
@@ -160,8 +159,7 @@ def test_a_client_that_leaves_is_counted_where_it_was_and_where_its_request_was_
 
 @pytest.mark.night  # by day test_takeover has who took over
 def test_the_counts_of_an_engine_that_died_begin_anew_and_it_says_whom_it_took_over(server: Server) -> None:
-    stream = Stream(server, "Go on, whatever happens.", max_tokens=CONTEXT // 8)
-    eventually(lambda: stream.num_frames > 3, "it has begun")
+    stream = Stream(server, "Go on, whatever happens.", max_tokens=CONTEXT // 8).begun()
     before = scrape(server)
     (worker,) = server.command.workers(GENERATE)
     worker.kill()

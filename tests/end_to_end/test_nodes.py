@@ -143,10 +143,8 @@ def answers(server: Server) -> list[list[int]]:
     fields = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
     def ask(length: int) -> list[int]:
-        body = {"prompt": TEXT[:length], **fields}
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-        assert response.status_code == 200, response.text
-        token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+        answer = server.ask("/v1/completions", {"prompt": TEXT[:length], **fields})
+        token_ids: list[int] = answer["choices"][0]["token_ids"]
         return token_ids
 
     lengths = range(3, 243, 20)
@@ -211,8 +209,7 @@ def undisturbed(server: Server) -> Iterator[list[Stream]]:
     """Give streams that have begun. After the block they end with the answers that others got before them."""
     prompts = [f"Story {index}." for index in range(NUM_STREAMS)]
     expected = [stream.answer for stream in [Stream(server, prompt, max_tokens=200) for prompt in prompts]]
-    streams = [Stream(server, prompt, max_tokens=200) for prompt in prompts]
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all have begun")
+    streams = [stream.begun() for stream in [Stream(server, prompt, max_tokens=200) for prompt in prompts]]
     yield streams
     assert [stream.answer for stream in streams] == expected
     with server.log() as log:

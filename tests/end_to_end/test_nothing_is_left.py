@@ -17,7 +17,7 @@ import redis
 from support.checkpoints import TEXT, make_checkpoint
 from support.raw_client import connect, request
 from support.selection import by_night
-from support.servers import Server, eventually, serve
+from support.servers import MEASURED_RETENTION_S, MEASURED_RUNNING, Server, eventually, serve
 
 from pipeline.events import (
     Admitted,
@@ -33,12 +33,10 @@ from pipeline.events import (
 from pipeline.log.protocol import Inbox
 from pipeline.names import LASTING, SEAL, Names
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
 
 NAMES = Names()
 ENGINE = "generate-0"
-RETENTION_S = 300
-MAX_RUNNING = 4
 NUM_STAYING, NUM_LEAVING_QUEUED, NUM_LEAVING_STREAM = by_night((32, 6, 6), (160, 20, 20))
 CONTEXT = 4096
 """Enough for a request to run for many seconds, so that who leaves has left before it ends by itself."""
@@ -84,13 +82,14 @@ def texts(found: Any) -> list[str]:
 
 
 def histories(server: Server) -> dict[str, list[tuple[str, AnyEvent]]]:
-    """Return label -> (id, event) of each request there is; the probe of the frontend has no label."""
+    """Return label -> (id, event) of the requests that have one, and of the frontend's probe."""
     with raw(server) as client:
         keys = texts(client.scan_iter(match=NAMES.request("*"), count=1000))
     with server.log() as log:
         found = log.histories([key.rpartition(":")[2] for key in keys])
     events = [[(entry.id, decode(entry.fields)) for entry in history] for history in found]
-    return {str(first.labels.get("user", "probe")): history for history in events if (first := submitted(history))}
+    told = {first.labels.get("user", first.endpoint): history for history in events if (first := submitted(history))}
+    return {str(label): told[label] for label in told if not str(label).startswith("/")}
 
 
 def submitted(history: Sequence[tuple[str, AnyEvent]]) -> Submitted:
@@ -131,16 +130,16 @@ def leave_queued(server: Server) -> None:
     assert port is not None
     with raw(server) as client, contextlib.ExitStack() as runners, contextlib.ExitStack() as queued:
         eventually(lambda: client.zcard(NAMES.live) == 0, "all requests before have ended")
-        for index in range(MAX_RUNNING):
+        for index in range(MEASURED_RUNNING):
             runners.enter_context(streaming(server, endless(f"leaves stream {index}")))
         clients = [queued.enter_context(contextlib.closing(connect(port))) for _ in range(NUM_LEAVING_QUEUED)]
         for index, each in enumerate(clients):
             each.send(request(prompt(f"leaves queued {index}", stream=index % 2 == 0)))
-        expected = MAX_RUNNING + NUM_LEAVING_QUEUED
+        expected = MEASURED_RUNNING + NUM_LEAVING_QUEUED
         eventually(lambda: client.zcard(NAMES.live) == expected, "all are accepted")
         for each, how in zip(clients, itertools.cycle(("closes", "resets", "half-closes"))):
             each.leave(how)
-        eventually(lambda: client.zcard(NAMES.live) == MAX_RUNNING, "those that left are cancelled")
+        eventually(lambda: client.zcard(NAMES.live) == MEASURED_RUNNING, "those that left are cancelled")
 
 
 def left_over(server: Server) -> dict[str, int]:
@@ -165,40 +164,41 @@ def lasting_without_leave(server: Server) -> list[str]:
     return [key for key in forever if not any(fnmatchcase(key, pattern) for pattern in allowed)]
 
 
-def test_after_many_requests_nothing_is_left_that_lasts(folder: Path, tmp_path: Path) -> None:
-    flags = ("--max-running-requests", str(MAX_RUNNING), "--retention", str(RETENTION_S))
-    order = random.Random(5).sample(range(most := NUM_STAYING + NUM_LEAVING_STREAM - MAX_RUNNING), most)
-    with serve(tmp_path, "--model", str(folder), *flags) as server:
-        with ThreadPoolExecutor(24) as threads:
-            running = [
-                threads.submit(stay, server, index)
-                if index < NUM_STAYING
-                else threads.submit(leave_stream, server, f"leaves stream {index - NUM_STAYING + MAX_RUNNING}")
-                for index in order
-            ]
-        for each in running:
-            each.result()
-        leave_queued(server)
-        eventually(lambda: not any(left_over(server).values()), "every work stream is empty and nothing pending")
-        assert not any(left_over(server).values())
-        assert lasting_without_leave(server) == []
+def test_after_many_requests_nothing_is_left_that_lasts(measured_server: Server) -> None:
+    server = measured_server
+    order = random.Random(5).sample(range(most := NUM_STAYING + NUM_LEAVING_STREAM - MEASURED_RUNNING), most)
+    with ThreadPoolExecutor(24) as threads:
+        running = [
+            threads.submit(stay, server, index)
+            if index < NUM_STAYING
+            else threads.submit(leave_stream, server, f"leaves stream {index - NUM_STAYING + MEASURED_RUNNING}")
+            for index in order
+        ]
+    for each in running:
+        each.result()
+    leave_queued(server)
+    eventually(lambda: not any(left_over(server).values()), "every work stream is empty and nothing pending")
+    assert not any(left_over(server).values())
+    assert lasting_without_leave(server) == []
 
-        found = histories(server)
-        probe = found.pop("probe")
-        assert isinstance(probe[-1][1], Finished)
-        assert len(found) == NUM_STAYING + NUM_LEAVING_QUEUED + NUM_LEAVING_STREAM
-        for label, history in found.items():
-            ids = [entry_id for entry_id, _ in history]
-            ends = [event for _, event in history if isinstance(event, Finished | Failed | Cancelled)]
-            assert len(ends) == 1 and ids[-1] == SEAL and len(set(ids)) == len(ids), label
-            if label.startswith("stays"):
-                assert isinstance(ends[0], Finished | Failed), label
-            else:
-                assert isinstance(ends[0], Cancelled) and ends[0].by == "client", label
-                assert (ends[0].n == 0) == label.startswith("leaves queued"), label
-        with raw(server) as client:
-            for key in texts(client.scan_iter(match=NAMES.request("*"), count=1000)):
-                assert 0 < int(client.execute_command("PTTL", key)) <= 1000 * RETENTION_S, "the retention, not longer"
+    found = histories(server)
+    probe = found.pop("probe")
+    assert isinstance(probe[-1][1], Finished)
+    assert len(found) == NUM_STAYING + NUM_LEAVING_QUEUED + NUM_LEAVING_STREAM
+    for label, history in found.items():
+        ids = [entry_id for entry_id, _ in history]
+        ends = [event for _, event in history if isinstance(event, Finished | Failed | Cancelled)]
+        assert len(ends) == 1 and ids[-1] == SEAL and len(set(ids)) == len(ids), label
+        if label.startswith("stays"):
+            assert isinstance(ends[0], Finished | Failed), label
+        else:
+            assert isinstance(ends[0], Cancelled) and ends[0].by == "client", label
+            assert (ends[0].n == 0) == label.startswith("leaves queued"), label
+    with raw(server) as client:
+        for key in texts(client.scan_iter(match=NAMES.request("*"), count=1000)):
+            assert 0 < int(client.execute_command("PTTL", key)) <= 1000 * MEASURED_RETENTION_S, (
+                "the retention, not longer"
+            )
 
 
 @pytest.mark.night

@@ -18,9 +18,9 @@ SAID = "A **bold** word, <b>no tag</b>."
 def test_a_conversation_in_the_playground_is_requests_of_the_server(llama3_server: Server, tmp_path: Path) -> None:
     with browsing(tmp_path) as browser:
         browser.open(f"{llama3_server.url}/")
-        set_field(browser, "structured_outputs", f'{{"choice": ["{SAID}"]}}')
+        browser.fill("#field-structured_outputs", f'{{"choice": ["{SAID}"]}}')
         for turn in (1, 2):
-            set_field(browser, "logprobs", "true")
+            browser.fill("#field-logprobs", "true")
             browser.type("#question", f"Question {turn}\n")
             browser.until(lambda turn=turn: len(answers(browser)) == turn, f"answer {turn}")  # type: ignore[misc]
         assert answers(browser) == ["A bold word, <b>no tag</b>."] * 2
@@ -34,18 +34,6 @@ def test_a_conversation_in_the_playground_is_requests_of_the_server(llama3_serve
         assert story["text"] == SAID
         browser.has(".answer:last-child .meta", f"tokens {story['completion_tokens']}")
         browser.leave()
-
-
-def set_field(browser: Browser, name: str, value: str) -> None:
-    """Set a sampling field; wait until the form has it."""
-    browser.until(lambda: browser.run(SET, f"#field-{name}", value), f"the field {name} is there")
-
-
-SET = """
-const [selector, value] = arguments, field = document.querySelector(selector);
-if (field) { field.value = value; field.dispatchEvent(new Event("input", {bubbles: true})); }
-return Boolean(field);
-"""
 
 
 def answers(browser: Browser) -> list[str]:

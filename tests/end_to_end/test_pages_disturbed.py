@@ -43,11 +43,6 @@ return states;
 """What the page says before the first token, and at each token, as the right arrow key moves along."""
 MOMENTS = "return [...document.querySelectorAll('#moments tbody tr')].map(row => JSON.parse(row.dataset.moment));"
 SHOWN = "return document.querySelector('.answer').textContent"
-SET = """
-const [selector, value] = arguments, field = document.querySelector(selector);
-if (field) { field.value = value; field.dispatchEvent(new Event("input", { bubbles: true })); }
-return Boolean(field);
-"""
 STANDS_STILL = """
 const text = () => [...document.querySelectorAll(".answer .body")].at(-1).textContent;
 for (let last = "", since = performance.now(); performance.now() - since < 500;) {
@@ -244,8 +239,8 @@ def test_an_answer_in_the_playground_outlives(disturbed: str, tmp_path: Path, br
     browser.allow("Failed to load resource|ERR_|net::")
     with serve(tmp_path) as server:
         browser.open(f"{server.url}/")
-        browser.until(lambda: browser.run(SET, "#field-ignore_eos", "true"), "the form is there")
-        browser.run(SET, "#field-max_completion_tokens", str(ANSWER))
+        browser.fill("#field-ignore_eos", "true")
+        browser.fill("#field-max_completion_tokens", str(ANSWER))
         (redis,) = (each for each in server.command.processes() if each.name().endswith("-server"))
         (frontend,) = server.command.workers(WEB)
         browser.type("#question", "Tell me a story.\n")
@@ -266,7 +261,7 @@ def test_an_answer_in_the_playground_outlives(disturbed: str, tmp_path: Path, br
         uid = browser.run("return [...document.querySelectorAll('.answer a.button')].at(-1).pathname.split('/').pop()")
         assert "".join(last_answer(browser).split()) == "".join(traced(server, uid)["text"].split())
 
-        browser.run(SET, "#field-max_completion_tokens", "8")
+        browser.fill("#field-max_completion_tokens", "8")
         if disturbed == "Redis":
             redis.suspend()
         else:

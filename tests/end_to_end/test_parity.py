@@ -313,6 +313,12 @@ def assert_as_transformers(asked: Asked, answers: Sequence[Answer]) -> None:
         assert answer.count(Admitted) == answer.count(Preempted) + 1
 
 
+def assert_found_in_the_cache(server: Server, asked: Asked) -> None:
+    again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
+    assert again[1].cached_tokens >= 16
+    assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+
+
 @over_http(AS_IT_COMES, FEW_SHARED)
 @pytest.mark.parametrize("arrival", rest_at_night(ARRIVALS))
 def test_who_joins_running_requests_gets_the_tokens_of_transformers(server: Server, asked: Asked, arrival: str) -> None:
@@ -329,27 +335,21 @@ def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: 
     if setting == FEW_PAGES:
         assert any(answer.count(Preempted) for answer in answers)
     if setting == FEW_SHARED:
-        again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
-        assert again[1].cached_tokens >= 16
-        assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+        assert_found_in_the_cache(server, asked)
 
 
 @over_http(TWO_RANKS, FOUR_RANKS)
 def test_ranks_give_the_tokens_of_transformers(server: Server, asked: Asked) -> None:
     """In chunks, with preemptions and prefix hits, after a cancelled request, and the log-probabilities of a prompt."""
-    stream = Stream(server, "Go on.", max_tokens=200)
-    eventually(lambda: stream.num_frames > 2, "it has begun")
-    stream.leave()
+    Stream(server, "Go on.", max_tokens=200).begun().leave()
     answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
     assert_as_transformers(asked, answers)
     assert any(answer.count(Preempted) for answer in answers)
     assert max(event.chunks for answer in answers for event in answer.produced) >= 3
-    again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
-    assert again[1].cached_tokens >= 16
-    assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+    assert_found_in_the_cache(server, asked)
     index = max(index for index, body in enumerate(asked.bodies) if "prompt" in body)
     body = {"prompt": asked.bodies[index]["prompt"], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    told = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["logprobs"]
+    told = server.ask("/v1/completions", body)["choices"][0]["logprobs"]
     prompt = asked.prompts[index]
     logprobs_NV = Reference(asked.folder, torch.float32).logits(prompt[:1], prompt[1:]).log_softmax(-1)
     expected = logprobs_NV[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()

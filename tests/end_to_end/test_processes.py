@@ -107,6 +107,7 @@ def test_a_signal_ends_a_server_that_is_not_ready_yet_without_an_error(number: s
             assert "Traceback" not in server.command.output
 
 
+@pytest.mark.night  # by day tests/web/http/test_connections.py ends a web process, and `plain_server` a whole server
 def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_shuts_down(tmp_path: Path) -> None:
     model = tmp_path / "endless"
     model.mkdir()

@@ -80,9 +80,7 @@ def choices(server: Server) -> list[dict[str, Any]]:
     ]
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-        assert response.status_code == 200, response.text
-        choice: dict[str, Any] = response.json()["choices"][0]
+        choice: dict[str, Any] = server.ask("/v1/completions", body)["choices"][0]
         return choice
 
     with ThreadPoolExecutor(NUM_REQUESTS) as threads:
@@ -115,8 +113,7 @@ def test_two_ranks_answer_as_one(server: Server, llama3_server: Server) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request_on_all_ranks(server: Server) -> None:
-    stream = Stream(server, "Go on.", max_tokens=300)
-    eventually(lambda: stream.num_frames > 2, "it has begun")
+    stream = Stream(server, "Go on.", max_tokens=300).begun()
     stream.leave()
     with server.log() as log:
         eventually(lambda: num_of(events_of(log, stream.uid), Cancelled) == 1, "it is cancelled")
@@ -164,8 +161,7 @@ def test_when_a_rank_goes_all_start_again_once_and_no_stream_loses_a_token(serve
     fields = {"max_tokens": LENGTH}
     expected = [stream.answer for stream in [Stream(server, prompt, **fields) for prompt in prompts]]
     num_deaths, before = len(server.command.log_lines("worker_died")), ranks_of(server)
-    streams = [Stream(server, prompt, **fields) for prompt in prompts]
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all have begun")
+    streams = [stream.begun() for stream in [Stream(server, prompt, **fields) for prompt in prompts]]
     before[victim].send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     others = [each for rank, each in before.items() if rank != victim]
     eventually(lambda: not any(map(is_alive, others)), "the group has ended")

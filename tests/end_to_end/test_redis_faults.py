@@ -15,18 +15,17 @@ import pytest
 from support.redis_servers import Servers, command, watched
 from support.servers import Server, eventually, serve
 from support.streams import (
-    LONG,
     Stream,
     ask_all,
     assert_nothing_is_left,
+    assert_whole,
     begun,
     body,
     events_of,
     num_of,
-    token_counts,
 )
 
-from pipeline.events import Cancelled, Finished, TakenOver, TokensProduced
+from pipeline.events import Cancelled, TakenOver, TokensProduced
 from pipeline.log.protocol import Inbox
 from pipeline.names import GENERATE, STAGES, TOKENIZE, slot_name
 
@@ -72,9 +71,7 @@ def assert_all_is_as_undisturbed(
     """Each client has its whole answer once, and each history each token once, with so many takeovers."""
     assert {stream.prompt: stream.answer for stream in streams} == undisturbed
     with server.log() as log:
-        for stream in streams:
-            events = events_of(log, stream.uid)
-            assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+        for events in assert_whole(log, streams):
             assert num_of(events, TakenOver) == takeovers
             epochs = {event.step.partition("-")[0] for event in events if isinstance(event, TokensProduced)}
             assert len(epochs) <= takeovers + 1
@@ -195,8 +192,7 @@ def test_a_full_redis_takes_no_new_work_and_lets_the_rest_drain_or_be_cancelled(
 ) -> None:
     with no_process_restarts(plain_server):
         streams = begun(plain_server)
-        leaving = Stream(plain_server, "I shall not stay.", max_tokens=4000)
-        eventually(lambda: leaving.num_frames > 5, "it has begun")
+        leaving = Stream(plain_server, "I shall not stay.", max_tokens=4000).begun()
         command(plain_server.redis_url, "CONFIG", "SET", "maxmemory", 1)
         try:
             refused = plain_server.post(body("Is there room?"))
@@ -271,8 +267,7 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
             command(url, "SET", f"ballast:{number}", "x" * 1000)
         with serve(tmp_path, redis_url=url) as server:
             expected = Stream(server, "Tell me a story.").answer
-            stream = Stream(server, "Tell me a story.")
-            eventually(lambda: stream.num_frames > 5, "it has begun")
+            stream = Stream(server, "Tell me a story.").begun()
             with no_process_restarts(server):
                 command(url, "BGREWRITEAOF")
                 process.kill()
@@ -295,8 +290,7 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
 def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
     with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
         expected = Stream(server, "Tell me a story.").answer
-        stream = Stream(server, "Tell me a story.")
-        eventually(lambda: stream.num_frames > 5, "it has begun")
+        stream = Stream(server, "Tell me a story.").begun()
         with no_process_restarts(server):
             group.master.process.kill()
             assert stream.answer == expected

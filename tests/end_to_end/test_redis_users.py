@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.redis_servers import Servers, command, running_server
+from support.redis_servers import Servers, command, running_server, users_with_password
 from support.selection import by_night
 from support.servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
@@ -23,7 +23,6 @@ from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 pytestmark = pytest.mark.slow
 
 PASSWORD = "hunter2-in-the-url"
-ACL = (ROOT / "ops" / "redis" / "users.acl").read_text()
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 REPLICAS = by_night("1", "2")
 """Of each stage but the frontend. Which commits each user may call is tested in tests/ops/redis."""
@@ -76,9 +75,7 @@ class Guarded:
 
 @contextmanager
 def guarded(redis_servers: Servers, place: str, folder: Path) -> Iterator[Guarded]:
-    users = folder / "users.acl"
-    lines = [line if line.startswith("user default ") else f"{line} >{PASSWORD}" for line in ACL.splitlines()]
-    users.write_text("\n".join([*lines, f"user admin reset on >{PASSWORD} ~* &* +@all\n"]))
+    users = users_with_password(folder, PASSWORD)
     with ExitStack() as stack:
         server = stack.enter_context(running_server(redis_servers.binary(place), folder, "--aclfile", users))
         stages = Guarded(server.url, folder)

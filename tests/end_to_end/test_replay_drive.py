@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import httpx
 import pytest
 from support.redrive import leaves, record
 from support.servers import Server
+from support.tool import Tool
 
-import minisgl
 from ops.replay.files import read_dump
 from pipeline.names import base_uid
 
@@ -23,10 +22,8 @@ NUM_REQUESTS = 20
 
 def driven(capsys: pytest.CaptureFixture[str], file: Path, server: Server, *flags: str) -> dict[str, Any]:
     """Drive *file* without a difference or an error; return what is printed."""
-    code = minisgl.main(["replay", "drive", str(file), "--url", server.url, "--compare", "--json", *flags])
-    printed = capsys.readouterr()
-    assert (code, printed.err) == (0, ""), printed
-    document: dict[str, Any] = json.loads(printed.out)
+    drive = Tool("replay drive", "", capsys)
+    document: dict[str, Any] = drive.json(str(file), "--url", server.url, "--compare", *flags)
     for row in document["requests"]:
         told = httpx.get(f"{server.url}/v1/requests/{row['new_uid']}/events?format=events").text
         assert f'"copy_of":"{base_uid(row["uid"])}' in told, "replay forget finds it"

@@ -34,15 +34,28 @@ def shown_at_the_start(text: str) -> list[str]:
     return [" ".join(f"{line[1]} {line[2]}".split()) for line in found if line is not None]
 
 
+def with_the_names_of_ours(folder: Path) -> Path:
+    """Return *folder* with packages in it that are called like ours: `python -m` looks there first."""
+    for name in ("pipeline", "stages", "web"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("raise ImportError('not this one')\n")
+    return folder
+
+
+def test_as_a_module_it_imports_what_is_ours(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "minisgl", "--version"]
+    here = with_the_names_of_ours(tmp_path)
+    done = subprocess.run(line, cwd=here, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("minisgl ")
+
+
+@pytest.mark.night  # a server for it; by day test_config.py has the names of its flags
 def test_mini_sglangs_own_start_line_and_curl_work_and_a_terminal_shows_one_line_for_each_worker(
     tmp_path: Path,
 ) -> None:
-    model, here, port = tmp_path / "M", tmp_path / "here", free_port()
+    model, here, port = tmp_path / "M", with_the_names_of_ours(tmp_path / "here"), free_port()
     model.mkdir()
     write_nonsense(model)
-    for name in ("pipeline", "stages", "web"):  # `python -m` looks here first, but ours are meant
-        (here / name).mkdir(parents=True)
-        (here / name / "__init__.py").write_text("raise ImportError('not this one')\n")
     line = (
         f"-m minisgl --model-path {model} --tensor-parallel-size 1 --host 127.0.0.1 --port {port} --num-tokenizer 2 "
         "--cache-type naive --max-running-requests 128"

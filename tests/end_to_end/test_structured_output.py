@@ -20,17 +20,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai import BadRequestError, LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from support.bodies_within_limits import EVILS, REFUSED_AS
 from support.checkpoints import make_checkpoint
 from support.chunks import documents, put_together
-from support.evil_grammars import EVILS, REFUSED_AS
-from support.fresh_logs import fresh_logs
 from support.kernel_variants import VARIANTS
 from support.selection import by_night
 from support.servers import Server, eventually, serve
 from support.streams import Stream, events_of, num_of
+from support.tool import Tool
 from transformers import PreTrainedTokenizerFast
 
-from minisgl import main
 from ops.offline.stages import Stages
 from ops.replay.compute import Computer
 from pipeline.events import Admitted, Failed, Finished, Preempted, SamplingParams, Submitted, TakenOver
@@ -123,10 +122,8 @@ def format_of(schema: Any) -> dict[str, Any]:
 
 def assert_replayed(server: Server, uids: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`minisgl replay run` finds the tokens of each request identical, which the server computes again."""
-    with fresh_logs():
-        code = main(["replay", "run", *uids, "--json", "--redis-url", server.redis_url])
-    told = json.loads(capsys.readouterr().out)
-    assert [(each["uid"], each["identical"]) for each in told] == [(uid, 1) for uid in uids] and code == 0
+    told = Tool("replay run", server.redis_url, capsys).json(*uids)
+    assert [(each["uid"], each["identical"]) for each in told] == [(uid, 1) for uid in uids]
 
 
 REQUESTS: Final = [bound("json", schema, seed) for seed, schema in enumerate(SCHEMAS)]
@@ -385,22 +382,15 @@ def test_a_client_parses_what_it_asked_for_streamed_or_whole_and_it_is_replayed(
     text = whole.json()["choices"][0]["message"]["content"]
     streamed = Stream(llama3_server, "Where?", response_format=schema, seed=2, max_tokens=80, temperature=1)
     assert streamed.answer == (text, "stop")
-    generated = httpx.post(
-        f"{llama3_server.url}/generate",
-        json={"text": "Where?", "sampling_params": {"regex": "here|there", "n": 2}},
-        timeout=60,
-    )
-    assert {one["text"] for one in generated.json()} <= {"here", "there"}
+    asked = {"text": "Where?", "sampling_params": {"regex": "here|there", "n": 2}}
+    assert {one["text"] for one in llama3_server.ask("/generate", asked)} <= {"here", "there"}
     bad = llama3_server.post(body | {"response_format": {"type": "json_object", "schema": {"not": {}}}})
     error = bad.json()["error"]
     assert (bad.status_code, error["code"], error["param"]) == (400, "unsupported_schema", "response_format.schema")
     uid = whole.headers["x-minisgl-uid"]
-    with fresh_logs():
-        redis = ("--redis-url", llama3_server.redis_url)
-        for where in ((), ("--url", llama3_server.url)):
-            code = main(["replay", "run", uid, "--json", *redis, *where])
-            (told,) = json.loads(capsys.readouterr().out)
-            assert code == 0 or not VARIANTS
-            assert told["identical"] == 1 or not VARIANTS
-        assert main(["trace", uid, *redis]) == 0
-        assert "constraint=json" in capsys.readouterr().out
+    run = Tool("replay run", llama3_server.redis_url, capsys).run
+    for where in ((), ("--url", llama3_server.url)):
+        code, out, _ = run(uid, "--json", *where)
+        assert (code, json.loads(out)[0]["identical"]) == (0, 1) or not VARIANTS
+    traced = Tool("trace", llama3_server.redis_url, capsys)(uid)
+    assert any("constraint=json" in line for line in traced)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any, Final
 
 import httpx
 import pytest
-from support.evil_grammars import EVILS, REFUSED_AS
-from support.fresh_logs import fresh_logs
+from support.bodies_within_limits import EVILS, REFUSED_AS
 from support.selection import by_night
-from support.servers import Server, eventually
+from support.servers import Server
 from support.streams import Stream, ask_all, begun, events_of, num_of
+from support.tool import Tool
 
-from minisgl import main
 from pipeline.events import TakenOver
 from pipeline.names import GENERATE
 
@@ -39,18 +37,15 @@ def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server, caps
 
     expected = [stream.answer for stream in ask()]
     assert all(reason == "stop" for _, reason in expected)
-    streams = ask()
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
+    streams = [stream.begun() for stream in ask()]
     (engine,) = plain_server.command.workers(GENERATE)
     engine.kill()
     assert [stream.answer for stream in streams] == expected
     with plain_server.log() as log:
         taken_over = [num_of(events_of(log, stream.uid), TakenOver) for stream in streams]
     assert any(taken_over), "all had ended before the engine was killed"
-    with fresh_logs():
-        uids = [stream.uid for stream in streams]
-        assert main(["replay", "run", *uids, "--json", "--redis-url", plain_server.redis_url]) == 0
-    assert [told["identical"] for told in json.loads(capsys.readouterr().out)] == [1] * len(streams)
+    replayed = Tool("replay run", plain_server.redis_url, capsys).json(*(stream.uid for stream in streams))
+    assert [told["identical"] for told in replayed] == [1] * len(streams)
 
 
 def test_evil_grammars_end_neither_an_engine_nor_the_answers_beside_them(plain_server: Server) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.measured import Scrape
 from support.redis_servers import command
 from support.servers import Server, eventually
-from support.streams import PROMPTS, Stream
+from support.streams import begun
 
 from pipeline.names import STAGES
 
@@ -20,8 +20,7 @@ def test_garbage_in_every_stream_is_buried_and_no_worker_ends(
     plain_server: Server, undisturbed: dict[str, tuple[str, str]]
 ) -> None:
     workers = [process.pid for stage in STAGES for process in plain_server.command.workers(stage)]
-    streams = [Stream(plain_server, prompt) for prompt in PROMPTS[:2]]
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "the streams have begun")
+    streams = begun(plain_server)
     with plain_server.log() as log:
         names, before = log.names, len(log.dead_letters(99))
         for key in (names.submitted, names.tokenized, names.steps("generate-0"), names.replies("web-0")):

@@ -5,11 +5,12 @@ of their own, and undo.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from support.fresh_logs import fresh_logs
 from support.lived_requests import LivedRequests
 from support.openai_stand_in import OpenAIStandIn, listening
+from support.tool import Tool, fresh_logs
 
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
@@ -40,3 +41,16 @@ def stand_in() -> Iterator[OpenAIStandIn]:
     """Any OpenAI server."""
     with listening() as server:
         yield server
+
+
+def _tool(command: str) -> Any:
+    @pytest.fixture
+    def tool(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+        return Tool(command, redis_url, capsys)
+
+    return tool
+
+
+trace, dead = _tool("trace"), _tool("dead")
+show, dump, bring_in = _tool("replay show"), _tool("replay dump"), _tool("replay import")
+"""Commands that look into the log."""

@@ -15,11 +15,6 @@ from pipeline.names import Names
 from pipeline.views.history import copied_history, story
 
 
-@pytest.fixture
-def dead(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("dead", redis_url, capsys)
-
-
 def letter_ids(lived: LivedRequests) -> list[str]:
     return [letter.id for letter in lived.log.dead_letters(999)]
 
@@ -177,7 +172,7 @@ def test_a_requeued_request_goes_its_whole_way_though_nobody_listens(lived: Live
 
 
 def test_a_sibling_is_shown_traced_and_requeued_with_all_that_it_shared(
-    lived: LivedRequests, dead: Tool, capsys: pytest.CaptureFixture[str]
+    lived: LivedRequests, dead: Tool, trace: Tool
 ) -> None:
     base, long = new_uid(), "all work and no play " * 10
     event = Submitted(endpoint="e", frontend="web-0", prompt=long, sampling=SamplingParams(stop=(long,)))
@@ -185,7 +180,6 @@ def test_a_sibling_is_shown_traced_and_requeued_with_all_that_it_shared(
     uid = f"{base}.1"
     killed = Failed(status=500, code="poisonous", message="No.")
     assert lived.log.end(uid, killed, frontend="web-0", dead=DeadLetter("tokenize", {"uid": uid}, 3, "exit code -11"))
-    trace = Tool("trace", dead.url, capsys)
     for told in (dead.json("show", uid)["story"], trace.json(uid)):
         assert (told["uid"], told["sampling"]["seed"], told["sampling"]["stop"]) == (uid, 7, [long])
     new = dead("requeue", uid)[0]
@@ -195,25 +189,21 @@ def test_a_sibling_is_shown_traced_and_requeued_with_all_that_it_shared(
     assert (again.prompt, again.sampling) == (long, SamplingParams(stop=(long,), seed=7))
 
 
-def test_requeue_says_so_when_the_history_is_gone_and_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
-    uid = lived.dead(prompt="Again")
-    expire(dead, uid)
-    assert uid in dead.failure("requeue", uid)
-    assert len(letter_ids(lived)) == 1
-
-
-def test_requeue_into_a_full_backlog_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("history gone", ""), ("backlog full", "--max-queued-requests"), ("Redis full", "takes no new work")],
+)
+def test_requeue_where_it_cannot_be_keeps_the_letter(lived: LivedRequests, dead: Tool, place: str, said: str) -> None:
     uid = lived.dead()
-    lived.submitted()
-    said = dead.failure("requeue", uid, "--max-queued-requests", "1")
-    assert uid in said and "--max-queued-requests" in said
-    assert len(letter_ids(lived)) == 1
-
-
-def test_requeue_into_a_full_redis_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
-    uid = lived.dead()
-    command(dead.url, "CONFIG", "SET", "maxmemory", 1)
-    assert "takes no new work" in dead.failure("requeue", uid)
+    match place:
+        case "history gone":
+            expire(dead, uid)
+        case "backlog full":
+            lived.submitted()
+        case _:
+            command(dead.url, "CONFIG", "SET", "maxmemory", 1)
+    told = dead.failure("requeue", uid, *(("--max-queued-requests", "1") if place == "backlog full" else ()))
+    assert said in told and (uid in told or place == "Redis full")
     assert len(letter_ids(lived)) == 1
 
 

@@ -14,8 +14,6 @@ from support.tool import Tool
 
 from minisgl import main
 from ops.trace import lines_of, why_absent
-from pipeline.archive.folder import make_archive
-from pipeline.archive.writer import Writer
 from pipeline.events import (
     Admitted,
     Answered,
@@ -35,14 +33,8 @@ from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import WEB, Names
 from pipeline.process.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
-from pipeline.recording import Recording
 from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.views.history import story
-
-
-@pytest.fixture
-def trace(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("trace", redis_url, capsys)
 
 
 def test_a_finished_request_is_a_table_between_what_was_asked_and_how_it_ended(
@@ -237,25 +229,3 @@ def test_of_the_fields_in_fields_only_those_without_their_default_are_shown() ->
         "choices=2",
         'variables={"think":false}',
     ]
-
-
-def test_an_archived_request_is_told_as_before_with_and_without_a_server(
-    lived: LivedRequests, trace: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uid = lived.running()
-    lived.tokens(uid, "He", "ll", "o")
-    lived.finished(uid, 3)
-    before = trace(uid)
-    make_archive(tmp_path / "archive", "minisgl")
-    history = lived.log.histories([uid])[0]
-    Writer(tmp_path / "archive", "archive-0", 1).write([Recording(uid, tuple(history))])
-    assert trace(uid, "--archive", str(tmp_path / "archive")) == before
-    command(trace.url, "DEL", Names().request(uid))
-    assert trace(uid, "--archive", str(tmp_path / "archive")) == before
-    assert "unknown here" in trace.failure(uid)
-    assert "unknown here" in trace.failure(new_uid(), "--archive", str(tmp_path / "archive"))
-    nowhere = ["--data-dir", str(tmp_path / "no server"), "--archive", str(tmp_path / "archive")]
-    assert main(["trace", uid, *nowhere]) == 0
-    assert capsys.readouterr().out.splitlines() == before
-    assert main(["trace", uid, "--archive", str(tmp_path)]) == 2
-    assert f"--archive: {tmp_path}" in capsys.readouterr().err

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support.lived_requests import LivedRequests
-from support.redis_servers import STARTED, Servers, command, running_server, until
+from support.redis_servers import STARTED, Servers, command, embedded, rewrite, running_server
 
 from pipeline.errors import ConfigError
 from pipeline.events import Finished, TokensProduced, decode
@@ -22,21 +21,6 @@ KEEP = ("--appendonly", "yes", "--appendfsync", "always")
 """Without the second, what is acknowledged while a rewrite ends may be written a second later."""
 UNKNOWN = bytes([77])
 """A kind of value that no server knows."""
-
-
-@contextmanager
-def embedded(folder: Path) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(folder)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def rewrite(url: str) -> None:
-    """Have the server write all that it holds as a snapshot; what comes after is appended to it, command by command."""
-    command(url, "BGREWRITEAOF")
-    until(lambda: b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0" in command(url, "INFO", "persistence"))
 
 
 @pytest.mark.parametrize("place", STARTED)

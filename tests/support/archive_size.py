@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from support.histories import answered
+
 from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive
 from pipeline.archive.volume import volumes
 from pipeline.archive.writer import Writer
-from pipeline.events import Finished, SamplingParams, Submitted, Timings, Tokenized, TokensProduced, Usage, encode
+from pipeline.events import encode
 from pipeline.log.protocol import Entry
-from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 from pipeline.recording import Recording
 
 BATCH: Final = 32
@@ -34,24 +35,8 @@ OUTPUT_TOKENS: Final = 100
 
 def entries(made_ms: int) -> tuple[Entry, ...]:
     """Return the history of a request as a stage would have written it."""
-    asked = Submitted(
-        endpoint="/v1/completions",
-        frontend="web-0",
-        model="m",
-        prompt="word " * PROMPT_TOKENS,
-        sampling=SamplingParams(),
-    )
-    usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=OUTPUT_TOKENS, cached_tokens=0)
-    timings = Timings(admitted_ms=1, first_token_ms=2, total_ms=OUTPUT_TOKENS)
-    events = [
-        (SUBMITTED_ID, asked),
-        (TOKENIZED_ID, Tokenized(token_ids=tuple(range(PROMPT_TOKENS)), fingerprint="f", by="tokenize-0")),
-        *(
-            (tokens_id(n), TokensProduced(tokens=(n,), text=" word", step=f"1-{n}"))
-            for n in range(1, OUTPUT_TOKENS + 1)
-        ),
-        (SEAL, Finished(n=OUTPUT_TOKENS, reason="stop", usage=usage, timings=timings)),
-    ]
+    words, numbers = "word " * PROMPT_TOKENS, range(1, OUTPUT_TOKENS + 1)
+    events = answered(*numbers, ids=range(PROMPT_TOKENS), text=lambda _: " word", prompt=words, model="m")
     return tuple(Entry(at, {"ms": str(made_ms + place)} | encode(event)) for place, (at, event) in enumerate(events))
 
 

@@ -1,18 +1,17 @@
 """Bodies that no limit of docs/http-api.md refuses at once, each extreme in one or several ways. Knows no server.
 
 A body is a *base*, which is an endpoint with a prompt, and some *extras*, which are fields. Each has a name, so that a
-failure says what it was. *share* is how much of a limit it takes: 1 is all of it.
+failure says what it was. *share* is how much of a limit it takes: 1 is all of it. `EVILS` are constraints that mean
+harm: each is small, and each costs much somewhere on its way to a mask.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-from support.evil_grammars import EVILS
+from typing import Any, Final, Literal
 
 from stages.tokenize.constraints.grammars import MOST_OPERATORS
 
@@ -236,3 +235,29 @@ def _alone() -> tuple[tuple[str, ...], ...]:
 
 ALONE: Final = _alone()
 """Each base, and each extra with a prompt that is large enough for it to count: arguments of `body`."""
+
+
+EVILS: Final[Sequence[tuple[Literal["json", "regex", "grammar"], Any]]] = (
+    ("regex", "((a{100}){100}){100}"),
+    ("regex", "(a?){500}a{500}"),
+    ("grammar", "start: " + " | ".join(f'"{number:05d}"' for number in range(5000))),
+    ("json", {"anyOf": [{"properties": {f"k{i}": {"type": "string"} for i in range(j)}} for j in range(60)]}),
+    ("grammar", "start: T\nT: /.{0,300}/ & /(.*a.{8}b.*)/ & ~/(.*c.{9}d.*)/ & /.*(e.{10}f).*/"),
+    ("regex", "(a|b|c){1000,5000}[^d]*e{500}"),
+    ("regex", "(.*a){20}.*b"),
+    ("regex", r"((.*)(.*)(.*)(.*)[0-9]){30}"),
+    ("regex", r"(.*a.{18}){3}"),
+    ("regex", r"(\p{L}{1,50}){50}"),
+    ("grammar", 'start: a a a a a a a a\na: "x" | a a | ""'),
+    ("grammar", 'start: start start | "a" | ""'),
+    ("grammar", 'start: "(" start? ")"'),
+    ("grammar", "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)), 'r30: "a"'])),
+    ("grammar", "\n".join(["start: r0", *(f"r{i}: r{i + 1} | r{i + 1} r{i + 1}" for i in range(20)), 'r20: "a"'])),
+    ("grammar", "start: T\nT: /(.|\\n)*/ & ~/(.|\\n)*(a|b).{30}c(.|\\n)*/"),
+    ("json", {"type": "string", "pattern": "^(a|aa|aaa|.*b.*c.*d.*e.*f){1,40}$", "minLength": 500, "maxLength": 1000}),
+    ("json", {"type": "string", "minLength": 50000, "maxLength": 100000}),
+    ("json", {"type": "number", "multipleOf": 0.0001, "minimum": 0.1234567, "maximum": 99999.87654}),
+    ("json", {"type": "array", "minItems": 2000, "maxItems": 5000, "items": {"type": "integer", "minimum": -(10**8)}}),
+)
+REFUSED_AS: Final = ("grammar_too_complex", "unsupported_schema", "invalid_grammar")
+"""The codes of errors that one of them may get, with HTTP 400."""

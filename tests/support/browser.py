@@ -7,9 +7,13 @@ script that failed, a policy that was violated, a file that was missing. Call `l
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
+import subprocess
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -43,6 +47,15 @@ PASSING: Final = (
     ElementNotInteractableException,
 )
 """What a page that changes makes of a step; the step is tried again."""
+
+SET: Final = """
+const [selector, value] = arguments, field = document.querySelector(selector);
+if (field) {
+  field.value = value;
+  for (const kind of ["input", "change"]) field.dispatchEvent(new Event(kind, { bubbles: true }));
+}
+return Boolean(field);
+"""
 
 T = TypeVar("T")
 
@@ -147,6 +160,10 @@ class Browser:
         field.send_keys(Keys.DELETE)
         field.send_keys(text)
 
+    def fill(self, selector: str, value: str) -> None:
+        """Give a field a value at once, as soon as it is there."""
+        self.until(lambda: self.run(SET, selector, value), f"{selector} is there")
+
     def press(self, *keys: str) -> None:
         """Press keys, whatever has the focus."""
         webdriver.ActionChains(self.driver).send_keys(*keys).perform()
@@ -204,3 +221,34 @@ def browsing(folder: Path, size: tuple[int, int] = WIDE) -> Iterator[Browser]:
         browser.check()
     finally:
         driver.quit()
+
+
+PACKAGE: Final = "axe-core@4.14.1"
+SERIOUS: Final = ("serious", "critical")
+
+
+@functools.cache
+def axe() -> str:
+    """Return the source of axe-core; without npm the test is skipped, but in CI it fails."""
+    if shutil.which("npm") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("npm is not on PATH: apt-get install npm")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, check=True, timeout=120)
+        (archive,) = Path(folder).glob("*.tgz")
+        with tarfile.open(archive) as packed:
+            source = packed.extractfile("package/axe.min.js")
+            assert source is not None, f"{PACKAGE} has no axe.min.js"
+            return source.read().decode()
+
+
+def problems(browser: Browser) -> list[str]:
+    """Return what is seriously wrong with the page as it looks now: the rule, and where."""
+    if not browser.run("return !!window.axe"):
+        browser.run(axe())
+    found = browser.wait("const found = await axe.run(document); return found.violations;")
+    return [
+        f"{violation['id']}: {node['target']}: {node['failureSummary']}"
+        for violation in found
+        if violation["impact"] in SERIOUS
+        for node in violation["nodes"]
+    ]

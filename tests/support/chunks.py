@@ -1,16 +1,19 @@
-"""Frames and chunks of answers, taken apart as clients do it, and ends of histories to make them from."""
+"""Answers without HTTP: made of the events of histories, and their frames and chunks, taken apart as clients do it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from openai.types.chat import ChatCompletionChunk
 
-from pipeline.events import End, Finished, FinishReason, Timings, Usage
+from pipeline.events import End, Finished, FinishReason, Submitted, Timings, TokensProduced, Usage
 from pipeline.names import SEAL
-from web.wire.frames import ClientEvent
+from web.wire.endpoints import body_of, frames_for
+from web.wire.frames import ClientEvent, Frames
+from web.wire.known import Known
+from web.wire.openai.answers import choices_for
 
 UID = f"{5000:012x}" + "7000" + "8" * 16
 
@@ -22,6 +25,25 @@ def finished(reason: FinishReason = "stop") -> Finished:
 
 def ended(event: End, index: int = 0) -> ClientEvent:
     return ClientEvent(SEAL, 0, event, index)
+
+
+def frames_of(events: Sequence[Submitted], uid: str = UID, *, ids: bool = True, known: Known | None = None) -> Frames:
+    """Return what makes the frames of a stream."""
+    frames = frames_for(uid, list(events), ids=ids, known=known)
+    assert frames is not None
+    return frames
+
+
+def answered(events: Sequence[Submitted], given: Iterable[ClientEvent], uid: str = UID) -> bytes:
+    """Return the whole answer that is made of the events of histories."""
+    choices = choices_for(uid, events)
+    for each in given:
+        match each.event:
+            case TokensProduced() as tokens:
+                choices[each.index].apply(tokens)
+            case Finished() as end:
+                choices[each.index].finish(end)
+    return b"".join(body_of(uid, events, choices))
 
 
 def split(frames: bytes) -> list[bytes]:

@@ -8,12 +8,21 @@ from typing import Final
 import pytest
 import torch
 from support.flashinfer_double import Double, fake_record
+from support.flashinfer_signatures import VERSIONS
 
 from stages.generate.attention import AttentionShape, flashinfer
 from stages.generate.forward import graphs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DEVICES: Final = (pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu))
+
+
+def flashinfer_double(monkeypatch: pytest.MonkeyPatch, version: str = VERSIONS[0]) -> Double:
+    """Put a double of FlashInfer in its place."""
+    double = Double(version)
+    monkeypatch.setitem(sys.modules, "flashinfer", double)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
+    return double
 
 
 def need_flashinfer(
@@ -26,8 +35,7 @@ def need_flashinfer(
 ) -> None:
     """Let doubles of FlashInfer and of CUDA graphs compute on a CPU; skip the test on a GPU without FlashInfer."""
     if device.type == "cpu":
-        monkeypatch.setitem(sys.modules, "flashinfer", Double())
-        monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
+        flashinfer_double(monkeypatch)
         monkeypatch.setattr(graphs, "record", fake_record)
     elif reason := flashinfer.why_not(AttentionShape(8, 2, head_dim, 16, 0, dtype, device), prefill):
         pytest.skip(f"FlashInfer cannot be used here: {reason}")

@@ -128,25 +128,15 @@ FIELDS = (
         "temperature", "0 to 2", "the model's, else 1",
         {**WILD, "temperature": 0}, 1.5, lambda a, b: a.token_ids != b.token_ids, 2.1,
     ),
-    Field(
-        "top_p", "0 to 1", "the model's, else 1",
-        WILD, 0, lambda a, b: a.token_ids != b.token_ids, -0.1,
-    ),
-    Field(
-        "top_k", "whole number from -1", "the model's, else 0",
-        WILD, 1, lambda a, b: a.token_ids != b.token_ids, -2,
-    ),
-    Field(
-        "min_p", "0 to 1", "the model's, else 0",
-        WILD, 1, lambda a, b: a.token_ids != b.token_ids, 1.1,
-    ),
-    Field(
-        "typical_p", "above 0, at most 1", "1",
-        WILD, 0.05, lambda a, b: a.token_ids != b.token_ids, 0,
-    ),
-    Field(
-        "seed", "whole number of 64 bits", "random",
-        WILD, 6, lambda a, b: a.token_ids != b.token_ids, "6",
+    *(
+        Field(name, takes, default, WILD, value, lambda a, b: a.token_ids != b.token_ids, refused)
+        for name, takes, default, value, refused in (
+            ("top_p", "0 to 1", "the model's, else 1", 0, -0.1),
+            ("top_k", "whole number from -1", "the model's, else 0", 1, -2),
+            ("min_p", "0 to 1", "the model's, else 0", 1, 1.1),
+            ("typical_p", "above 0, at most 1", "1", 0.05, 0),
+            ("seed", "whole number of 64 bits", "random", 6, "6"),
+        )
     ),
     Field(
         "presence_penalty", "-2 to 2", "0",
@@ -188,41 +178,34 @@ FIELDS = (
         "structured_outputs", "one of `json`, `regex`, `choice`, `grammar`, `json_object`", "none",
         GREEDY, {"choice": ["red", "blue"]}, lambda a, b: b.text in ("red", "blue") and b.reason == "stop", {},
     ),
-    Field(
-        "guided_json", "a schema, or its text", "none",
-        GREEDY, SCHEMA, lambda a, b: not _is_two(a) and _is_two(b), "{",
+    *(
+        Field(
+            name, "a schema, or its text", "none",
+            GREEDY, SCHEMA, lambda a, b: not _is_two(a) and _is_two(b), refused,
+        )
+        for name, refused in (("guided_json", "{"), ("json_schema", [1]))
     ),
-    Field(
-        "guided_regex", "text", "none",
-        GREEDY, "[xy]{4}", lambda a, b: len(b.text) == 4 and set(b.text) <= set("xy") and b.reason == "stop", "",
+    *(
+        Field(
+            name, "text", "none",
+            GREEDY, "[xy]{4}", lambda a, b: len(b.text) == 4 and set(b.text) <= set("xy") and b.reason == "stop", "",
+        )
+        for name in ("guided_regex", "regex")
     ),
     Field(
         "guided_choice", "up to 4,096 texts", "none",
         GREEDY, ["red", "blue"], lambda a, b: b.text in ("red", "blue") and b.reason == "stop", [],
     ),
-    Field(
-        "guided_grammar", "text", "none",
-        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", "",
+    *(
+        Field(
+            name, "text", "none", GREEDY, GRAMMAR,
+            lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", refused,
+        )
+        for name, refused in (("guided_grammar", ""), ("ebnf", ""), ("grammar", 3))
     ),
     Field(
         "guided_whitespace_pattern", "text, with a schema", "one space, or a line break and up to 16 spaces",
         {**GREEDY, "guided_json": SCHEMA}, "", lambda a, b: _is_two(a) and _is_two(b) and " " not in b.text, 3,
-    ),
-    Field(
-        "json_schema", "a schema, or its text", "none",
-        GREEDY, SCHEMA, lambda a, b: not _is_two(a) and _is_two(b), [1],
-    ),
-    Field(
-        "regex", "text", "none",
-        GREEDY, "[xy]{4}", lambda a, b: len(b.text) == 4 and set(b.text) <= set("xy") and b.reason == "stop", "",
-    ),
-    Field(
-        "ebnf", "text", "none",
-        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", "",
-    ),
-    Field(
-        "grammar", "text", "none",
-        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", 3,
     ),
     Field(
         "include_stop_str_in_output", "true or false", "false",

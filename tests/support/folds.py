@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.events import Admitted, EventRow, FinishReason, TokenRow
+from pipeline.events import Admitted, EventRow, FinishReason, SamplingParams, Submitted, Tokenized, TokenRow
+from pipeline.log.protocol import Inbox, StreamLog
 from stages.detokenize.text import Decoder
 
 
@@ -26,3 +27,20 @@ def token_row(uid: str, n: int, letter: str = "x", end: FinishReason | None = No
 def admitted(uid: str, n: int = 0, cached: int = 0) -> EventRow:
     event = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f", cached_tokens=cached)
     return EventRow(uid=uid, n=n, event=event)
+
+
+def prepared(log: StreamLog, engine: str = "generate-0") -> Inbox:
+    """Make the groups of a log with one engine, and the replies of web-0; return the inbox of its steps."""
+    steps = Inbox.steps(log.names, engine)
+    for inbox in (Inbox.submitted(log.names), Inbox.tokenized(log.names), steps):
+        log.prepare(inbox)
+    log.open_replies("web-0")
+    return steps
+
+
+def bring(log: StreamLog, uid: str, prompt_ids: Sequence[int] = (1,), **sampling: object) -> None:
+    """Bring a request of web-0 as far as the engines."""
+    params = SamplingParams.model_validate(sampling)
+    log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)])
+    (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=100)
+    log.tokenized(entry, Tokenized(token_ids=tuple(prompt_ids), fingerprint="f", by="tokenize-0"))

@@ -1,23 +1,38 @@
 """A rank over gloo or NCCL, and what it computes. As a script it is the other process of a test:
 `gloo_rank.py <rank> <folder> <kernels> <store> <device>`. It imports no transformers, which would take seconds.
+Groups whose ranks are all in one process are made here, too.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.plans import Request, plan, shuffled_pages
 from torch import Tensor
 
+from pipeline.errors import RankLost
 from stages.generate.collectives import Collectives, GlooCollectives, NcclCollectives
 from stages.generate.forward.engine import Engine
 from stages.generate.model.spec import read_spec
+from stages.generate.ranks.channel import PATIENCE_S, connect
+from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 TIMEOUT = timedelta(seconds=60)
+
+
+def plan_of(step: int, num_tokens: int = 1, num_pages: int = 0) -> BatchPlan:
+    """Return a plan of one row, for frames."""
+    return BatchPlan(step, (PlanRow(0, 0, tuple(range(num_tokens)), tuple(range(num_pages)), 0, None),), 0)
+
+
+def fail(error: RankLost) -> None:
+    raise error
 
 
 def compute(
@@ -58,6 +73,25 @@ def logits_of(collectives: Collectives, folder: Path, kernels: str, device: str 
             engine.forward(step)
         request.tokens += [7] * (request.computed == len(request.tokens))
     return found
+
+
+def memory_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
+
+
+def connected(size: int, patience_s: float = PATIENCE_S) -> list[Any]:
+    """Return the ends of a group."""
+    store, groups = memory_store(), dict[int, Any]()
+
+    def come(rank: int) -> None:
+        groups[rank] = connect(store, rank, size, patience_s=patience_s)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [groups[rank] for rank in range(size)]
 
 
 if __name__ == "__main__":

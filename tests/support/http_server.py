@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,13 @@ def _noting(connections: list[weakref.ref[Connection]]) -> Iterator[None]:
 
 @asynccontextmanager
 async def serving(
-    answer: Any = say_hello, *, most: int = MOST, body_bytes: int = BODY_BYTES, path: Path | None = None, **more: Any
+    answer: Any = say_hello,
+    *,
+    most: int = MOST,
+    body_bytes: int = BODY_BYTES,
+    path: Path | None = None,
+    answered_probe: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> AsyncIterator[Server]:
     """Run a server of *answer*, on a socket in the file system if there is a *path*."""
     if path is None:
@@ -73,7 +79,7 @@ async def serving(
     stop = asyncio.Event()
     with _noting(server.connections):
         app: Any = answer if hasattr(answer, "startup") else Application(answer)
-        running = asyncio.create_task(serve(app, listener, server.config, stop))
+        running = asyncio.create_task(serve(app, listener, server.config, stop, answered_probe=answered_probe))
         try:
             yield server
         finally:

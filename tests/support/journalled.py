@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +27,25 @@ from stages.generate.schedule.schedule import Identity, ScheduleLimits
 
 EOS, POISON, VOCABULARY = 3, 11, 12
 ENGINE, EPOCH = "generate-0", 7
+
+
+@contextlib.contextmanager
+def silent_loop(snapshot_every: int) -> Iterator[None]:
+    """Have engines log nothing, and snapshots of their schedules after so many steps."""
+    silent = SimpleNamespace(**dict.fromkeys(("info", "warning", "error", "exception"), lambda *_, **__: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.generate.loop.worker.SNAPSHOT_EVERY", snapshot_every)
+        patch.setattr("stages.generate.loop.worker.logger", silent)
+        patch.setattr("stages.generate.loop.flights.logger", silent)
+        yield
+
+
+def journal_of(steps: Iterable[tuple[int, StepCompleted]], epoch: int) -> Iterator[Entry]:
+    """Give steps as the detokenizer writes them."""
+    writer = JournalWriter()
+    for number, event in steps:
+        entry = Entry(f"{epoch}-{number}", {"ms": str(number)} | encode(event))
+        yield Entry(entry.id, writer.fields(entry, event))
 
 
 class Life:
@@ -113,10 +133,7 @@ class Life:
 
     def journal(self) -> Iterator[Entry]:
         """Give the steps as the detokenizer writes them."""
-        writer = JournalWriter()
-        for number, event in self.steps:
-            entry = Entry(f"{EPOCH}-{number}", {"ms": str(number)} | encode(event))
-            yield Entry(entry.id, writer.fields(entry, event))
+        return journal_of(self.steps, EPOCH)
 
 
 class Fickle(Pace):
@@ -142,11 +159,7 @@ def run(life: Life, cache: str = "radix", snapshot_every: int = 1000, *, overlap
     """Let a worker live *life*; return its schedule."""
     limits = ScheduleLimits(64, 24, 6, max_running_requests=5, vocab_size=VOCABULARY)
     schedule = RecordedSchedule(make_cache(cache, 30, 4), limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
-    silent = SimpleNamespace(**dict.fromkeys(("info", "warning", "error", "exception"), lambda *_, **__: None))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.generate.loop.worker.SNAPSHOT_EVERY", snapshot_every)
-        patch.setattr("stages.generate.loop.worker.logger", silent)
-        patch.setattr("stages.generate.loop.flights.logger", silent)
+    with silent_loop(snapshot_every):
         pace = Fickle(life.chance)
         worker = GenerateWorker(life, schedule, cast(Any, life), cast(Any, life), pace=pace, overlap=overlap)
         worker.run(life.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +65,14 @@ class LivedRequests:
         usage = Usage(prompt_tokens=3, completion_tokens=n, cached_tokens=2)
         end = FINISHED.model_copy(update={"n": n, "usage": usage})
         assert self._detokenizer.say(say_end(uid, end, n=n, frontend=self.frontend))
+
+    def answered(self, *texts: str, **how: Any) -> str:
+        """Make a request that is answered with *texts*, a token for each; return its uid."""
+        uid = self.running(**how)
+        self.tokens(uid, *texts)
+        self.finished(uid, len(texts))
+        time.sleep(0.002)  # uids of one millisecond have no order
+        return uid
 
     def ended(self, uid: str, event: End, *, dead: DeadLetter | None = None) -> None:
         """End a request from outside its engine."""

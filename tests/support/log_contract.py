@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from support.memory_log.log import MemoryLog
+from support.memory_log.streams import id_text
 from support.redis_servers import command
 
 from pipeline.events import (
@@ -27,8 +29,6 @@ from pipeline.events import (
     Usage,
     decode,
 )
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.memory.streams import id_text
 from pipeline.log.protocol import (
     GUEST,
     DeadLetter,

@@ -34,11 +34,6 @@ await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done
 await Promise.allSettled(document.getAnimations().map(each => each.finished));
 """
 """Waits until colours have changed to those of the theme."""
-SET: Final = """
-const [selector, value] = arguments, field = document.querySelector(selector);
-if (field) { field.value = value; field.dispatchEvent(new Event("input", { bubbles: true })); }
-return Boolean(field);
-"""
 
 
 def main(folder: Path) -> int:
@@ -71,9 +66,9 @@ def playground(browser: Browser, server: Server) -> None:
     for number, question in enumerate(CONVERSATION, 1):
         if number == len(CONVERSATION):
             for name, value in FIELDS.items():
-                browser.run(SET, f"#field-{name}", value)
+                browser.fill(f"#field-{name}", value)
         else:
-            browser.until(lambda: browser.run(SET, "#field-temperature", "0"), "the form is there")
+            browser.fill("#field-temperature", "0")
         browser.find("#question").send_keys(question, Keys.ENTER)
         browser.until(lambda number=number: len(browser.all(".answer")) == number, "the answer has begun")  # type: ignore[misc]
         browser.gone(".busy")

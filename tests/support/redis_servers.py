@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import redis
-from support.servers import free_port
+from support.servers import ROOT, free_port
 
 from pipeline.log.address import parse_address
-from pipeline.process.redis_server import bundled_binary
+from pipeline.process.redis_server import EmbeddedRedis, bundled_binary
 
 OLDEST = (6, 2)
 SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
@@ -124,6 +124,22 @@ def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Itera
             process.wait()
 
 
+@contextlib.contextmanager
+def embedded(folder: Path, **options: Any) -> Iterator[EmbeddedRedis]:
+    """Give the server that `minisgl serve` starts on a data folder; it ends with the block."""
+    server = EmbeddedRedis(folder, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def rewrite(url: str) -> None:
+    """Have the server write all that it holds as a snapshot; what comes after is appended to it, command by command."""
+    command(url, "BGREWRITEAOF")
+    until(lambda: b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0" in command(url, "INFO", "persistence"))
+
+
 def _replies(url: str, *words: str) -> bool:
     """Return whether the server has something to say to a command, if only that it needs a password."""
     try:
@@ -132,6 +148,15 @@ def _replies(url: str, *words: str) -> bool:
         return True
     except redis.ConnectionError:  # also while it loads
         return False
+
+
+def users_with_password(folder: Path, password: str) -> Path:
+    """Write ops/redis/users.acl as an operator does, each user with the same password, and one who may do anything."""
+    users = (ROOT / "ops" / "redis" / "users.acl").read_text().splitlines()
+    lines = [line if line.startswith("user default ") else f"{line} >{password}" for line in users]
+    file = folder / "users.acl"
+    file.write_text("\n".join([*lines, f"user admin reset on >{password} ~* &* +@all\n"]))
+    return file
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,13 @@ def steps_ahead(schedule: Schedule, engine: Launches) -> Iterator[Step]:
             assert schedule.problems() == []
 
 
+def planned(schedule: Schedule, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, Sequence[StepRow]]:
+    """Return the next plan and its marks."""
+    made = schedule.plan(mixed_prefill_length)
+    assert made is not None
+    return made
+
+
 def num_samples(plan: BatchPlan) -> int:
     return sum(row.sample is not None for row in plan.rows)
 

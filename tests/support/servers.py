@@ -28,6 +28,8 @@ READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
 MEASURED_CONTEXT = 8192
 """That of the server whose figures are looked at: an answer this long outlasts any look."""
+MEASURED_RUNNING = 4
+MEASURED_RETENTION_S = 300
 
 
 def free_port() -> int:
@@ -119,6 +121,12 @@ class Server:
         finally:
             log.close()
 
+    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the JSON that a path answers."""
+        response = httpx.post(f"{self.url}{path}", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     def post(self, body: Mapping[str, Any], **options: Any) -> httpx.Response:
         """Send one chat completion."""
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120, **options)
@@ -145,6 +153,18 @@ def run_command(
             cwd=folder,
         )
     return Command(process, output_file)
+
+
+def measured(program: Sequence[str], flags: Sequence[str], folder: Path) -> tuple[str, Any]:
+    """Run *program*, which measures, to its end; return what it says, and what it writes."""
+    flags = [*flags, "--output", str(folder / "out.json")]
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    running = run_command(flags, folder, program=(sys.executable, *program), environment=paths)
+    try:
+        assert running.process.wait(280) == 0, running.output
+    finally:
+        running.stop()
+    return running.output, json.loads((folder / "out.json").read_text())
 
 
 def wait_until_ready(url: str, commands: Sequence[Command], timeout_s: float = READY_TIMEOUT_S) -> None:

@@ -1,11 +1,16 @@
-"""Streaming clients of a real server for tests that disturb it, and what its log says of their requests."""
+"""Streaming clients of a real server for tests that disturb it, many clients of several engines, and what the log says
+of their requests.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,7 +18,7 @@ import psutil
 from support.selection import by_night
 from support.servers import Command, Server, eventually
 
-from pipeline.events import AnyEvent, TokensProduced, decode
+from pipeline.events import Admitted, AnyEvent, Finished, TokensProduced, decode
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES
@@ -63,6 +68,11 @@ class Stream:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
+    def begun(self, num_frames: int = 5) -> Stream:
+        """Wait until it has begun: more frames than that have come."""
+        eventually(lambda: self.num_frames > num_frames, f"it has begun: {self.prompt}")
+        return self
+
     def leave(self) -> None:
         """Close the connection at the next line."""
         self._left.set()
@@ -96,9 +106,7 @@ def ask_all(server: Server, **fields: Any) -> list[Stream]:
 
 def begun(server: Server, **fields: Any) -> list[Stream]:
     """Return one stream for each prompt, all of which have begun."""
-    streams = ask_all(server, **fields)
-    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
-    return streams
+    return [stream.begun() for stream in ask_all(server, **fields)]
 
 
 def events_of(log: RedisLog, uid: str) -> list[AnyEvent]:
@@ -112,6 +120,14 @@ def num_of(events: list[AnyEvent], kind: type[AnyEvent]) -> int:
 def token_counts(events: list[AnyEvent]) -> list[int]:
     """Return how many tokens each event of them has."""
     return [event.count for event in events if isinstance(event, TokensProduced)]
+
+
+def assert_whole(log: RedisLog, streams: Sequence[Stream]) -> list[list[AnyEvent]]:
+    """See that each history has each token once and ended well; return all histories."""
+    histories = [events_of(log, stream.uid) for stream in streams]
+    for events in histories:
+        assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+    return histories
 
 
 def assert_nothing_is_left(log: RedisLog, *engines: str) -> None:
@@ -135,3 +151,83 @@ def family_of(command: Command) -> Iterator[list[psutil.Process]]:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+BURST = 64
+WORDS = 150
+"""Of a long prompt. Each engine computes some ms for those that it takes, so that the others have the time to come."""
+NUM_CLIENTS = 16
+"""Of those that ask one thing after the other."""
+
+
+class Clients:
+    """Clients of a server. What they ask has a number, and equal numbers get equal answers."""
+
+    def __init__(self, server: Server, max_tokens: int, more: str = "") -> None:
+        self._url, self._max_tokens, self._more = f"{server.url}/v1/completions", max_tokens, more
+        self._http = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=BURST))
+
+    def ask(self, number: int) -> httpx.Response:
+        fields = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True}
+        return self._http.post(self._url, json={"prompt": f"Request {number}.{self._more}", **fields})
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@contextlib.contextmanager
+def burst(server: Server, max_tokens: int, *, num_words: int = 0) -> Iterator[list[Future[httpx.Response]]]:
+    """Send the requests of as many clients at once, with *num_words* more each; give their answers to be.
+
+    No engine has cached anything of the prompts.
+    """
+    httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+    with (
+        contextlib.closing(Clients(server, max_tokens, " more" * num_words)) as clients,
+        ThreadPoolExecutor(BURST) as threads,
+    ):
+        yield [threads.submit(clients.ask, number) for number in range(BURST)]
+
+
+@contextlib.contextmanager
+def steady_load(server: Server, max_tokens: int) -> Iterator[dict[int, list[httpx.Response]]]:
+    """Have some clients ask one thing after the other; give the answers by what was asked. The block waits for all."""
+    numbers, stopped = itertools.count(), threading.Event()
+    answers: dict[int, list[httpx.Response]] = {number: [] for number in range(BURST)}
+
+    def go_on() -> None:
+        while not stopped.is_set():
+            number = next(numbers) % BURST
+            answers[number].append(clients.ask(number))
+
+    with contextlib.closing(Clients(server, max_tokens)) as clients, ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        going = [threads.submit(go_on) for _ in range(NUM_CLIENTS)]
+        try:
+            yield answers
+        finally:
+            stopped.set()
+        for each in going:
+            each.result()
+
+
+def answer_of(response: httpx.Response) -> tuple[str, str]:
+    """Return the text, and why it ended."""
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["text"], choice["finish_reason"]
+
+
+def answers_of(coming: Sequence[Future[httpx.Response]]) -> list[tuple[str, str]]:
+    """Wait for all answers of a burst."""
+    return [answer_of(each.result()) for each in coming]
+
+
+def uids_of(coming: Sequence[Future[httpx.Response]]) -> list[str]:
+    """Return the uids of answers that have come."""
+    return [each.result().headers["x-minisgl-uid"] for each in coming]
+
+
+def engines_of(log: RedisLog, uids: Sequence[str]) -> Counter[str]:
+    """Return how many of the requests each engine has taken first."""
+    events = (next(event for event in events_of(log, uid) if isinstance(event, Admitted)) for uid in uids)
+    return Counter(event.engine for event in events)

@@ -36,16 +36,18 @@ class Terminal:
         self.sent = b""
         """Every byte that the terminal was sent."""
         self._screen = _Screen(child, columns, rows)
+        self._lines: list[str] = []
         self._stream = pyte.ByteStream(self._screen)
 
     @property
     def lines(self) -> list[str]:
         """What there is to read, the lines above the screen included."""
         self._look()
-        above = [
-            "".join(line[column].data for column in range(self._screen.columns)) for line in self._screen.history.top
-        ]
-        return [line.rstrip() for line in (*above, *self._screen.display)]
+        if not self._lines:
+            columns = range(self._screen.columns)
+            above = ("".join(line[column].data for column in columns) for line in self._screen.history.top)
+            self._lines = [line.rstrip() for line in (*above, *self._screen.display)]
+        return self._lines
 
     @property
     def text(self) -> str:
@@ -64,6 +66,7 @@ class Terminal:
             data = self.child.read_nonblocking(65536, 0.02)
             self.sent += data
             self._stream.feed(data)
+            self._lines = []
 
     def until(self, check: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until *check* holds; fail with *what* was waited for, and the screen."""
@@ -97,6 +100,7 @@ class Terminal:
     def resize(self, columns: int, rows: int) -> None:
         """Make it another size, as somebody who pulls at the window."""
         self._screen.resize(rows, columns)
+        self._lines = []
         self.child.setwinsize(rows, columns)
 
     def press(self, keys: str) -> None:

@@ -7,7 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,10 @@ class Server:
         except OSError:
             return 0
         return int(line.split()[1]) if line else 0
+
+
+Starts = Callable[[], Server]
+"""Starts a server when a test is ready for it."""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names
 from web.app import create_app
-from web.http.keys import Keys
+from web.http.keys import Keys, read_keys
 from web.http.origins import Origins
 from web.live.frontend import Frontend
 
@@ -24,6 +24,13 @@ CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 IDS = {"x-minisgl-event-ids": "1"}
 """The header of a client that wants ids in its stream."""
+ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
+KEYS = read_keys([ANN, BOB], "", ADMIN)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header of a client with *key*; "": of one without."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -31,7 +38,7 @@ def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
 
 
 class Site:
-    """A frontend with its application, and what it says of itself."""
+    """A frontend with its application, and what it says of itself. *more* are options of the frontend."""
 
     def __init__(
         self,
@@ -39,25 +46,14 @@ class Site:
         limits: RequestLimits,
         name: str = "web-0",
         *,
-        disconnect_grace_s: float = 0.0,
-        strict_model_names: bool = False,
-        max_log_bytes: int = 0,
         keys: Keys | None = None,
         origins: Origins | None = None,
-        archive: str = "",
         pages: Path | None = None,
+        **more: Any,
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
-        self.frontend = Frontend(
-            name,
-            self.log,
-            self._say,
-            disconnect_grace_s=disconnect_grace_s,
-            strict_model_names=strict_model_names,
-            max_log_bytes=max_log_bytes,
-            archive=archive,
-        )
+        self.frontend = Frontend(name, self.log, self._say, **more)
         self.app: Quart = create_app(self.frontend, keys, origins=origins, pages=pages)
         self.client = self.app.test_client()
 
@@ -74,6 +70,16 @@ class Site:
 
     async def get(self, path: str, **headers: str) -> Response:
         return await self.client.get(path, headers=headers)
+
+    async def read(self, path: str, **headers: str) -> bytes:
+        """Return the bytes of a good answer to a GET."""
+        return await bytes_of(self.get(path, **headers))
+
+    async def streamed(self, body: Mapping[str, Any], path: str = CHAT, **options: Any) -> tuple[str, bytes]:
+        """Return the uid and the bytes of a stream with ids."""
+        response = await self.client.post(path, json=body, headers=IDS, **options)
+        assert response.content_type == "text/event-stream; charset=utf-8"
+        return response.headers["x-minisgl-uid"], await bytes_of(response)
 
     @asynccontextmanager
     async def connection(
@@ -110,35 +116,13 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    url: str,
-    name: str = "web-0",
-    *,
-    ready: bool = True,
-    limits: RequestLimits = DEFAULT_LIMITS,
-    disconnect_grace_s: float = 0.0,
-    strict_model_names: bool = False,
-    max_log_bytes: int = 0,
-    keys: Keys | None = None,
-    origins: Origins | None = None,
-    archive: str = "",
-    pages: Path | None = None,
+    url: str, name: str = "web-0", *, ready: bool = True, limits: RequestLimits = DEFAULT_LIMITS, **more: Any
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over.
 
-    *pages*: the folder of its pages; None: it has none.
+    *more*: options of `Site`, of which *pages* is the folder of its pages; None: it has none.
     """
-    site = Site(
-        url,
-        limits,
-        name,
-        disconnect_grace_s=disconnect_grace_s,
-        strict_model_names=strict_model_names,
-        max_log_bytes=max_log_bytes,
-        keys=keys,
-        origins=origins,
-        archive=archive,
-        pages=pages,
-    )
+    site = Site(url, limits, name, **more)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):
@@ -152,13 +136,31 @@ async def site(
         await site.log.close()
 
 
+@asynccontextmanager
+async def away(folder: Path, *, keys: Keys | None = None, origins: Origins | None = None) -> AsyncIterator[Site]:
+    """Give a frontend that does not run, whose log is away: what it lets in gets no further than its route."""
+    site = Site(f"unix://{folder}/nothing.sock", DEFAULT_LIMITS, keys=keys, origins=origins)
+    try:
+        yield site
+    finally:
+        await site.log.close()
+
+
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.005)
 
 
-async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
-    answer = await response
+async def bytes_of(response: Awaitable[Any] | Response) -> bytes:
+    """Return what is sent to a client whose request is fine."""
+    answer = await response if isinstance(response, Awaitable) else response
+    assert answer.status_code == 200
+    found: bytes = await answer.get_data(as_text=False)
+    return found
+
+
+async def error_of(response: Awaitable[Any] | Response) -> tuple[int, dict[str, Any]]:
+    answer = await response if isinstance(response, Awaitable) else response
     assert answer.content_type == "application/json" and answer.headers["x-request-id"]
     body = await answer.get_json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}

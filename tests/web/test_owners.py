@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from support.log_contract import CANCELLED, FINISHED
 from support.redis_servers import command
 from support.selection import rest_at_night
 from support.stand_in_stages import MODELS, StandIn
-from support.web_site import CHAT, IDS, chat, code_of, error_of, one_request, request_lines, site, until
+from support.web_site import CHAT, IDS, Site, chat, code_of, error_of, one_request, request_lines, site, until
 
 import web.routes.cache
 from pipeline.events import SamplingParams, Submitted, new_uid
@@ -221,6 +221,11 @@ def team() -> Keys:
     return Keys([ann, later, Caller.of(hash_of(BOB)), Caller(hash_of(ADMIN), is_admin=True)])
 
 
+@pytest.fixture
+def here(redis_url: str, stand_in: StandIn) -> AbstractAsyncContextManager[Site]:
+    return site(redis_url, keys=team())
+
+
 BODIES: Mapping[str, dict[str, Any]] = {
     CHAT: chat(n=2),
     "/v1/completions": {"prompt": ["a", "b"]},
@@ -230,16 +235,15 @@ BODIES: Mapping[str, dict[str, Any]] = {
 }
 
 
-async def test_whatever_a_key_sends_is_its_own(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url, keys=team()) as here:
-        for who, owner in ((ANN, TEAM), (ANN_LATER, TEAM), (BOB, hash_of(BOB)), (ADMIN, "")):
-            before = len(stand_in.requests())
-            for path, body in BODIES.items():
-                response = await here.client.post(path, json=body, headers=HEADERS[who])
-                assert response.status_code == 200, path
-            assert (await here.get("/tokenizer_info", **HEADERS[who])).status_code == 200
-            owners = [event.owner for _, event in stand_in.requests()[before:]]
-            assert owners == [owner] * 8
+async def test_whatever_a_key_sends_is_its_own(here: Site, stand_in: StandIn) -> None:
+    for who, owner in ((ANN, TEAM), (ANN_LATER, TEAM), (BOB, hash_of(BOB)), (ADMIN, "")):
+        before = len(stand_in.requests())
+        for path, body in BODIES.items():
+            response = await here.client.post(path, json=body, headers=HEADERS[who])
+            assert response.status_code == 200, path
+        assert (await here.get("/tokenizer_info", **HEADERS[who])).status_code == 200
+        owners = [event.owner for _, event in stand_in.requests()[before:]]
+        assert owners == [owner] * 8
 
 
 @pytest.mark.parametrize("mode", ["no keys", "the admin key alone"])
@@ -252,84 +256,74 @@ async def test_without_api_keys_no_owner_is_written(
         assert "owner" not in log.histories([uid])[0][0].fields
 
 
-async def test_siblings_are_of_their_sender_each_and_together(redis_url: str, stand_in: StandIn, log: RedisLog) -> None:
+async def test_siblings_are_of_their_sender_each_and_together(here: Site, log: RedisLog) -> None:
     uid = submit(log, TEAM, count=2)
-    async with site(redis_url, keys=team()) as here:
-        for route in ("GET /v1/requests/<name>", "DELETE /v1/requests/<name>", "POST /abort_request"):
-            for name in (uid, *sibling_uids(uid, 2)):
-                assert await outcome(here.app, route, name, BOB) == "absent"
-                assert log.alive(sibling_uids(uid, 2)) == {*sibling_uids(uid, 2)}
-        for who in (ANN_LATER, ADMIN):
-            assert await outcome(here.app, "GET /v1/requests/<name>", uid, who) == "in"
-        assert await outcome(here.app, "POST /abort_request", uid, ANN) == "in"
-        assert log.alive(sibling_uids(uid, 2)) == set()
+    for route in ("GET /v1/requests/<name>", "DELETE /v1/requests/<name>", "POST /abort_request"):
+        for name in (uid, *sibling_uids(uid, 2)):
+            assert await outcome(here.app, route, name, BOB) == "absent"
+            assert log.alive(sibling_uids(uid, 2)) == {*sibling_uids(uid, 2)}
+    for who in (ANN_LATER, ADMIN):
+        assert await outcome(here.app, "GET /v1/requests/<name>", uid, who) == "in"
+    assert await outcome(here.app, "POST /abort_request", uid, ANN) == "in"
+    assert log.alive(sibling_uids(uid, 2)) == set()
 
 
-async def test_the_events_of_others_are_as_those_of_a_request_that_is_not_there(redis_url: str, log: RedisLog) -> None:
-    async with site(redis_url, ready=False, keys=team()) as here:
-        for age_s, code in ((0, "request_not_found"), (5000, "request_expired")):
-            uid = submit(log, TEAM, uid=f"{int((time.time() - age_s) * 1000):012x}" + new_uid()[12:])
-            for query in (
-                "",
-                "?format=events",
-                "?format=story",
-                "?starting_after=0-1",
-                "?starting_after=9-0",
-                "?format=x",
-            ):
-                paths = [f"/v1/requests/{name}/events{query}" for name in (uid, twin_of(uid))]
-                of_another, of_nobody = [await error_of(here.get(path, **HEADERS[BOB])) for path in paths]
-                assert of_another == of_nobody
-                assert of_another[1]["code"] == ("invalid_value" if query == "?format=x" else code)
-            assert not log.read_by_others([uid])
+async def test_the_events_of_others_are_as_those_of_a_request_that_is_not_there(here: Site, log: RedisLog) -> None:
+    for age_s, code in ((0, "request_not_found"), (5000, "request_expired")):
+        uid = submit(log, TEAM, uid=f"{int((time.time() - age_s) * 1000):012x}" + new_uid()[12:])
+        for query in (
+            "",
+            "?format=events",
+            "?format=story",
+            "?starting_after=0-1",
+            "?starting_after=9-0",
+            "?format=x",
+        ):
+            paths = [f"/v1/requests/{name}/events{query}" for name in (uid, twin_of(uid))]
+            of_another, of_nobody = [await error_of(here.get(path, **HEADERS[BOB])) for path in paths]
+            assert of_another == of_nobody
+            assert of_another[1]["code"] == ("invalid_value" if query == "?format=x" else code)
+        assert not log.read_by_others([uid])
 
 
-async def test_a_new_key_of_the_same_name_goes_on_with_a_stream(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url, keys=team()) as here:
-        response = await here.post(chat(stream=True), headers={**HEADERS[ANN], **IDS})
-        uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
-        path = f"/v1/requests/{uid}/events"
-        assert await code_of(here.get(path, **HEADERS[BOB], **{"Last-Event-ID": "1-0"})) == (404, "request_not_found")
-        again = await here.get(path, **HEADERS[ANN_LATER], **{"Last-Event-ID": "1-0"})
-        rest = await again.get_data(as_text=False)
-        assert again.status_code == 200 and rest and full.endswith(rest) and rest != full
+async def test_a_new_key_of_the_same_name_goes_on_with_a_stream(here: Site) -> None:
+    response = await here.post(chat(stream=True), headers={**HEADERS[ANN], **IDS})
+    uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
+    path = f"/v1/requests/{uid}/events"
+    assert await code_of(here.get(path, **HEADERS[BOB], **{"Last-Event-ID": "1-0"})) == (404, "request_not_found")
+    again = await here.get(path, **HEADERS[ANN_LATER], **{"Last-Event-ID": "1-0"})
+    rest = await again.get_data(as_text=False)
+    assert again.status_code == 200 and rest and full.endswith(rest) and rest != full
 
 
 async def test_of_a_request_of_others_only_the_beginning_is_read(
-    redis_url: str, stand_in: StandIn, log: RedisLog, monkeypatch: pytest.MonkeyPatch
+    here: Site, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid = submit(log, TEAM)
-    async with site(redis_url, ready=False, keys=team()) as here:
 
-        async def histories(*_: object, **__: object) -> None:
-            raise AssertionError("a whole history is read")
+    async def histories(*_: object, **__: object) -> None:
+        raise AssertionError("a whole history is read")
 
-        monkeypatch.setattr(here.log, "histories", histories)
-        assert await outcome(here.app, "GET /v1/requests/<name>", uid, BOB) == "absent"
+    monkeypatch.setattr(here.log, "histories", histories)
+    assert await outcome(here.app, "GET /v1/requests/<name>", uid, BOB) == "absent"
 
 
-async def test_a_key_that_gets_a_name_still_owns_what_it_sent_before(
-    redis_url: str, stand_in: StandIn, log: RedisLog
-) -> None:
+async def test_a_key_that_gets_a_name_still_owns_what_it_sent_before(here: Site, log: RedisLog) -> None:
     uid = submit(log, hash_of(ANN))
-    async with site(redis_url, ready=False, keys=team()) as here:
-        for who, expected in ((ANN, "in"), (ANN_LATER, "absent"), (BOB, "absent")):
-            assert await outcome(here.app, "GET /v1/requests/<name>", uid, who) == expected
+    for who, expected in ((ANN, "in"), (ANN_LATER, "absent"), (BOB, "absent")):
+        assert await outcome(here.app, "GET /v1/requests/<name>", uid, who) == expected
 
 
 # idempotency and limits
 
 
-async def test_idempotency_keys_are_shared_within_a_name_and_with_nobody_else(
-    redis_url: str, stand_in: StandIn
-) -> None:
-    async with site(redis_url, keys=team()) as here:
-        uids = {}
-        for who in (ANN, ANN_LATER, BOB, ADMIN):
-            response = await here.post(chat(), headers=HEADERS[who] | {"Idempotency-Key": "same"})
-            uids[who] = response.headers["x-minisgl-uid"]
+async def test_idempotency_keys_are_shared_within_a_name_and_with_nobody_else(here: Site, stand_in: StandIn) -> None:
+    uids = {}
+    for who in (ANN, ANN_LATER, BOB, ADMIN):
+        response = await here.post(chat(), headers=HEADERS[who] | {"Idempotency-Key": "same"})
+        uids[who] = response.headers["x-minisgl-uid"]
     assert uids[ANN] == uids[ANN_LATER]
-    assert len({*uids.values()}) == 3
+    assert len({*uids.values()}) == len(stand_in.requests()) == 3
 
 
 async def test_the_admin_and_a_client_without_a_key_do_not_share_idempotency_keys(
@@ -342,20 +336,19 @@ async def test_the_admin_and_a_client_without_a_key_do_not_share_idempotency_key
 
 
 async def test_nobody_is_answered_from_a_request_of_others_whatever_has_the_idempotency_key(
-    redis_url: str, stand_in: StandIn, log: RedisLog
+    here: Site, redis_url: str, log: RedisLog
 ) -> None:
-    async with site(redis_url, keys=team()) as here:
-        headers = HEADERS[ANN] | {"Idempotency-Key": "x"}
-        first = await here.post(chat(), headers=headers)
-        uid = first.headers["x-minisgl-uid"]
-        other = submit(log, hash_of(BOB))
-        log.end(other, FINISHED, frontend="web-9")
-        (key,) = command(redis_url, "KEYS", Names().idempotency("*"))
-        held = command(redis_url, "GET", key)
-        command(redis_url, "SET", key, held.replace(uid.encode(), other.encode()), "PX", 60_000)
-        again = await here.post(chat(), headers=headers)
-        assert again.status_code == 200
-        assert again.headers["x-minisgl-uid"] not in (uid, other)
+    headers = HEADERS[ANN] | {"Idempotency-Key": "x"}
+    first = await here.post(chat(), headers=headers)
+    uid = first.headers["x-minisgl-uid"]
+    other = submit(log, hash_of(BOB))
+    log.end(other, FINISHED, frontend="web-9")
+    (key,) = command(redis_url, "KEYS", Names().idempotency("*"))
+    held = command(redis_url, "GET", key)
+    command(redis_url, "SET", key, held.replace(uid.encode(), other.encode()), "PX", 60_000)
+    again = await here.post(chat(), headers=headers)
+    assert again.status_code == 200
+    assert again.headers["x-minisgl-uid"] not in (uid, other)
 
 
 async def test_keys_of_one_name_are_counted_together(redis_url: str, stand_in: StandIn) -> None:

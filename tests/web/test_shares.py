@@ -14,7 +14,7 @@ import pytest
 from support.http_server import Server, say_hello, serving
 from support.raw_client import chunk, head, request
 from support.stand_in_stages import StandIn
-from support.web_site import site, until
+from support.web_site import Site, site, until
 
 from pipeline.errors import RequestError
 from web.http.asgi import PLACE
@@ -237,8 +237,8 @@ async def test_one_key_that_opens_all_the_streams_it_can_locks_nobody_out(redis_
         assert lines
 
 
-async def test_many_readers_of_one_request_are_viewers_and_the_first_is_none(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here, clients_of(here.app) as (_, clients):
+async def test_many_readers_of_one_request_are_viewers_and_the_first_is_none(here: Site) -> None:
+    async with clients_of(here.app) as (_, clients):
         sender = await clients.one()
         said = json.dumps({"messages": [{"role": "user", "content": "endless"}], "stream": True}).encode()
         json_type = "Content-Type: application/json"

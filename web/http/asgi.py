@@ -1,4 +1,4 @@
-"""What stands between a request and its application: Hypercorn's streams and tasks, and Quart's. Only this file imports
+"""Connects a request with its application through Hypercorn's streams and Quart. Only this file imports
 Hypercorn.
 
 Neither its server nor its protocols are used, and nothing of it is replaced. `tests/web/http/test_hypercorn.py` has the
@@ -40,9 +40,9 @@ __all__ = [
     "WorkerContext",
 ]
 PLACE: Final = "minisgl.place"
-"""In the state of an ASGI scope: the connection that the request came on."""
+"""Key in the state of an ASGI scope: the connection of the request."""
 SEND: Final = "minisgl.send"
-"""There: the function that sends a piece of a streamed answer, and returns whether it did."""
+"""Key there: the function that sends a piece of a streamed answer and returns whether it did."""
 WRITE: Final = "minisgl.write"
 """There: the function that writes the piece that the function it is given makes, unless somebody would have to wait for
 the client. It returns whether it did."""
@@ -81,7 +81,7 @@ class OneTask(ASGIHTTPConnection):
     event loop, and waits for both."""
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """As ASGIHTTPConnection: its client's disconnect cancels it."""
+        """Answer as ASGIHTTPConnection does: the client's disconnect cancels the task."""
         request, answering = self._create_request_from_scope(send), asyncio.current_task()
         assert answering is not None
         receiving = asyncio.ensure_future(self.handle_messages(request, receive))

@@ -26,10 +26,10 @@ from web.http.log_limiter import LogLimiter
 logger = structlog.get_logger()
 
 KEPT: Final = 16
-"""Places beyond the most connections: each answers one probe, whoever holds the others."""
+"""Places beyond the limit, each for one probe: so probes are answered when all other places are taken."""
 LEAST_BYTES: Final = 64 << 20
 BODIES_BYTES: Final = 16
-"""All connections together may hold so many bodies of the largest size, and LEAST_BYTES in any case."""
+"""All connections together may hold this many bodies of the largest size, but always LEAST_BYTES."""
 FORWARDED_SHOWN: Final = 64
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -39,17 +39,17 @@ class Member(Protocol):
     """A connection, as the connection limit sees it."""
 
     holder: str
-    """For whom it counts: a key or an address."""
+    """Who it counts for: a key or an address."""
 
     @property
     def is_exempt(self) -> bool:
-        """It comes from a trusted proxy or from this machine's file system: its holder has no share."""
+        """Whether its holder has no limit: it comes from a trusted proxy or through a Unix socket."""
 
     def cut(self) -> None:
         """Close it at once."""
 
     def released(self, error: RequestError) -> None:
-        """Free what it holds: refuse its request with *error*, or cut it if an answer has begun."""
+        """Free its bytes: refuse its request with *error*, or close it if an answer has begun."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Holding:
     """Those whose answer has no end of its own."""
 
     def spare(self, but: Member | None = None) -> Member | None:
-        """Return the connection that its client misses least, if it misses one little."""
+        """Return the connection that can be closed with the least harm, if there is one."""
         return next((one for several in (self.idle, self.receiving) for one in several if one is not but), None)
 
     def remove(self, one: Member) -> None:
@@ -141,7 +141,7 @@ class ConnectionLimit:
             self.waits(one)
 
     def waits(self, one: Member) -> None:
-        """Note that *one* waits for a request from now on."""
+        """Note that *one* waits for a request now."""
         holding = self._holdings.get(one.holder)
         if holding is not None and one in holding.open:
             for several in (holding.viewers, holding.receiving, holding.idle):
@@ -155,13 +155,13 @@ class ConnectionLimit:
             holding.receiving[one] = None
 
     def works(self, one: Member) -> None:
-        """Note that *one* has a request, whole or not."""
+        """Note that *one* has a request, complete or not."""
         if holding := self._holdings.get(one.holder):
             holding.idle.pop(one, None)
             holding.receiving.pop(one, None)
 
     def views(self, one: Member) -> None:
-        """Note that *one* is answered without an end.
+        """Note that the answer to *one* has no end of its own.
 
         Raises:
             RequestError: Its holder has its share of those.
@@ -192,7 +192,7 @@ class ConnectionLimit:
             del self._holdings[one.holder]
 
     def _share_is_full(self, one: Member, holder: str, share: int) -> RequestError | None:
-        """Return the error for one more of *holder*, unless it has room, or gets some."""
+        """Return the error for one more of *holder*, unless there is room or one of its own can be closed."""
         holding = self._holdings.get(holder)
         if holding is None or (num := len(holding.open)) < share:
             return None
@@ -205,7 +205,7 @@ class ConnectionLimit:
         )
 
     def _all_is_full(self, one: Member) -> RequestError | None:
-        """Return the error for one more, unless there is room, or somebody who holds at least as much makes some."""
+        """Return the error for one more, unless there is room or a holder of at least as many loses one."""
         if self._num_open < self.most:
             return None
         own = self._holdings.get(one.holder)
@@ -255,7 +255,7 @@ class ConnectionLimit:
             )
 
     def _largest(self) -> tuple[Member, int, int]:
-        """Return the connection that holds most of those of the largest holder, and what both hold."""
+        """Return the largest connection of the largest holder, and how many bytes each of the two holds."""
         sums = Counter[str]()
         for one, num_bytes in self._bytes.items():
             sums[one.holder] += num_bytes
@@ -301,7 +301,7 @@ def read_proxies(given: Sequence[str]) -> Proxies:
 
 @functools.lru_cache(maxsize=1024)
 def address_of(address: str) -> str:
-    """Return the holder that connections from *address* have: IPv6 clients have a /64, not one address."""
+    """Return the holder of connections from *address*. For IPv6 it is the /64 network, because each client has one."""
     parsed = _address_of(address)
     if isinstance(parsed, ipaddress.IPv6Address):
         return f"address {ipaddress.ip_network((parsed, 64), strict=False)}"
@@ -309,7 +309,7 @@ def address_of(address: str) -> str:
 
 
 def _address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that *text* is; one of IPv4 that came over IPv6 is one of IPv4."""
+    """Return *text* as an address; an IPv4 address that is mapped to IPv6 becomes IPv4 again."""
     try:
         parsed = ipaddress.ip_address(text[:FORWARDED_SHOWN])
     except ValueError:

@@ -1,4 +1,5 @@
-"""The connections of clients: how they are accepted, wait and end. `web.http.protocol` has their requests.
+"""The connections of clients: how they wait and end. `web.http.acceptor` accepts them, `web.http.protocol` has
+their requests.
 
 while a request is answered  its client is read on, so that a disconnect is noticed at once
 an early answer              the rest of the body is read and dropped, for LINGER_S: closing would lose the answer
@@ -13,19 +14,18 @@ import asyncio
 import contextlib
 import random
 import socket
+from collections.abc import Callable
 from typing import Any, Final
 
-import structlog
+import orjson
 from quart import Quart
 
 from pipeline.errors import RequestError
+from web.http.acceptor import ALIVE, Acceptor
 from web.http.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
 from web.http.connection_limit import address_of
-from web.http.listener import BACKLOG
-from web.http.protocol import RECEIVED_BYTES, Protocol, written
+from web.http.protocol import RECEIVED_BYTES, Protocol, refused, written
 from web.http.turns import RoundRobin
-
-logger = structlog.get_logger()
 
 BODY_TIMEOUT_S: Final = 30
 LINGER_S: Final = float(BODY_TIMEOUT_S)
@@ -37,26 +37,36 @@ IDLE_TIMEOUT_S: Final = 120.0
 KEPT_S: Final = 2.0
 """How long a connection without a place may take for its probe and the answer."""
 GRACE_S: Final = 1.0
-"""How long connections have to end when the server stops."""
-ACCEPTED_AT_ONCE: Final = 16
-"""Connections that are accepted before other tasks have a turn."""
-ACCEPTED_AGAIN_S: Final = 1.0
-"""How long none is accepted when there were no files or memory for one."""
+"""How long connections may take to end when the server stops."""
 UNREAD_BYTES: Final = 4 << 10
-"""A socket with twice as much that nobody looked at is not read."""
+"""A socket is not read while twice as many bytes wait to be parsed."""
 
 
-async def serve(app: Quart, listener: socket.socket, config: HttpConfig, stop: asyncio.Event) -> None:
-    """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*."""
-    door = _Door(ASGIWrapper(app), listener, config)
+async def serve(
+    app: Quart,
+    listener: socket.socket,
+    config: HttpConfig,
+    stop: asyncio.Event,
+    *,
+    answered_probe: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*.
+
+    A thread calls *answered_probe* for each probe that *app* does not see.
+    """
+    door = _Door(ASGIWrapper(app), config)
+
+    def answer_probe() -> bytes:
+        answered_probe()
+        return written(200, orjson.dumps(ALIVE), config)
+
     await app.startup()
-    listener.setblocking(False)
-    listener.listen(BACKLOG)
-    door.open()
+    acceptor = Acceptor(listener, door.take, answer_probe)
+    acceptor.open()
     try:
         await stop.wait()
     finally:
-        door.close()
+        acceptor.close()
         listener.close()
         await door.context.terminated.set()
         for connection in door.tasks.values():
@@ -74,42 +84,20 @@ class _Door:
     """Takes connections in. To refuse one takes a few system calls and no transport: there may be thousands in a
     second."""
 
-    def __init__(self, app: ASGIWrapper, listener: socket.socket, config: HttpConfig) -> None:
+    def __init__(self, app: ASGIWrapper, config: HttpConfig) -> None:
         self.app, self.config, self.context = app, config, WorkerContext(None)
         self.loop = asyncio.get_running_loop()
         self.turns = RoundRobin(self.loop)
         self.received = bytearray(RECEIVED_BYTES)
         self.tasks: dict[asyncio.Task[None], Connection] = {}
-        self._listener = listener
-        self._opening: asyncio.TimerHandle | None = None
 
-    def open(self) -> None:
-        self._opening = None
-        self.loop.add_reader(self._listener, self._accept)
-
-    def close(self) -> None:
-        self.loop.remove_reader(self._listener)
-        if self._opening is not None:
-            self._opening.cancel()
-
-    def _accept(self) -> None:
-        """Accept some of those who wait; the loop calls again while there are more."""
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                client, address = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no files or memory are left
-                logger.warning("not_accepted", error=str(error))
-                self.close()
-                self._opening = self.loop.call_later(ACCEPTED_AGAIN_S, self.open)
-                return
-            client.setblocking(False)
-            connection = Connection(self, client, address)
-            if connection.takes_place():
-                task = self.loop.create_task(connection.run())
-                self.tasks[task] = connection
-                task.add_done_callback(self.tasks.pop)
+    def take(self, client: socket.socket, address: Any) -> None:
+        """Answer the requests of *client*, or refuse it."""
+        connection = Connection(self, client, address)
+        if connection.takes_place():
+            task = self.loop.create_task(connection.run())
+            self.tasks[task] = connection
+            task.add_done_callback(self.tasks.pop)
 
 
 class _Receiver(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
@@ -140,7 +128,7 @@ class Connection:
         self._num_read = 0
         self._sending = asyncio.Lock()
         self._awaited: set[asyncio.Future[None]] = set()
-        """Turns that it waits for."""
+        """The turns that it waits for."""
         self._lingering: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -152,7 +140,7 @@ class Connection:
         self.is_proxy = self.client is not None and self.config.proxies.trust(self.client[0])
         self.holder = self._peer
         self.no_place: RequestError | None = None
-        """Why it may only ask for a probe, if so."""
+        """Why it has no place and may only ask for a probe; None: it has a place."""
 
     def takes_place(self) -> bool:
         """Take a place in the connection_limit. If there is none, not even for a probe, refuse and close it."""
@@ -160,7 +148,7 @@ class Connection:
         if self.no_place is None or self.config.connection_limit.keep(self):
             return True
         with contextlib.suppress(OSError):
-            self._socket.send(written(self.no_place, self.config))
+            self._socket.send(refused(self.no_place, self.config))
             self._socket.recv(RECEIVED_BYTES)  # with unread data, closing would make TCP discard the answer
         self._socket.close()
         return False
@@ -204,7 +192,7 @@ class Connection:
         else:
             self._head_timer = loop.call_later(KEPT_S, self.cut)
 
-    # as the connection limit sees it
+    # called by the connection limit
 
     @property
     def is_exempt(self) -> bool:
@@ -223,26 +211,26 @@ class Connection:
             self.protocol.stop()
 
     def released(self, error: RequestError) -> None:
-        """As Member.let_go."""
+        """As Member.released."""
         if self._lingering is None and hasattr(self, "protocol") and self.protocol.can_refuse:
             self._tasks.spawn(self.protocol.refuse, error)
         else:
             self.cut()
 
     def note_bytes(self) -> None:
-        """Tell the connection limit how much it holds."""
+        """Tell the connection limit how many bytes it holds."""
         num_bytes = self.protocol.num_bytes if self._lingering is None else 0
         self.config.connection_limit.hold(self, num_bytes + self.writer.transport.get_write_buffer_size())
 
-    # as its protocol sees it
+    # called by its protocol
 
     @property
     def has_unread(self) -> bool:
-        """Return whether bytes have come that the protocol has not got."""
+        """Return whether bytes have come that the protocol did not get yet."""
         return self._receiver.num_received > self._num_read
 
     async def turn(self) -> None:
-        """Wait for a turn of its holder's, unless it is cut."""
+        """Wait for a turn of its holder, unless it is closed."""
         if not self._is_cut and (turn := self._turns.ask(self.holder)) is not None:
             self._awaited.add(turn)
             await turn
@@ -282,7 +270,7 @@ class Connection:
             await self.protocol.end()
 
     def free_transport(self) -> asyncio.WriteTransport | None:
-        """Return what takes bytes at once; None if somebody has to wait for the client, or it takes none any more."""
+        """Return the transport if it takes bytes at once; None if a write would wait, or it is closing."""
         transport = self.writer.transport
         is_free = not (self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size())
         return transport if is_free and self._lingering is None else None
@@ -309,7 +297,7 @@ class Connection:
             self._idle_timer = None
 
     def _await_head(self) -> None:
-        """Once a head has begun to come, give it some time to come whole."""
+        """Give a head that has begun some time to arrive completely."""
         if self._head_timer is None and self.protocol.has_begun_head:
             self._head_timer = self._loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
 

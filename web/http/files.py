@@ -11,7 +11,7 @@ logger = structlog.get_logger()
 
 MOST_FILES: Final = 65_536
 OTHER_FILES: Final = 256
-"""Kept for what is no client: connections to Redis, the log, modules, and connections that are being closed."""
+"""Files kept free for other uses: connections to Redis, the log, modules, and connections that are being closed."""
 MOST_CONNECTIONS: Final = 2048
 """Each takes 15 KB, and one that has sent most of a long head 140 KB."""
 

@@ -14,17 +14,17 @@ from pipeline.errors import RequestError
 
 MOST_HEAD_BYTES: Final = 64 << 10
 MOST_HEADERS: Final = 256
-"""Every look for one goes through all of them."""
+"""Most headers of a request. Each lookup of one goes through all of them."""
 MOST_CHUNKS: Final = 1024
 """A body in more chunks than this needs chunks of LEAST_CHUNK bytes on average: each takes 30 us."""
 LEAST_CHUNK: Final = 64
 MOST_AHEAD_BYTES: Final = 4 << 10
-"""Of the next requests, no more is taken while one is being answered: a few small ones."""
+"""Most bytes of the next requests that are taken while one is being answered: enough for a few small ones."""
 _URL: Final = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 _SLASHES: Final = re.compile(rb"//+")
 _VERSIONS: Final = (b"1.0", b"1.1")
 _ENDS: Final = (b"\n\r\n", b"\n\n")
-"""How h11 sees the end of a head."""
+"""What ends a head for h11."""
 
 
 class Requests(h11.Connection):
@@ -37,14 +37,14 @@ class Requests(h11.Connection):
         """Why the last bytes are not a request."""
         self.is_broken = False
         self.is_ahead = False
-        """Bytes of the next request came while this one is being answered."""
+        """Whether bytes of the next request came while this one is being answered."""
         self._max_body_bytes = max_body_bytes
         self._num_chunks = self._num_body_bytes = 0
         self._is_too_large = False
 
     @property
     def num_waiting(self) -> int:
-        """How many bytes have come that are no event yet."""
+        """Number of bytes that came and do not make an event yet."""
         return len(self.trailing_data[0])
 
     @property
@@ -59,11 +59,11 @@ class Requests(h11.Connection):
 
     @property
     def they_are_waiting_for_100_continue(self) -> bool:
-        """As h11's, but a client with a body that is too large waits for the refusal."""
+        """As h11's, but also false if the body is too large: then the client waits for the refusal."""
         return super().they_are_waiting_for_100_continue and not self._is_too_large
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """As h11's, but never PAUSED: NEED_DATA, and `is_ahead`."""
+        """As h11's, but returns NEED_DATA and sets `is_ahead` where h11 returns PAUSED."""
         try:
             before = self.trailing_data[0]
             if self.their_state is h11.IDLE:
@@ -95,7 +95,7 @@ class Requests(h11.Connection):
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
         self._is_too_large = int(headers.get(b"content-length", 0)) > self._max_body_bytes
         path, mark, query = (_URL.sub(b"", request.target, count=1) or b"/").partition(b"?")
-        target = _SLASHES.sub(b"/", path) + mark + query  # some clients join a base URL and a path so
+        target = _SLASHES.sub(b"/", path) + mark + query  # some clients join a base URL and a path like this
         if not target.startswith(b"/") and target != b"*":
             raise h11.RemoteProtocolError("a path that does not begin with a slash")
         if target == request.target and b"upgrade" not in headers:

@@ -35,12 +35,12 @@ _HASH: Final = re.compile(r"[0-9a-f]{32}")
 _NAME: Final = re.compile(rf"(?!{_HASH.pattern}\Z)[A-Za-z0-9][A-Za-z0-9_.@-]{{0,63}}")
 _NAME_EXPECTED: Final = 'name = "..." must be 1 to 64 letters, digits and _.@-, and not 32 hex digits, as a hash has'
 _WORD: Final = re.compile(r"[a-z_]{1,40}")
-"""A name that an error may show; other text could be a key in the wrong place."""
+"""A name that an error may show. Any other text may be a key in the wrong place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends an HTTP request, as its key says."""
+    """The sender of an HTTP request, by its key."""
 
     hashed: str = ""
     """The hash of the key; "" without a key of this server."""
@@ -53,13 +53,13 @@ class Caller:
 
     @classmethod
     def of(cls, hashed: str, name: str = "", /, **limits: int) -> Caller:
-        """Return who has the key with this hash. Keys of one *name* own the same requests and are counted together."""
+        """Return the caller of this hash. Keys of one *name* own the same requests and are counted together."""
         owner = name or hashed
         return cls(hashed, owner, Quota(owner, **limits))
 
     @property
     def scope(self) -> str:
-        """Whose idempotency keys it uses."""
+        """The owner of its idempotency keys."""
         return self.owner or self.hashed
 
     def may_see(self, owner: str) -> bool:
@@ -209,7 +209,7 @@ def _read(path: str, where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{where}: is not UTF-8, as TOML is") from None
     except (ValueError, RecursionError) as error:
         reason = str(error)
-        if "'" in reason or '"' in reason:  # the quoted text may be a key; the place says enough
+        if "'" in reason or '"' in reason:  # no quoted text: it may be a key, and the place says enough
             reason = reason[reason.rfind("(at ") :].strip("()")
         raise ConfigError(f"{where}: is no TOML: {reason}") from None
 

@@ -1,4 +1,4 @@
-"""Which of many equal log lines are written, where clients decide how many there are."""
+"""Limits equal log lines that clients can cause in any number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_KINDS: Final = 1000
 
 
 class LogLimiter:
-    """Counts what happens by its kind, so that each kind gets one line in 10 s."""
+    """Counts events by kind, and allows each kind one line in 10 s."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s

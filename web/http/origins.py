@@ -69,11 +69,11 @@ class Origins:
         return None if is_open and is_link else _cross_site()
 
     def preflight_refusal(self, headers: Headers) -> RequestError | None:
-        """Return the error for a page that asks whether it may send a request, and may not."""
+        """Return the error for the preflight of a page that may not send a request."""
         return self._origin_refusal(headers["origin"], headers.get("host", ""))
 
     def preflight(self, headers: Headers) -> dict[str, str]:
-        """Return the headers for an allowed page that asks whether it may send a request; `open_to` adds more."""
+        """Return the headers that answer the preflight of an allowed page; `open_to` adds more."""
         given = (name.strip() for name in headers.get("access-control-request-headers", "").split(","))
         names = [name for name in given if _TOKEN.fullmatch(name)]
         answer = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": str(MAX_AGE_S)}
@@ -109,7 +109,7 @@ class Origins:
 
 
 def is_preflight(method: str, headers: Headers) -> bool:
-    """Return whether a browser asks for a page whether that may send a request."""
+    """Return whether the request is a preflight: a browser asks whether a page may send a request."""
     return method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
@@ -173,7 +173,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _plain(name: str) -> str:
-    """Return an address as it is usually written, without brackets; another *name* stays as it is."""
+    """Return an address in its usual spelling, without brackets. Any other *name* stays as it is."""
     return str(_address(name) or name)
 
 

@@ -53,12 +53,12 @@ class PageFile:
 
     @property
     def tag(self) -> str:
-        """Its ETag, which is another one for other content."""
+        """Its ETag, a hash of the content."""
         return hashlib.sha256(self.content).hexdigest()[:32]
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of every answer with the file, also of one that says that it has not changed."""
+        """The headers of every answer with the file, including 304."""
         return {
             "Content-Security-Policy": self.policy,
             "X-Content-Type-Options": "nosniff",
@@ -69,7 +69,7 @@ class PageFile:
 
 
 def read_pages(folder: Path) -> dict[str, PageFile]:
-    """Return name -> file of all files in *folder* and below, but hidden ones, and links that lead out of it."""
+    """Return name -> file for all files in *folder* and below, except hidden ones and links that lead out of it."""
     root = folder.resolve()
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -81,7 +81,7 @@ def read_pages(folder: Path) -> dict[str, PageFile]:
 
 
 def read_page(path: Path) -> PageFile:
-    """Return a page that has its scripts and styles within: the policy allows these alone, by their hashes."""
+    """Return a page that contains its scripts and styles. The policy allows only these, by their hashes."""
     content = path.read_bytes()
     hashes = {name: " ".join(map(_hash_of, pattern.findall(content))) for name, pattern in _INLINE.items()}
     own = {f"{name}-src": hashes[name] or "'none'" for name in _INLINE}

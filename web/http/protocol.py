@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import h11
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger()
 
 RECEIVED_BYTES: Final = 32 << 10
-"""Most that one read of a socket takes. Nobody may look at it for a while, so it is little."""
+"""Most bytes that one read of a socket takes. They may lie unused for a while, so they are few."""
 PROBES: Final = (b"/health", b"/ready", b"/metrics")
 """What a connection without a place may GET."""
 VIEWS: Final = (PICTURES.encode(),)
@@ -62,7 +62,7 @@ class Protocol:
         self._in_turn = asyncio.Lock()
         self._has_room = asyncio.Event()
         self._num_body_bytes = 0
-        """What the application has of the body of the current request, and has not read."""
+        """Bytes of the current body that the application was given and has not read."""
         self._drops_body = False
         self._is_over = False
 
@@ -83,21 +83,21 @@ class Protocol:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes of requests it holds."""
+        """Number of bytes of requests that it holds."""
         return self._num_body_bytes + self._requests.num_waiting
 
     @property
     def wanted_bytes(self) -> int:
-        """How many bytes it takes next, at most."""
+        """Most bytes that it takes next."""
         if self._requests.their_state is h11.SEND_BODY:
             return RECEIVED_BYTES
         is_ahead = self._requests.is_ahead
         return max(MOST_AHEAD_BYTES - self._requests.num_waiting, 1) if is_ahead else MOST_AHEAD_BYTES
 
     async def turn(self) -> None:
-        """Wait for a turn to look at what came."""
+        """Wait for a turn to parse what the client sent."""
         if self._requests.their_state is h11.IDLE:
-            self._config.connection_limit.works(self._connection)  # it is not spare meanwhile
+            self._config.connection_limit.works(self._connection)  # so the connection limit does not close it meanwhile
         await self._connection.turn()
 
     async def receive(self, data: bytes) -> None:
@@ -118,7 +118,7 @@ class Protocol:
         self._has_room.set()
 
     async def end(self) -> None:
-        """As `stop`, and tell the application."""
+        """Do as `stop`, and tell the application that the client has left."""
         self.stop()
         await self._close_stream()
 
@@ -141,12 +141,12 @@ class Protocol:
         if self.can_refuse:
             if is_logged:
                 logger.info("request", status=error.status, error=error.code)
-            answer = written(error, self._config, has_body=requests.method != b"HEAD")
+            answer = refused(error, self._config, has_body=requests.method != b"HEAD")
             await self.end()
             await connection.write(answer)
         await connection.close(lingers=not is_whole)
 
-    # what an application may call
+    # called by the application
 
     def views(self) -> None:
         """As Place.views."""
@@ -166,7 +166,7 @@ class Protocol:
         return True
 
     def write_piece(self, make: Callable[[], bytes]) -> bool:
-        """As `send_piece`, with what *make* returns, unless somebody has to wait for the client."""
+        """Send the piece that *make* returns, unless that would have to wait for the client."""
         transport = self._connection.free_transport()
         if transport is None or self._requests.our_state is not h11.SEND_BODY:
             return False
@@ -209,7 +209,7 @@ class Protocol:
         try:
             self._take_place(request)
         except RequestError as error:
-            await self.refuse(error, is_logged=False)  # there may be many, and the connection limit has written a line
+            await self.refuse(error, is_logged=False)  # there may be many: the connection limit has written one line
             return
         if connection.holder != holder:  # many may have come from this address, or proxy
             await connection.turn()
@@ -291,7 +291,7 @@ class Protocol:
             await self._connection.write(data or b"")
 
     async def _recycle(self) -> None:
-        """Wait for the next request, which may have come ahead already."""
+        """Wait for the next request, which may be here already."""
         await self._close_stream()
         if self._is_over:
             return
@@ -318,7 +318,7 @@ class Protocol:
 
     @property
     def _is_far_ahead(self) -> bool:
-        """Return whether the client has sent as much of its next requests as is taken."""
+        """Return whether the client has sent as much of its next requests as the server takes."""
         requests = self._requests
         return not self._is_over and requests.is_ahead and requests.num_waiting >= MOST_AHEAD_BYTES
 
@@ -327,16 +327,28 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def written(error: RequestError, config: HttpConfig, *, has_body: bool = True) -> bytes:
-    """Return an answer that no application gives."""
-    body = error_body(error)
+def refused(error: RequestError, config: HttpConfig, *, has_body: bool = True) -> bytes:
+    """Return *error* as an answer that no application gives."""
+    retry = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+    return written(error.status, error_body(error), config, retry, has_body=has_body)
+
+
+def written(
+    status: int,
+    body: bytes,
+    config: HttpConfig,
+    more_headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    has_body: bool = True,
+) -> bytes:
+    """Return an answer with a JSON *body*, the last one of its connection."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", uuid.uuid4().hex.encode()),
-        *([(b"retry-after", b"1")] if error.status in (429, 503) else []),
+        *more_headers,
         CLOSE,
         *config.response_headers("h11"),
     ]
-    lines = [b"HTTP/1.1 %d " % error.status, *(b"%b: %b" % header for header in headers)]
+    lines = [b"HTTP/1.1 %d " % status, *(b"%b: %b" % header for header in headers)]
     return b"\r\n".join([*lines, b"", body if has_body else b""])

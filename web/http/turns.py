@@ -1,4 +1,4 @@
-"""What goes on one after the other, so that many of them do not add up to a long wait for the others. Knows no request.
+"""Work that is done one piece at a time, so that much of it does not make others wait for long. Knows no request.
 
 Parsing 4 MiB takes the event loop 20 ms, and a small request needs several turns of the loop.
 """
@@ -16,7 +16,7 @@ from typing import Final
 LARGE_BODY: Final = 64 << 10
 """Larger bodies take turns."""
 HOLDERS_AT_ONCE: Final = 8
-"""Of so many one may go on in a turn of the loop."""
+"""Most holders that may go on in one turn of the loop."""
 
 
 class Turns:
@@ -37,7 +37,7 @@ class Turns:
             yield
 
     async def each(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield *pieces*, each of which is made in a turn."""
+        """Yield *pieces*; each is made in a turn of its own."""
         while True:
             async with self._turn():
                 piece = next(pieces, None)

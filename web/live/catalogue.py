@@ -27,10 +27,10 @@ MOST_SCANNED: Final = 50_000
 """Keys in one call. Of a larger log, the next call scans on."""
 MANY: Final = 5_000
 SHARE: Final = 0.1
-"""Most of the time that scans take, once they find MANY requests. Those who come soon after one are shown what it has
-found, and what has come since and has not ended."""
+"""Largest share of the time that scans take, once they find MANY requests. A client that asks soon after a scan gets
+its result, and the newer requests that have not ended."""
 MOST_KNOWN: Final = 50_000
-"""Requests, the newest; older ones are not listed."""
+"""Most requests that are known, the newest ones; older ones are not listed."""
 MOST_KEPT: Final = 10_000
 """Requests whose figures are kept."""
 TRIED_AT_ONCE: Final = 64
@@ -39,11 +39,11 @@ MOST_TRIED: Final = 10_000
 PEEKED_AT_ONCE: Final = 8
 """Histories in one read: each may begin with a prompt of megabytes."""
 MOST_PEEKED: Final = 256
-"""Histories in one call, or a few more."""
+"""Most histories in one call, or a few more."""
 HIDDEN_DIGITS: Final = 24
 """Of the uid of a request that somebody may not see, a place in the list has so many: nobody can name the request."""
 NEWEST: Final = "~"
-"""A place before all uids."""
+"""A place in the list before all uids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Listed:
 
     requests: tuple[RequestFacts, ...]
     archived: frozenset[str]
-    """Those of them that the log does not have any more."""
+    """The requests that only the archive has."""
     next: str
-    """Older requests have smaller uids; empty if there are none."""
+    """The place where older requests go on; empty if there are none."""
     is_complete: bool
-    """All keys have been scanned."""
+    """Whether all keys have been scanned."""
 
 
 class Catalogue:
@@ -69,13 +69,13 @@ class Catalogue:
         self._known: list[str] = []
         """The newest first."""
         self._found: set[str] = set()
-        """By the scan that is under way."""
+        """Requests that the current scan has found."""
         self._cursor = "0"
         self._is_complete = False
         self._scanning = asyncio.Lock()
         self._scan_began_s = 0.0
         self._rested_s = 0.0
-        """No scan is needed before that moment."""
+        """The time before which no scan is needed."""
 
     async def newest(self, before: str, limit: int, fits: Callable[[RequestFacts], bool]) -> Listed:
         """Return up to *limit* requests that fit and have smaller uids than *before*. Raises as the log does."""
@@ -129,7 +129,7 @@ class Catalogue:
             self._known = sorted([*new, *known], reverse=True)[:MOST_KNOWN]
 
     async def _scanned(self) -> set[str]:
-        """Scan on; return the requests that are there, or may be."""
+        """Scan on. Return the requests that are, or may be, in the log."""
         began_s = self._scan_began_s = time.monotonic()
         for _ in range(0, MOST_SCANNED, SCANNED_AT_ONCE):
             self._cursor, uids = await self._log.requests(self._cursor, SCANNED_AT_ONCE)
@@ -142,7 +142,7 @@ class Catalogue:
         return self._found.union(self._known)  # the rest of the log may still have them
 
     async def _look(self, uids: Sequence[str], in_archive: Mapping[str, Where] = NOTHING_KNOWN) -> _Told:
-        """Return what is known of *uids*, after a look at those that may have changed."""
+        """Return the facts about *uids*, after a look at those that may have changed."""
         lengths = await self._log.lengths(uids)
         erased = {uid for uid, length in lengths.items() if length == 1 and self._has_ended(uid)}
         for uid in erased:
@@ -198,9 +198,9 @@ def _place(uid: str, found: Sequence[RequestFacts]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a look told."""
+    """The result of a look."""
 
     facts: Mapping[str, RequestFacts]
-    """Of those that are there. An erased request has nothing but its end."""
+    """Facts about the requests that are there. An erased request has only its end."""
     archived: frozenset[str]
     num_peeked: int

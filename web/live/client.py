@@ -31,21 +31,21 @@ class Client:
         self.listeners: Sequence[Listener] = ()
         """One for each of `events`."""
         self.reads: Sequence[str] = ()
-        """The uids of which this client is counted as a reader, so that no other client's leaving cancels them."""
+        """The uids that count this client as a reader. A request is not cancelled while it has a reader."""
         self._since_s = time.monotonic()
         self._ends: dict[int, End] = {}
         self._failure: Failed | Cancelled | None = None
-        """The first of these ends: the one that the client is told."""
+        """The first failure or cancellation; the client is told of this one."""
         self._refused: RequestError | None = None
         self._broken: RequestError | None = None
         self.subscribe(listen, uid, events)
 
     def subscribe(self, listen: Listen, uid: str, events: Sequence[Submitted]) -> None:
-        """Answer the client from now on from the requests that begin with *events*."""
+        """Answer the client from the requests that begin with *events*."""
         for listener in self.listeners:
             listener.close()
         self.uid = uid
-        """The uid that the client knows; with siblings it has no history of its own."""
+        """The uid that the client knows. If siblings share it, it has no history of its own."""
         self.events = events
         """How each of the requests begins; all have the same endpoint, model and presentation."""
         wake, uids = Wake(), sibling_uids(uid, len(events))
@@ -63,7 +63,7 @@ class Client:
 
     @property
     def ended(self) -> bool:
-        """Return whether nothing of it goes on in the log."""
+        """Return whether all of its requests have ended in the log."""
         return self._refused is not None or len(self._ends) == len(self.listeners)
 
     @property
@@ -82,11 +82,11 @@ class Client:
         return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
 
     def has_failed_with(self, event: ClientEvent) -> bool:
-        """Return whether *event* is the first failure of all siblings."""
+        """Return whether *event* is the first failure among the siblings."""
         return event.event is self._failure
 
     async def next(self, pass_on: PassOn | None = None) -> list[ClientEvent]:
-        """Wait for events and return them; none when none came for 10 s. *pass_on* is as for `next_of`."""
+        """Wait for events and return them; return none if none came for 10 s. *pass_on* is as for `next_of`."""
         while True:
             events, lost = await next_of(self.listeners, pass_on)
             if lost:
@@ -109,7 +109,7 @@ class Client:
             listener.give_up()
 
     def fail(self, event: Failed) -> None:
-        """End the answer of this client alone, where the log cannot, or should not, end the request."""
+        """End the answer of this client alone, if the log cannot or should not end the request."""
         for listener in self.listeners:
             listener.fail(event.code, event.message, event.status)
 
@@ -124,7 +124,7 @@ class Client:
         return error
 
     def break_off(self) -> RequestError:
-        """Log the exception that is being handled, a bug of ours, and return what the client is told of it."""
+        """Log the current exception, a bug of ours, and return the error for the client."""
         logger.exception("request_broke", uid=self.uid)
         message = "The server failed on this request; that is our bug."
         self._broken = error = RequestError(message, code="internal_error", status=500)
@@ -168,7 +168,7 @@ class Client:
 
 
 def _counts_of(ends: Sequence[End], events: Sequence[Submitted]) -> dict[str, object]:
-    """Return what the log line says of requests that ended well."""
+    """Return the counts of the log line, for requests that ended well."""
     finished = [end for end in ends if isinstance(end, Finished)]
     if not finished:
         answered = [len(end.token_ids) for end in ends if isinstance(end, Answered)]

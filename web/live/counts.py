@@ -1,4 +1,4 @@
-"""What a web process counts for all of its clients: the bytes of the log, the readers of each request, and when
+"""Counts for all clients of a web process: the bytes of the log, the readers of each request, and when
 requests end.
 """
 
@@ -23,11 +23,11 @@ logger = structlog.get_logger()
 
 READ_EVERY_S = 1.0
 NEARLY_FULL = 0.9
-"""From this share on, the journals of the engines make room for requests."""
+"""Above this share of the limit, the journals of the engines are dropped to make room for requests."""
 
 
 class UsedBytes(Protocol):
-    """The part of the log that is asked here."""
+    """The part of the log that `Budget` uses."""
 
     async def used_bytes(self) -> int: ...
 
@@ -46,14 +46,14 @@ class Budget:
         self.most_bytes = most_bytes
         self._log = log
         self._used_bytes = 0
-        """By the last reading."""
+        """Bytes of the last reading."""
         self._since_bytes = 0
-        """Submitted since then. A submit that was on its way then counts, too: the reading may have missed it."""
+        """Bytes submitted since then. A submit that was under way then counts, too: the reading may have missed it."""
         self._under_way_bytes = 0
 
     @contextmanager
     def submitting(self, *, again: bool = False) -> Iterator[Callable[[int], bool]]:
-        """Give a function for the time of a submit that says whether the log has room for so many bytes more. If it
+        """Give a function that returns whether the log has room for more bytes, for the time of a submit. If it
         has, they count as submitted. There is always room for a request that the log had accepted and lost: *again*.
         """
         counted = 0
@@ -81,13 +81,13 @@ class Budget:
                 self._since_bytes += under_way - before
                 if 0 < NEARLY_FULL * self.most_bytes < self._used_bytes:
                     await self._log.drop_journals()
-            except LogError:  # the poll of the stages says so; until the next reading the last one counts
+            except LogError:  # the poll of the stages logs this; the last reading counts until the next one
                 pass
             await asyncio.sleep(READ_EVERY_S)
 
 
 REFRESH_S: Final = 20.0
-"""How often the log is told again; it forgets after 60 s."""
+"""How often the readers are written to the log, which forgets them after 60 s."""
 TOLD_AT_ONCE: Final = 100
 """Requests in one commit."""
 
@@ -105,11 +105,11 @@ class Readers:
         self._telling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, uid: str) -> None:
-        """Count one more."""
+        """Count one more reader."""
         self._counts[uid] += 1
 
     def remove(self, uid: str) -> None:
-        """Count one less."""
+        """Count one reader fewer."""
         self._counts[uid] -= 1
         if self._counts[uid] <= 0:
             del self._counts[uid]
@@ -127,7 +127,7 @@ class Readers:
                 await self._log.stop_reading(uid, self._who)
 
     async def run(self) -> NoReturn:
-        """Tell the log again and again; never ends."""
+        """Write all readers to the log, every REFRESH_S; never ends."""
         while True:
             await asyncio.sleep(REFRESH_S)
             uids = list(self._counts)

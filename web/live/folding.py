@@ -17,9 +17,9 @@ from pipeline.views.recorded import History
 from pipeline.walk import UNTOLD
 
 PAGE: Final = 256
-"""Entries of a history that are read at a time; one with log-probabilities has kilobytes."""
+"""Entries of a history that are read at a time; an entry with log-probabilities has kilobytes."""
 LONG: Final = 200
-"""What has so many entries is folded in a thread. A thread takes longer than a short fold."""
+"""A history of this many entries is folded in a thread. For a shorter one, a thread costs more than the fold."""
 
 T = TypeVar("T")
 
@@ -32,13 +32,13 @@ class Folding:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for the turn of a client. What it reads is held by one of them at a time."""
+        """Wait for the turn of a client, so that only one client at a time holds what it reads."""
         async with self._one:
             yield
 
 
 async def folded(num_entries: int, fold: Callable[[], T]) -> T:
-    """Return what *fold* makes of so many entries."""
+    """Return the result of *fold*, which folds so many entries."""
     return fold() if num_entries < LONG else await asyncio.to_thread(fold)
 
 

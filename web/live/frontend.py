@@ -1,4 +1,4 @@
-"""What the clients of one web process share: the log, the tail, readiness; and how the process stops."""
+"""The parts that all clients of one web process share: the log, the tail, readiness. Also stops the process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Frontend:
 
     @property
     def limits(self) -> RequestLimits:
-        """What holds for every request."""
+        """The limits of every request."""
         return self.log.limits
 
     async def run(self) -> None:
@@ -83,7 +83,7 @@ class Frontend:
         await run_all(*self.tail.loops(), self.readers.run(), self.readiness.run(), *reading)
 
     def rename(self, name: str) -> None:
-        """Submit under another name from now on; the requests that are open go on."""
+        """Submit under another name from now on; open requests go on."""
         logger.info("renamed", before=self.name, name=name)
         self.name = name
         self.tail.rename(name)
@@ -96,7 +96,7 @@ class Frontend:
         return task
 
     async def ask(self, question: Coroutine[Any, Any, T]) -> T:
-        """Return what the log answers, for a task that may answer its client for long. Raises as the log does.
+        """Return the answer of the log, for a task that may serve its client for long. Raises as the log does.
 
         The question runs in a task of its own: in Python 3.11 redis-py swallows a cancellation that comes as a command
         is sent, and a client that left would be answered for ever.
@@ -159,7 +159,7 @@ class Frontend:
         client.reads = ()
 
     def after_grace(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run *work* after the grace that a client has to come back; not at all if the process stops before."""
+        """Run *work* when the grace for a client to come back is over, unless the process stops before."""
 
         def grace_is_over() -> None:
             self._in_grace.discard(timer)
@@ -182,7 +182,7 @@ class Frontend:
         self.draining = True
         self.pictures.close()
         self._say(phase="draining", detail="")
-        for timer in self._in_grace:  # the log keeps these requests: their clients can resume on another process
+        for timer in self._in_grace:  # the log keeps these requests, so their clients can resume on another process
             timer.cancel()
         self._in_grace.clear()
         if not await self._is_idle_within(patience_s):
@@ -228,7 +228,7 @@ SHUTTING_DOWN = Failed(
 
 
 async def run_all(*loops: Coroutine[object, object, NoReturn]) -> None:
-    """Run endless *loops* until cancelled, or until one breaks, whose error is raised; none is left behind.
+    """Run endless *loops* until cancelled, or until one fails: then raise its error. All loops have ended afterwards.
 
     Each is cancelled again until it ends: in Python 3.11 `asyncio.wait_for`, through which redis-py sends, swallows a
     cancellation that comes as it is done.

@@ -68,7 +68,7 @@ class Janitor:
         self.leave()
 
     def holds_slot(self) -> bool:
-        """Take or keep the slot; say whether this process holds it."""
+        """Take or keep the slot. Return whether this process holds it."""
         if self._owner is not None and not self._log.renew(self._owner, LEASE_MS, ""):
             self._owner = None
         if self._owner is None:

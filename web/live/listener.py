@@ -33,7 +33,7 @@ BEGINNING = "0-0"
 
 PublicEvent: TypeAlias = TokensProduced | End
 PassOn: TypeAlias = Callable[[Sequence[ClientEvent]], bool]
-"""Gives events to the client at once, without waiting for it; False: it did nothing."""
+"""Sends events to the client at once, without waiting. Returns False if it sent nothing."""
 
 
 class State(Enum):
@@ -49,7 +49,7 @@ class State(Enum):
 
 
 LIVE: Final = State.LIVE
-"""Asked for every token: a member of an enum takes as long to look up as all else of the question."""
+"""A constant, because it is compared for every token and the lookup of an enum member is slow."""
 DEAF: Final = (State.LOST, State.ENDED)
 """In these states, replies are ignored."""
 
@@ -66,11 +66,11 @@ class Feed(Protocol):
         ...
 
     def soon(self, do: Callable[[], None]) -> None:
-        """Call *do* after all that came together was taken in."""
+        """Call *do* when all events that came together are taken in."""
         ...
 
     def count_gap_fill(self, reason: str) -> None:
-        """Count that a history has to bring what the replies did not, by *reason*."""
+        """Count by *reason* that a history must supply what the replies did not."""
         ...
 
 
@@ -126,21 +126,21 @@ class Listener:
         self.uid = uid
         self.index = index
         self.n = 0
-        """Number of the last token that was taken in."""
+        """Number of the last token that it has taken in."""
         self.state = State.BEHIND if follows else State.NEW
         self.wake = wake or Wake()
         self._feed = feed
-        self._follows = follows  # no reply is for it
+        self._follows = follows  # it gets no replies
         self._whole = whole
         self._expires_s = expires_s
         self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
         self.queued: deque[ClientEvent] = deque()
-        """Events that were not handed out yet."""
+        """Events that it has not handed out yet."""
         self._room = room
         self._client_waits = False
         self.last_read_s = self._last_wake_s = time.monotonic()
 
-    # what the client's side says
+    # called by the client
 
     async def next(self) -> list[ClientEvent]:
         """As `next_of`, for this one alone; a request that is lost ends its stream."""
@@ -155,7 +155,7 @@ class Listener:
                 yield event
 
     def submitted(self) -> None:
-        """Say that the request is in the log: from now on a history that is not there is lost."""
+        """Note that the request is in the log: from now on a missing history is lost."""
         if self.state in (State.NEW, State.NEW_BEHIND):
             self.state = State.LIVE if self.state is State.NEW else State.BEHIND
 
@@ -166,7 +166,7 @@ class Listener:
             self._feed.look()
 
     def drain(self) -> list[ClientEvent]:
-        """Return the events that were not handed out yet."""
+        """Return the events that it has not handed out yet."""
         events = list(self.queued)
         self.queued.clear()
         return events
@@ -193,7 +193,7 @@ class Listener:
         """Stop listening."""
         self._feed.drop(self)
 
-    # what is asked
+    # questions
 
     @property
     def has_events(self) -> bool:
@@ -217,15 +217,15 @@ class Listener:
 
     @property
     def follows_live(self) -> bool:
-        """Return whether it takes what comes next in its history from the read that all share."""
+        """Return whether the shared read of all followed histories feeds it."""
         return self._follows and self.state is State.LIVE
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether its history is to be read now."""
+        """Return whether its history must be read now."""
         is_silent = self.state is State.LIVE and self._client_waits and now_s - self.last_read_s >= SILENCE_S
         return not self.queued and (is_silent or self.state is State.BEHIND)
 
-    # what the tail says
+    # called by the tail
 
     def apply_reply(self, reply: Reply) -> None:
         """Take in a reply: the next event, a duplicate, or one after a gap."""
@@ -241,13 +241,13 @@ class Listener:
             self._take(ClientEvent(entry_id, n, event, self.index))
 
     def fall_behind(self, reason: str) -> None:
-        """As `check`, and count it by *reason*, a label of GAP_FILLS."""
+        """Do as `check`, and count it by *reason*, a label of GAP_FILLS."""
         if self.state not in (State.BEHIND, State.NEW_BEHIND) and not self._follows:
             self._feed.count_gap_fill(reason)
         self.check()
 
     def check(self) -> None:
-        """Have the history read, as soon as the queue is empty: replies may be lost."""
+        """Ask for a read of the history once the queue is empty: replies may be lost."""
         match self.state:
             case State.NEW | State.NEW_BEHIND:
                 self.state = State.NEW_BEHIND
@@ -262,7 +262,7 @@ class Listener:
         self.check()
 
     def begin_read(self, now_s: float) -> None:
-        """Say that the history is being read."""
+        """Note that the history is being read."""
         assert self.state in (State.LIVE, State.BEHIND)
         self.state, self.last_read_s = State.READING, now_s
 
@@ -294,7 +294,7 @@ class Listener:
             self.wake.set()
 
     def _apply(self, moment: Moment) -> None:
-        """Take in one event of the history. Behind a hole there is only the end that says why."""
+        """Take in one event of the history. After a hole it takes only an end that gives the reason."""
         if moment.missing and not isinstance(moment.event, Failed | Cancelled | Answered):
             logger.error(
                 "history_has_a_hole",
@@ -313,7 +313,7 @@ class Listener:
         self.n = event.n
         if event.entry_id:
             self._position = max(self._position, (event.n, 0))
-        if type(event.event) is not TokensProduced and isinstance(event.event, End):  # a union is slow to ask
+        if type(event.event) is not TokensProduced and isinstance(event.event, End):  # isinstance with a union is slow
             self.state = State.ENDED
         self.last_read_s = self._last_wake_s = time.monotonic()
         self.wake.set(self._feed.soon)

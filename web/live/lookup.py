@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOOKED_UP_AT_ONCE: Final = 2
-"""Clients whose requests are looked up at a time; each can read every index."""
+"""Most clients whose requests are looked up at a time; each lookup can read every index."""
 
 
 class Archived:
@@ -36,7 +36,7 @@ class Archived:
         self._turns = asyncio.Semaphore(LOOKED_UP_AT_ONCE)
 
     async def read(self, uids: Sequence[str], known: Mapping[str, Where] = NOTHING_KNOWN) -> dict[str, Recording]:
-        """Return those of *uids* that the archive has. Those that are *known* need no search.
+        """Return the requests of *uids* that the archive has. Those in *known* need no search.
 
         Raises:
             LogUnavailable: It cannot be read.
@@ -61,7 +61,7 @@ class Archived:
 
 
 def told(uid: str, history: Sequence[Entry], *, whole: bool, index: int, wake: Wake) -> Listener:
-    """Return a listener that has all that it will ever hear: a *history* that is over. As `Tail.follow`."""
+    """Return a listener that has all events of a *history* that is over. As `Tail.follow`."""
     listener = Listener(uid, _Nobody(), room=len(history) + 1, follows=True, whole=whole, index=index, wake=wake)
     listener.begin_read(time.monotonic())
     listener.apply_history(history)
@@ -69,7 +69,7 @@ def told(uid: str, history: Sequence[Entry], *, whole: bool, index: int, wake: W
 
 
 class _Nobody:
-    """The Feed of listeners that need none."""
+    """A Feed for listeners that never ask for anything."""
 
     def look(self) -> None: ...
 

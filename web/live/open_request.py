@@ -127,7 +127,7 @@ class OpenRequest(Client):
                 submitted = await asyncio.shield(self.submission)
             except LogFull:
                 raise self._refusal(LogFull) from None
-            except LogError as error:  # it may have got through all the same
+            except LogError as error:  # Redis may have accepted it all the same
                 logger.warning("not_submitted", uid=self.uid, error=str(error))
                 self._frontend.spawn(self.end(Cancelled(by="web")))
                 raise self._refusal(LogError) from None
@@ -136,7 +136,7 @@ class OpenRequest(Client):
             if submitted.submission in REFUSALS:
                 raise self._refusal(submitted)
             if submitted.submission is not Submission.ATTACH or once is None:
-                if self.event.task == "generate":  # the others end at once, and say nothing of when there is room
+                if self.event.task == "generate":  # the others end at once, and tell nothing about free room
                     self._frontend.retry_after.begun(self)
                 return
             if await self._attach(submitted.uid):
@@ -158,7 +158,7 @@ class OpenRequest(Client):
         return self.refuse(refusal(self._frontend, outcome, self._quota))
 
     async def _attach(self, uid: str) -> bool:
-        """Subscribe to the request *uid* of another client, unless it is gone, or ended in vain; say whether it did.
+        """Subscribe to the request *uid* of another client, unless it is gone or ended in vain. Return whether it did.
 
         Raises:
             RequestError: The log cannot be reached.
@@ -166,7 +166,7 @@ class OpenRequest(Client):
         frontend, uids = self._frontend, sibling_uids(uid, len(self.events))  # as many: the body is the same
         try:
             with reaching("not_attached", uid=uid):
-                await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
+                await frontend.begin_reading(self, uids)  # before the lookup, so that no client cancels it afterwards
                 look = frontend.log.entries
                 found = [await frontend.ask(look(each, (SUBMITTED_ID, SEAL), whole=each == uids[0])) for each in uids]
             first = [decode(entries[SUBMITTED_ID].fields) for entries in found[:1] if SUBMITTED_ID in entries]
@@ -207,7 +207,7 @@ class OpenRequest(Client):
         if error is None and submission.result().submission is not Submission.BUSY:
             for listener in self.listeners:
                 listener.check()
-        elif not isinstance(error, LogUnavailable):  # then the next look at the history tries again
+        elif not isinstance(error, LogUnavailable):  # the next read of the history tries again
             super().recover(self.listeners)
 
     # the end
@@ -226,7 +226,7 @@ class OpenRequest(Client):
             self.fail(event)
 
     async def _try_to_end(self, event: End, way: Callable[[], Awaitable[None]]) -> bool:
-        """Go this *way* of ending the request until the log has taken it; say whether it has."""
+        """Call *way*, which ends the request, until the log has accepted it. Return whether it has."""
         await asyncio.wait({self.submission})
         for _ in range(END_TRIES):
             try:
@@ -255,10 +255,10 @@ class OpenRequest(Client):
             self._frontend.spawn(self.end(SHUTTING_DOWN))
 
     def leave(self, timer: asyncio.TimerHandle) -> None:
-        """Say that the client is answered, or has left; end the requests that nobody needs any more."""
+        """Note that the client is answered or has left, and end the requests that no client needs."""
         timer.cancel()
         self._frontend.retry_after.ended(self)
-        attached_to = self.reads  # perhaps it is not subscribed to them yet
+        attached_to = self.reads  # it may not be subscribed to them yet
         self._frontend.drop(self)
         if self.ended:
             self._measure()
@@ -266,7 +266,7 @@ class OpenRequest(Client):
         failpoint("web.on_disconnect")
         if self.broken and not attached_to:
             self._frontend.spawn(self.end(Cancelled(by="web")))
-        elif self._failure is not None:  # nobody comes back to the siblings of what failed
+        elif self._failure is not None:  # no client resumes the siblings of a failed request
             self._frontend.spawn(self._abandon(attached_to))
         else:
             self._frontend.after_grace(functools.partial(self._abandon, attached_to))

@@ -1,6 +1,6 @@
-"""Pictures of the pipeline for all clients of this process that look. One thread reads, while one of them does.
+"""Pictures of the pipeline for all viewers of this process. One thread reads the log while there are viewers.
 
-A thread, because a picture is some milliseconds of work, in which no token could go out.
+It is a thread because a picture takes milliseconds, in which the loop could not send tokens.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ SHARE: Final = 0.005
 LONGEST_S: Final = 2.0
 """But at least so often."""
 SILENT_S: Final = 5.0
-"""Whoever looks is told if nothing came for so long, which is more than LONGEST_S."""
+"""Viewers are told if nothing came for this long, which is more than LONGEST_S."""
 BUG: Final = "The picture failed; that is our bug."
 HIDDEN: Final = "the admin key shows why"
-"""What others are told instead of what Redis said: that may name its address and its users."""
+"""Other viewers get this text instead of the message of Redis, which may name its address and its users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Somebody who looks: those of one *name* get the same pictures."""
+    """A viewer. Viewers of one *name* get the same pictures."""
 
     name: str
     sees: Sees
-    """Whose requests."""
+    """Whether it may see the requests of an owner."""
     is_admin: bool = False
-    """It also sees where the workers run, and what Redis says."""
+    """Whether it also sees where the workers run, and the messages of Redis."""
 
 
 class Picture:
-    """The pipeline at one moment. *error*: why there is no newer one; *told*: what all but admins hear of that."""
+    """The pipeline at one moment. *error*: why there is no newer one; *told*: the same for all but admins."""
 
     def __init__(self, reading: Observed | None, error: str = "", told: str = "") -> None:
         self.reading = reading
@@ -85,7 +85,7 @@ class Pictures:
         self._number = 0
         self._changed = asyncio.Event()
         self._turns = RoundRobin(asyncio.get_running_loop())
-        """Of viewers: hundreds may wait for the same picture."""
+        """Turns of the viewers: hundreds may wait for the same picture."""
         self._closed = False
 
     @property
@@ -116,7 +116,7 @@ class Pictures:
         self._changed.set()
 
     async def _has_changed(self) -> bool:
-        """Wait for a picture; say whether one came, or the end of them."""
+        """Wait for a picture. Return whether one came; False: there are no more."""
         try:
             async with asyncio.timeout(SILENT_S):
                 await self._changed.wait()
@@ -177,6 +177,6 @@ def _next_picture(reader: Reader, latest: Picture) -> Picture:
         return Picture(reader.read())
     except LogError as error:
         return latest.without_news(str(error) or type(error).__name__, HIDDEN)
-    except Exception:  # a bug of ours with what one worker or request says; the next picture may be well
+    except Exception:  # a bug of ours with the data of one worker or request; the next picture may be fine
         logger.exception("picture_broke")
         return latest.without_news(BUG)

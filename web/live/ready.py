@@ -37,7 +37,7 @@ PROBE_RETRY_S = 1.0
 TRIAL_PATIENCE_S = 5.0
 """How long the probe of /health_generate may take."""
 TRIAL_LOG_PATIENCE_S = 1.0
-"""How much longer a client of it waits for a log that does not answer."""
+"""How much longer its client waits if the log does not answer."""
 TRIAL_COUNTS_S = 1.0
 """How long its answer counts for later clients: they need no key, and must not fill the log."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
@@ -62,7 +62,7 @@ class Readiness:
         self._said: tuple[str, ...] | None = None
         self._was_ready = False
         self.probed = False
-        """A token went through every stage. From then on the log keeps requests for a stage that is down."""
+        """Whether a token went through every stage. From then on the log keeps requests for a stage that is down."""
         self.models: tuple[str, ...] = ()
         """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
         self.context = 0
@@ -96,7 +96,7 @@ class Readiness:
         return {role: _furthest(found) for role, found in (self._statuses | self._ranks).items()}
 
     def engines(self) -> list[dict[str, object]]:
-        """Return how each engine computes that is ready."""
+        """Return, for each ready engine, how it computes."""
         told = ("slot", "numerics", "batch_invariant", "why_torch")
         return [{name: value for name in told if (value := getattr(each, name)) != ""} for each in self.ready_engines]
 
@@ -152,7 +152,7 @@ class Readiness:
         Takes a second at most. If it fails, `run` reads them.
         """
         looking = asyncio.create_task(self._poll())
-        looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # `run` says what is wrong
+        looking.add_done_callback(lambda task: task.cancelled() or task.exception())  # `run` logs the error
         await asyncio.wait({looking}, timeout=LOOK_PATIENCE_S)
 
     async def run(self) -> NoReturn:
@@ -175,7 +175,7 @@ class Readiness:
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         ranks = await statuses_of_ranks(self._log)
-        # All at once: whoever asks in between sees the last poll, not half of this one.
+        # All at once: a request in between sees the last poll, not half of this one.
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         self._ranks = ranks
         for status in self._statuses[TOKENIZE]:
@@ -216,7 +216,7 @@ class Readiness:
                 await asyncio.sleep(PROBE_RETRY_S)
 
     async def _probe(self, patience_s: float) -> str:
-        """Send one token through every stage. Return "" if it arrived; else cancel the probe and return what came."""
+        """Send one token through every stage. Return "" if it arrived; else cancel the probe and return the reason."""
         uid = new_uid()
         event = Submitted(
             endpoint=PROBE,
@@ -258,7 +258,7 @@ async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
 
 
 def _public(outcome: object) -> str:
-    """Return what any client may know of a probe that failed; the log line has the rest."""
+    """Return the part of the reason of a failed probe that any client may know; the log line has all of it."""
     match outcome:
         case str():
             return outcome

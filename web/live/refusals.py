@@ -74,7 +74,7 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         code="dead_letter_not_found",
     ),
 }
-"""What came of a submit -> what the client is told. Other outcomes are no refusals."""
+"""Outcome of a submit -> the error for the client. Other outcomes are no refusals."""
 
 
 def refusal(

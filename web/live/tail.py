@@ -48,8 +48,8 @@ BLOCK_MS = 2000
 READ_AT_ONCE = 8
 """Histories in one round trip."""
 SILENT_AT_ONCE = 64
-"""Of those that are read only because nothing came for long, so many in a turn, in one round trip: there is rarely
-anything in them, and one body can have a thousand."""
+"""Silent histories that are read in one round trip, one trip in a turn: they rarely have anything new, and one body can
+have a thousand."""
 TAKEN_AT_ONCE = 8
 """Events of a history that are taken in before others have a turn of the loop."""
 BACKOFF_S = (0.1, 2.0)
@@ -77,18 +77,18 @@ class Tail:
         self._retention_s = retention_s
         self._room = room
         self.last_token_s = -math.inf
-        """When a token last came through every stage while this process listened, for any client."""
+        """When this process last received a token for any client."""
         self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
         self._soon: list[Callable[[], None]] = []
         self._collects = False
-        """`soon` is called by `_take`, which does all of it at its end."""
+        """Whether `_take` is running: it does at its end all that `soon` was given."""
         self._cursor = ""
-        """Up to which id the replies were read; empty: not from any."""
+        """The id up to which the replies were read; empty: none was read."""
         self._opened_s = 0.0
         self._pause_s = BACKOFF_S[0]
-        """Before the replies are read again, after an error."""
+        """Pause after an error, before the replies are read again."""
         self._for_replies = _Wait()
         self._for_histories = _Wait()
 
@@ -158,7 +158,7 @@ class Tail:
         self.measures.add(GAP_FILLS, reason)
 
     def _skipped(self, entry_id: str, error: str) -> None:
-        """Log and count a reply that cannot be read. Whom it was for sees a gap."""
+        """Log and count a reply that cannot be read. Its listener sees a gap."""
         say_skipped(entry_id, error)
         self.measures.add(UNREADABLE_ENTRIES, "replies")
 
@@ -197,7 +197,7 @@ class Tail:
                 self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
 
     def _take(self, cursor: str, replies: Sequence[Reply]) -> bool:
-        """Take in what one read of the replies brought; say whether to read on before the stream is opened again."""
+        """Take in the replies of one read. Return whether to read on before the stream is opened again."""
         self._cursor, self._pause_s = cursor, BACKOFF_S[0]
         now_s = time.monotonic()
         self._collects = True
@@ -277,7 +277,7 @@ class Tail:
                 listener.apply_history(entries[:TAKEN_AT_ONCE])
                 entries = entries[TAKEN_AT_ONCE:]
                 await asyncio.sleep(0)
-            if listener.state is not State.BEHIND:  # else there was no room, and it has to be read again
+            if listener.state is not State.BEHIND:  # else there was no room, so it is read again
                 listener.apply_history(entries, more=more)
             if listener.follows_live and listener.uid not in self._followed:
                 self._for_histories.break_off()

@@ -1,4 +1,4 @@
-"""Who may do what: each key its own requests, and the admin key everything. `web.http.keys` says who has which key."""
+"""Permissions: a key may use its own requests, the admin key everything. `web.http.keys` knows the keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ logger = structlog.get_logger()
 
 
 class Place(Protocol):
-    """The connection of a request, as far as its client's share of all connections goes."""
+    """The connection of a request, for the limit on the connections of its client."""
 
     def views(self) -> None:
-        """Count it as one whose answer has no end of its own. Raises RequestError if its client has enough of them."""
+        """Count it as a viewer: its answer has no end of its own. Raises RequestError if its client has too many."""
 
     def has_read(self) -> None:
         """Note that the body of the request takes no memory any more."""
 
 
 class _Nowhere:
-    """The place of a request that came on no connection."""
+    """The place of a request without a connection."""
 
     def views(self) -> None: ...
     def has_read(self) -> None: ...
@@ -37,7 +37,7 @@ def place() -> Place:
 
 
 def caller() -> Caller:
-    """Return who has sent the current HTTP request."""
+    """Return the caller of the current HTTP request."""
     found: Caller = g.caller
     return found
 

@@ -25,7 +25,7 @@ from web.wire.openai.errors import NotNow, error_body
 Send: TypeAlias = Callable[[bytes], Awaitable[bool]]
 Write: TypeAlias = Callable[[Callable[[], bytes]], bool]
 FRAMED_AT_ONCE: Final = 64
-"""Events whose frames are made in one turn; one takes up to 0.1 ms."""
+"""Events whose frames are made in one turn; each takes up to 0.1 ms."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -78,7 +78,7 @@ async def checked_response(client: Client, frames: Frames, turns: Turns) -> Resp
 def _pieces(
     client: Client, frames: Frames, turns: Turns, first: Sequence[ClientEvent] | None = None, after: str = ""
 ) -> AsyncIterator[bytes]:
-    """Return what `_written` yields for the current HTTP request, whose context ends before its answer does."""
+    """Return what `_written` yields, in the context of the current HTTP request: that ends before its answer does."""
     state = request.scope.get("state", {})
     return _written(client, frames, turns, first, after, state.get(SEND), state.get(WRITE))
 
@@ -111,7 +111,7 @@ async def _written(
             return frames.of(events[0])
         written = []
         for event in events:
-            if has_failed:  # events of siblings would come after the end
+            if has_failed:  # else events of siblings would come after the end
                 break
             frame = frames.of(event)
             if is_news(event):
@@ -172,7 +172,7 @@ def name_unknown(response: Response, names: Sequence[str]) -> None:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the nested OpenAI body, and the headers that say how, or when, to try again."""
+    """Return the nested OpenAI body, and the headers that tell how or when to try again."""
     response = json_response(error_body(error), error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -26,9 +26,9 @@ logger = structlog.get_logger()
 
 PATH: Final = "/flush_cache"
 PATIENCE_S = 5.0
-"""How long the engines have: an engine that is in a step reads it afterwards."""
+"""How long the engines may take: an engine reads the request after its current step."""
 ASK_AGAIN_S = 1.0
-"""When to write to `control` again, from which they read it: it may lose an entry."""
+"""When to write the request to `control` again, because `control` may lose an entry."""
 POLL_S = 0.02
 
 

@@ -30,9 +30,9 @@ logger = structlog.get_logger()
 LIMIT: Final = 50
 MOST: Final = 100
 READ_AT_ONCE: Final = 10
-"""Letters, of which each may hold 64 KB."""
+"""Letters in one read; each may have 64 KB."""
 MOST_SEARCHED: Final = 1000
-"""Letters, the newest, among which that of a uid is looked for."""
+"""Most letters, the newest first, that are searched for a uid."""
 LEAST_ID: Final = "0-0"
 QUERY: Final = {
     "limit": {"description": f"Most letters in the answer, 1 to {MOST}.", "pattern": "^[1-9][0-9]{0,2}$"},
@@ -136,7 +136,7 @@ async def _letter_of(log: AsyncRedisLog, uid: str) -> Entry | None:
 
 
 async def _request(log: AsyncRedisLog, letter: Entry) -> Submitted:
-    """Return the request that asks again for what was asked. Raises as the log does.
+    """Return the request that asks the same again. Raises as the log does.
 
     Raises:
         RequestError: Nothing is left of it.

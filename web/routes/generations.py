@@ -37,7 +37,7 @@ BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
     "headers": {HEADER: SCHEMA, copies.HEADER: copies.SCHEMA, EVENT_IDS: EVENT_IDS_SCHEMA},
 }
-"""What /openapi.json says of routes that answer with one body, or with a stream."""
+"""Entry in /openapi.json of routes that answer with one body or a stream."""
 
 
 class Asked(Protocol):
@@ -60,7 +60,7 @@ TOO_MANY_HELD: Final = Failed(
     "stream it, or ask for fewer tokens, alternatives or answers.",
     param="logprobs",
 )
-"""Ends an answer of which this process would hold too much."""
+"""The end of an answer that would take too much memory in this process."""
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
@@ -130,10 +130,10 @@ async def answer(
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
         if who.owner:
             events = [event.model_copy(update={"owner": who.owner}) for event in events]
-    except RequestError as error:  # it has no history, but a log line like any other
+    except RequestError as error:  # it has no history, but it has a log line
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
-    del body  # it may be large, and the answer long
+    del body  # do not keep it: it may be large, and the answer may take long
     place().has_read()
     opened = await open_request(frontend, events, once=once, quota=who.quota)
     if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`

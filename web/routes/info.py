@@ -19,6 +19,7 @@ from pipeline.metrics.counters import read_snapshot
 from pipeline.metrics.families import CACHE_CONFIG, GENERATION_SPEED, KV_CACHE_USAGE, NUM_RUNNING, NUM_WAITING, Family
 from pipeline.names import PROBE
 from pipeline.stage.slots import Status
+from web.http.acceptor import ALIVE
 from web.live.frontend import Frontend
 from web.live.metrics import CONTENT_TYPE, Exposition
 from web.routes.answers import json_response
@@ -30,7 +31,7 @@ LOADS: Final[Mapping[str, Family]] = {
     "token_usage": KV_CACHE_USAGE,
     "last_gen_throughput": GENERATION_SPEED,
 }
-"""What an engine has to do now, and how fast it was. Zeros are left out of its snapshot."""
+"""The load and the speed of an engine. Its snapshot leaves out zeros."""
 
 
 def internal_state(status: Status) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def health_routes(frontend: Frontend) -> Blueprint:
     @routes.get("/v1")
     @operation("200 while this process is alive")
     async def health() -> Response:
-        return json_response({"status": "ok"})
+        return json_response(ALIVE)
 
     @routes.get("/version")
     @operation("The version of the server, and how its engines compute")

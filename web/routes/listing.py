@@ -1,4 +1,4 @@
-"""GET /v1/requests: the requests of whoever asks, the newest first. GET /v1/requests/<uid>/steps: what the engines did
+"""GET /v1/requests: the requests of the caller, the newest first. GET /v1/requests/<uid>/steps: what the engines did
 for one of them, and who shared its batches.
 """
 
@@ -30,12 +30,12 @@ MOST: Final = 200
 MOST_SEARCHED: Final = 200
 """Characters of a text to search for."""
 MOST_COMPANIONS: Final = 500
-"""Whose owners are looked up; the others are numbers."""
+"""Most companions whose owners are looked up; the others are shown as numbers."""
 SHOWN: Final = (
     *("uid", "state", "reason", "endpoint", "model", "submitted_ms", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("tokens_per_s", "engine", "owner", "labels", "replay_of"),
 )
-"""What the list has of a request as it is."""
+"""Fields that the list shows unchanged."""
 STATES: Final = frozenset(get_args(RequestState))
 GROUPS: Final = {"ended": ENDED, "open": STATES - ENDED}
 _NUMBER: Final = re.compile("[1-9][0-9]{0,2}")
@@ -79,7 +79,7 @@ def listing_routes(frontend: Frontend) -> Blueprint:
 
 
 def _company(company: Company, who: Caller, owners: Mapping[str, str]) -> bytes:
-    """Return in whose company a request was computed, in JSON. Those whom *who* may not see are numbers."""
+    """Return which requests shared the batches of a request, as JSON. Those that *who* may not see are numbers."""
     numbers: dict[str, int] = {}
 
     def called(other: str) -> str | int:
@@ -92,7 +92,7 @@ def _company(company: Company, who: Caller, owners: Mapping[str, str]) -> bytes:
 
 
 def plain(facts: RequestFacts) -> dict[str, Any]:
-    """Return a request as the list has it."""
+    """Return a request as the list shows it."""
     took_ms = max(facts.ended_ms - facts.submitted_ms, 0) if facts.ended_ms else None
     return {name: getattr(facts, name) for name in SHOWN} | {"took_ms": took_ms}
 

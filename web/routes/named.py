@@ -1,4 +1,4 @@
-"""The requests that a path names: found for whoever may see them, and absent for all others."""
+"""Finds the requests that a path names, for a caller who may see them. For all others they do not exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uid_in(name: str) -> str:
 
 
 async def find_of(frontend: Frontend, uid: str, who: Caller) -> Lookup:
-    """Return the requests of *who* that *uid* stands for. Raises RequestError if there are none, and as the log does.
+    """Return the requests of *who* under *uid*. Raises RequestError if there are none, and as the log does.
 
     It reads no more of a history than how it begins.
     """

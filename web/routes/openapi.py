@@ -84,7 +84,7 @@ ERROR: Final[dict[str, Any]] = {
         }
     },
 }
-"""The one shape that every error has."""
+"""The shape of every error."""
 
 
 def docs_routes() -> Blueprint:

@@ -13,7 +13,7 @@ from web.http.page_files import PAGES, PageFile, read_page, read_pages
 from web.routes.openapi import operation
 
 NAME: Final = "pages"
-"""Of the blueprint whose paths need no key."""
+"""Name of the blueprint whose paths need no key."""
 HTML: Final = "text/html"
 KINDS: Final = (HTML, "text/css", "text/javascript", "application/json", "image/svg+xml", "image/png", "text/plain")
 
@@ -27,7 +27,7 @@ def page_routes(folder: Path = PAGES) -> Blueprint:
     @operation("The playground, a page", answers=(HTML,))
     async def playground() -> Response:
         accepted = request.accept_mimetypes
-        if accepted and not accepted["text/html"]:  # a client of the API, at a wrong path
+        if accepted and not accepted["text/html"]:  # a client of the API at a wrong path
             raise NotFound
         return _page(files, "index.html")
 
@@ -38,7 +38,7 @@ def page_routes(folder: Path = PAGES) -> Blueprint:
 
     @routes.get("/requests/<path:name>")
     @operation("The timeline of a request, a page", answers=(HTML,))
-    async def timeline(name: str) -> Response:  # a wrong name gets the page, too, which says what is wrong
+    async def timeline(name: str) -> Response:  # a wrong name gets the page, too: the page says what is wrong
         return _page(files, "request.html")
 
     @routes.get("/pages/<path:name>")
@@ -50,7 +50,7 @@ def page_routes(folder: Path = PAGES) -> Blueprint:
 
 
 def docs_page_routes() -> Blueprint:
-    """Return the route of the page that shows /openapi.json. It is there also without the other pages."""
+    """Return the route of the page that shows /openapi.json. It exists also without the other pages."""
     routes = Blueprint("docs_page", __name__)
     page = {"docs.html": read_page(PAGES / "docs.html")}
 

@@ -34,7 +34,7 @@ def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
         who = known_caller()
         frontend.admit()
         most = _most()
-        if request.method == "HEAD":  # whoever asks for the headers alone would hold the stream for ever
+        if request.method == "HEAD":  # else a client that asks for the headers alone would hold the stream for ever
             return Response(content_type=sse.CONTENT_TYPE)
         return event_stream(_pictures(frontend, who, most))
 
@@ -48,7 +48,7 @@ def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
 
 
 def _most() -> int:
-    """Return how many pictures are wanted; 0: all. Raises RequestError for anything but a number."""
+    """Return how many pictures the client wants; 0: all. Raises RequestError for anything but a number."""
     given = request.args.get("pictures", "")
     if given and not _COUNT.fullmatch(given):
         message = "pictures: should be a whole number from 1 on, or left out"

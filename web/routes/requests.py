@@ -51,7 +51,7 @@ FORMATS: Final[Mapping[str, Callable[[], Frames]]] = {
     "events": functools.partial(EventFrames, ids=True),
     "story": StoryFrames,
 }
-"""Streams of all of a history."""
+"""Formats whose streams have all of a history."""
 MOST_STORIES_BYTES: Final = 16 << 20
 """Longest answer with the stories of several siblings."""
 
@@ -155,7 +155,7 @@ async def _stream(frontend: Frontend, uid: str, found: Lookup, form: str, *, aft
     if frames is None:
         message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
         raise RequestError(message, param="format", code="invalid_value")
-    if frontend.readers.count(uid):  # one more of the same request; without that, running requests bound them
+    if frontend.readers.count(uid):  # a further one of the same request: else running requests bound their number
         place().views()
     if found.archived is None:
         client = await read_request(frontend, uid, submitted, whole=whole)
@@ -262,7 +262,7 @@ def _known(form: str, *, after: str) -> Known | None:
         other = f"format={form}" if form else "starting_after"
         message = f"{AFTER_CHARACTERS}: cannot be combined with {other}; leave one of them out"
         raise RequestError(message, param=AFTER_CHARACTERS, code="invalid_value")
-    return None if after else Known(num)  # a browser that reconnects says the id after which it wants the rest
+    return None if after else Known(num)  # a browser that reconnects sends the id after which it resumes
 
 
 def _asked(name: str) -> tuple[str, str | None]:
@@ -320,7 +320,7 @@ def replay_routes(frontend: Frontend) -> Blueprint:
 
 
 def _again(history: History, asked: ReplayRequest) -> Submitted:
-    """Return the request that computes *history* again. Raises RequestError if it cannot be."""
+    """Return the request that computes *history* again. Raises RequestError if none can."""
     if isinstance(history.end, Failed) and history.end.code == DEADLY:
         message = (
             "This request killed its engine, so the server does not compute it again; `minisgl replay run` does, in a "
@@ -334,6 +334,6 @@ def _again(history: History, asked: ReplayRequest) -> Submitted:
 
 
 async def _check_engine(frontend: Frontend) -> None:
-    """Raise RequestError where no engine lives that could compute. Raises as the log does."""
+    """Raise RequestError if no engine is there to compute it. Raises as the log does."""
     if not await frontend.log.statuses(GENERATE):
         raise RequestError("No engine lives now; send it again later.", code="loading", status=503)

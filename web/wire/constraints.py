@@ -182,7 +182,7 @@ class ConstraintFields(Strict):
             yield from (f"{path}{name}.{keyword}" for keyword in (schema.ignored if schema is not None else ()))
 
     def _constraints(self, path: str) -> Iterator[Constraint]:
-        """Yield what each field says."""
+        """Yield the constraint of each field that is set."""
         if self.response_format is not None:
             yield from _of_format(self.response_format, path + "response_format")
         if self.structured_outputs is not None:

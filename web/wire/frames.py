@@ -1,4 +1,4 @@
-"""A stream is a fold: events of the log go in one by one, frames come out. Here is what all endpoints share of it."""
+"""A stream is a fold: events of the log go in one by one, frames come out. This module has what all endpoints share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVENT_IDS_SCHEMA: Final[Mapping[str, Any]] = {
 
 
 def wants_ids(given: str | None) -> bool:
-    """Return whether a client wants ids in its stream, by the header that it has *given*.
+    """Return whether a client wants ids in its stream. *given* is its header.
 
     Raises:
         RequestError: The header is neither 0 nor 1.
@@ -45,7 +45,7 @@ class ClientEvent:
     n: int
     event: AnyEvent
     index: int = 0
-    """Which of the siblings it belongs to."""
+    """The index of its sibling."""
 
 
 class Frames:
@@ -61,11 +61,11 @@ class Frames:
 
     @property
     def are_long(self) -> bool:
-        """Return whether the next frames may be long, and so are better asked for in `pieces`."""
+        """Return whether the next frames may be long. Then call `pieces` instead of `of`."""
         return False
 
     def pieces(self, event: ClientEvent) -> Iterator[bytes]:
-        """Yield the bytes of `of` one after the other, each in a short time."""
+        """Yield the bytes of `of` in pieces; each takes little time."""
         yield self.of(event)
 
     def id_of(self, event: ClientEvent) -> str:
@@ -82,6 +82,6 @@ class EventFrames(Frames):
 
     def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        if not event.entry_id and isinstance(event.event, Failed):  # not in the log: this process alone says it
+        if not event.entry_id and isinstance(event.event, Failed):  # not in the log: only this process says it
             return self.error(error_of(event.event))
         return sse.frame(orjson.dumps(event.event.model_dump(mode="json", exclude_unset=True)), self.id_of(event))

@@ -24,23 +24,23 @@ _INSTEAD: Final = "resume after the id of an event (Last-Event-ID), or read the 
 
 
 class Known:
-    """Takes them out of the text that comes."""
+    """Removes these characters from the stream."""
 
     def __init__(self, num: int) -> None:
         self.num = num
         self.are_over = False
-        """Text after them has come, so the client has nothing of what comes now."""
+        """Whether text after them has come: then the client has none of the following text."""
         self._left = num
 
     def rest(self, text: str) -> str:
-        """Return what the client lacks of *text*, which comes next."""
+        """Return the part of *text*, which comes next, that the client does not have."""
         known = min(self._left, len(text))
         self._left -= known
         self.are_over = self.are_over or known < len(text)
         return text[known:]
 
     def rest_of(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Return what the client lacks of *pieces*, which come next.
+        """Return the parts of *pieces*, which come next, that the client does not have.
 
         Raises:
             RequestError: The client may have one that is no content, and so is not counted.

@@ -1,4 +1,4 @@
-"""JSON of long answers, made piece by piece: nobody holds all of it, and others have the loop between two pieces."""
+"""JSON of long answers, made piece by piece: it is never in memory as a whole, and others have the loop in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import orjson
 
 PIECE_BYTES: Final = 16 << 10
-"""A piece is sent once it has so many. Making it takes a few milliseconds."""
+"""A piece is sent when it has this many bytes. Making it takes a few milliseconds."""
 PAIRS_AT_ONCE: Final = 256
 """Pairs of token and log-probability that are made at a time, each of up to 100 bytes."""
 _HERE: Final = b"\xff"
@@ -26,7 +26,7 @@ class Slices:
 
 
 def sliced(items: Iterable[T], num_pairs: int = 1) -> Slices:
-    """Return a list of *items*, of which each has so many pairs."""
+    """Return a list of *items* for `encoded`; each item has so many pairs."""
     return Slices(_batched(iter(items), max(PAIRS_AT_ONCE // num_pairs, 1)))
 
 

@@ -28,7 +28,7 @@ Body = dict[str, Any]
 def request_body(events: Sequence[Submitted]) -> Body:
     """Return the body that makes *events*, for the endpoint that they name: one event, or all siblings in order.
 
-    One of several siblings makes a body for itself alone. Only the first one of a prompt says whether that is scored.
+    One of several siblings makes a body for itself alone. Only the first one of a prompt has its scores.
     """
     first = events[0]
     choices = first.presentation.choices if len(events) == first.siblings else 1

@@ -30,7 +30,7 @@ def text_frames(text: str, event_id: str = "") -> bytes:
 
 
 def with_newlines(text: str) -> str:
-    """Return a plain text as its reader gets it."""
+    """Return a plain text as a client of the stream gets it."""
     return _BREAK.sub("\n", text)
 
 

@@ -38,11 +38,11 @@ class StoryFrames(EventFrames):
 
 def asked_of(event: Submitted) -> dict[str, Any]:
     """Return what was asked as plain data. `body`, as text, makes the same request again, seed included: a number in a
-    browser would not hold it. Where no body can be made, what was asked is beside it.
+    browser would not hold it. If no body can be made, it is "" and the other fields say what was asked.
     """
     body = ""
     if event.endpoint in ENDPOINTS and not (event.endpoint == CHAT_ENDPOINT and event.prompt_ids):
-        with contextlib.suppress(orjson.JSONDecodeError):  # a constraint that somebody imported may be none
+        with contextlib.suppress(orjson.JSONDecodeError):  # an imported constraint may be invalid
             body = orjson.dumps(request_body([event]), option=orjson.OPT_INDENT_2).decode()
     sampling = event.sampling.model_dump(mode="json")
     plain = as_plain(event, without=PROMPT if body else ())

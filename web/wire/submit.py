@@ -126,7 +126,7 @@ def _choices(
 
 
 def _num_kept(event: Submitted) -> int:
-    """Return how many of the token ids of a prompt are kept; 0 if only the tokenizer knows that."""
+    """Return how many token ids of a prompt are kept; 0 if only the tokenizer knows."""
     most = event.truncate_prompt_tokens
     return min(len(event.prompt_ids), most or len(event.prompt_ids)) if most != -1 else 0
 
@@ -236,5 +236,5 @@ def _is_object(text: str) -> bool:
 
 
 def _begins_twice(event: Submitted, bos: str) -> bool:
-    """Say whether a prompt begins with the text of the token that the tokenizer puts before it."""
+    """Return whether a prompt begins with the text of the token that the tokenizer puts before it."""
     return bool(bos) and event.add_special_tokens is not False and event.prompt.startswith(bos)

@@ -1,11 +1,11 @@
--- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second.
--- KEYS live, history, replies, control, ended, archive, submitted, dead; of a sibling: shared
--- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
---      retention_ms where no token was produced, age at which entries of `ended` are dropped or 0,
---      number of parts of a dead letter (0: no letter), those parts..., fields...
+-- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second. Consumes `entry` of
+-- `submitted`, if there is one. ARGV goes on with the parts of a dead letter, num_parts of them (0: there is none), and the
+-- fields of the end. With the letter goes a copy of the history, of copy_bytes at most.
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
+local key, arg = named()
+
 local function text_of(digest)
-  return KEYS[9] and redis.pcall('HMGET', KEYS[9], digest)[1] or ''
+  return key.shared and redis.pcall('HMGET', key.shared, digest)[1] or ''
 end
 
 local function as_whole_json(entry)
@@ -34,16 +34,16 @@ local function copy_of(history, bytes)
   return '[' .. table.concat(kept, ',') .. ']', redis.call('XLEN', history) - #kept, labels
 end
 
-if ARGV[4] ~= '' then
-  redis.call('XACK', KEYS[7], 'tokenize', ARGV[4])
-  redis.call('XDEL', KEYS[7], ARGV[4])
+if arg.entry then
+  redis.call('XACK', key.submitted, 'tokenize', arg.entry)
+  redis.call('XDEL', key.submitted, arg.entry)
 end
-local num_parts = tonumber(ARGV[9])
-local ended_at = seal(ARGV[1], ARGV[2], ARGV[7], ARGV[3], slice(ARGV, 10 + num_parts, #ARGV), KEYS[9], ARGV[8])
+local num_parts = tonumber(arg.num_parts)
+local ended_at = seal(key, arg, arg.uid, slice(ARGV, 2 + num_parts, #ARGV))
 if not ended_at then return 'ENDED' end
 if num_parts > 0 then
-  local letter = slice(ARGV, 10, 9 + num_parts)
-  local copy, left_out, labels = copy_of(KEYS[2], tonumber(ARGV[6]))
+  local letter = slice(ARGV, 2, 1 + num_parts)
+  local copy, left_out, labels = copy_of(key.history, tonumber(arg.copy_bytes))
   letter[#letter + 1] = 'history'
   letter[#letter + 1] = copy
   if labels then
@@ -54,6 +54,6 @@ if num_parts > 0 then
     letter[#letter + 1] = 'history_cut'
     letter[#letter + 1] = left_out
   end
-  redis.call('XADD', KEYS[8], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', ended_at, unpack(letter))
+  redis.call('XADD', key.dead, 'MAXLEN', '~', arg.dead_cap, '*', 'uid', arg.uid, 'ms', ended_at, unpack(letter))
 end
 return 'OK'

@@ -9,6 +9,22 @@ local function now_ms() -- Redis' clock, as text
   return string.format('%d%03d', now[1], math.floor(now[2] / 1000))
 end
 
+-- Returns the keys and the arguments of a commit by their names; step and produced have them by their places. ARGV[1] is
+-- JSON: an argument is a text or a list of texts, and one without a value is missing; `keys` has the index of each key, or
+-- of several. ARGV goes on with what is too long for that.
+local function named()
+  local arg, key = cjson.decode(ARGV[1]), {}
+  for name, at in pairs(arg.keys) do
+    if type(at) == 'table' then
+      key[name] = {}
+      for i, one in ipairs(at) do key[name][i] = KEYS[one] end
+    else
+      key[name] = KEYS[at]
+    end
+  end
+  return key, arg
+end
+
 local function slice(list, first, last)
   local part = {}
   for i = first, last do part[#part + 1] = list[i] end
@@ -70,23 +86,23 @@ local function tell_archivers(ended, archive, uid, ended_ms, now)
   if dropped > 0 then redis.call('HINCRBY', archive, 'unarchived', dropped) end
 end
 
--- Seals a history. KEYS begin with live, history, replies, control, ended, archive. Returns the moment, or false if the history was sealed
--- before or is gone. The number of tokens is read off the history. Without any, the history is kept for *tokenless_ms*.
--- *shared* is the key of what siblings share, or nil. *ended_ms* is as for tell_archivers; nil: the retention.
-local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared, ended_ms)
-  redis.call('ZREM', KEYS[1], uid)
-  local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
+-- Seals a history. *key* has live, history, replies, control, ended, archive, and of a sibling shared; *arg* has reply_cap,
+-- retention_ms, and perhaps tokenless_ms, for which a history without tokens is kept, and ended_ms, see tell_archivers.
+-- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
+local function seal(key, arg, uid, fields)
+  redis.call('ZREM', key.live, uid)
+  local last = redis.pcall('XREVRANGE', key.history, '+', '-', 'COUNT', 1) -- another type of key has no entries
   local now = now_ms()
   fields[#fields + 1] = 'n'
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
-  if not append(KEYS[2], SEAL, fields, now) then return false end
-  local kept_ms = n == '0' and tokenless_ms or retention_ms
-  redis.call('PEXPIRE', KEYS[2], kept_ms)
-  sibling_ended(shared, now, kept_ms)
-  redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
-  redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
-  tell_archivers(KEYS[5], KEYS[6], uid, ended_ms or retention_ms, now)
+  if not append(key.history, SEAL, fields, now) then return false end
+  local kept_ms = n == '0' and arg.tokenless_ms or arg.retention_ms
+  redis.call('PEXPIRE', key.history, kept_ms)
+  sibling_ended(key.shared, now, kept_ms)
+  redis.pcall('XADD', key.replies, 'NOMKSTREAM', 'MAXLEN', '~', arg.reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
+  redis.call('XADD', key.control, 'MAXLEN', '~', 1000, '*', 'uid', uid)
+  tell_archivers(key.ended, key.archive, uid, arg.ended_ms or arg.retention_ms, now)
   return now
 end
 

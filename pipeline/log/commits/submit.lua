@@ -1,13 +1,8 @@
 -- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
 -- idempotency key, once. Under a quota, only within it. Sent again from a dead letter, only if that is there; it is dropped.
--- KEYS live, submitted, tokenized, the histories; of siblings: shared;
---      with a quota: running, the limits of three minutes, and its bytes; with an idempotency key: idempotency;
---      from a dead letter: dead, versions
--- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that may lose the
---      key or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no quota),
---      bytes within the retention (0: no such limit), how many bytes these requests count,
---      number of shared texts, id of the dead letter or '', ms for which its version is kept, (digest, text)*,
---      (uid, frontend, number of fields, fields...)*
+-- The quota is per_minute, at_once and log_bytes; 0: no such limit. key.limits are those of three minutes from first_minute
+-- on, and key.spent is what the API key has submitted, to which these requests add num_bytes. ARGV goes on with
+-- (digest, text)* of what siblings share, num_texts of them, and with the fields of each request, num_fields of them.
 -- Returns an outcome, the base uid that it is about, and a number:
 --   ACCEPTED
 --   DUPLICATE  the requests are there: an earlier try had got through
@@ -24,12 +19,14 @@
 -- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
 -- Redis refuses this script at maxmemory. Once it has begun, Redis refuses none of its writes.
 
+local key, arg = named()
+
 -- Returns which of these requests have ended.
 local function ended_of(uids)
   local ended = {}
   for first = 1, #uids, 1000 do -- Lua cannot unpack many more
     local part = slice(uids, first, math.min(first + 999, #uids))
-    for i, deadline in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(part))) do
+    for i, deadline in ipairs(redis.call('ZMSCORE', key.live, unpack(part))) do
       if not deadline then ended[#ended + 1] = part[i] end
     end
   end
@@ -39,14 +36,14 @@ end
 -- Returns whether more than so many requests wait: they live, and no engine has taken them. Entries of both streams stay
 -- for a while when their request has ended, so the numbers say it only where they are far from the limit.
 local function more_wait_than(most)
-  local living = redis.call('ZCARD', KEYS[1])
+  local living = redis.call('ZCARD', key.live)
   if most < 0 or living <= most then return most < 0 end
-  local group = redis.pcall('XPENDING', KEYS[3], 'generate') -- an error where there is no group
+  local group = redis.pcall('XPENDING', key.tokenized, 'generate') -- an error where there is no group
   local num_taken = group.err and 0 or group[1]
-  if redis.call('XLEN', KEYS[2]) + redis.call('XLEN', KEYS[3]) - num_taken <= most then return false end
+  if redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized) - num_taken <= most then return false end
   if living - num_taken > most then return true end
   local taken = {}
-  for i, entry in ipairs(redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', num_taken)) do taken[i] = entry[2][2] end
+  for i, entry in ipairs(redis.call('XRANGE', key.tokenized, '-', '+', 'COUNT', num_taken)) do taken[i] = entry[2][2] end
   return living - (#taken - #ended_of(taken)) > most
 end
 
@@ -70,82 +67,77 @@ local function free_in(parts, used, share, now, kept_ms)
   end
 end
 
-local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
-local keys = 3 + count + (count > 1 and 1 or 0) -- those before the quota
-local running, once = quota and KEYS[keys + 1], ARGV[6] ~= '' and KEYS[keys + (quota and 6 or 1)]
-local letter, letters, versions = ARGV[14], KEYS[#KEYS - 1], KEYS[#KEYS] -- the keys are these if there is a letter
-for i = 4, 3 + count do -- the first may be gone while others are there
-  if redis.call('EXISTS', KEYS[i]) == 1 then return { 'DUPLICATE', uid, 0 } end
+local uid, count = arg.uid, #arg.uids
+for _, history in ipairs(key.histories) do -- the first may be gone while others are there
+  if redis.call('EXISTS', history) == 1 then return { 'DUPLICATE', uid, 0 } end
 end
-if letter ~= '' and #redis.call('XRANGE', letters, letter, letter) == 0 then return { 'GONE', uid, 0 } end
-local held = once and redis.call('GET', once)
+if arg.letter and #redis.call('XRANGE', key.dead, arg.letter, arg.letter) == 0 then return { 'GONE', uid, 0 } end
+local held = arg.digest and redis.call('GET', key.idempotency)
 if held then
   local other, digest = string.match(held, '^([^:]*):([^:]*)')
-  if digest ~= ARGV[6] then return { 'MISMATCH', other, 0 } end
-  if other ~= ARGV[7] then return { 'ATTACH', other, 0 } end
+  if digest ~= arg.digest then return { 'MISMATCH', other, 0 } end
+  if other ~= arg.instead_of then return { 'ATTACH', other, 0 } end
 end
 local now = now_ms()
 
-local per_minute, at_once = quota and tonumber(ARGV[8]) or 0, quota and tonumber(ARGV[9]) or 0
+local per_minute, at_once = tonumber(arg.per_minute), tonumber(arg.at_once)
 local limit, ended = nil, {}
 if per_minute > 0 then
   local minute = math.floor(tonumber(now) / 60000)
-  local place = minute - tonumber(ARGV[10])
+  local place = minute - tonumber(arg.first_minute)
   if place < 0 or place > 2 then return { 'MINUTE', uid, minute } end
-  limit = KEYS[keys + 2 + place]
+  limit = key.limits[1 + place]
   if tonumber(redis.call('GET', limit) or 0) >= per_minute then
     return { 'TOO_FAST', uid, 60000 - tonumber(now) % 60000 }
   end
 end
-if at_once > 0 and redis.call('SCARD', running) >= at_once then -- only now it matters which of them have ended
-  local uids = redis.call('SMEMBERS', running)
+if at_once > 0 and redis.call('SCARD', key.running) >= at_once then -- only now it matters which of them have ended
+  local uids = redis.call('SMEMBERS', key.running)
   ended = ended_of(uids)
   if #uids - #ended >= at_once then return { 'TOO_MANY', uid, 0 } end
 end
-local share, part_ms, kept_ms, parts = tonumber(ARGV[11]), nil, nil, nil
+local share, part_ms, kept_ms, parts = tonumber(arg.log_bytes), nil, nil, nil
 if share > 0 then
-  part_ms = math.max(math.ceil(tonumber(ARGV[4]) / 16), 1)
-  kept_ms = tonumber(ARGV[4]) + part_ms -- so long after its begin, all of a part is older than the retention
+  part_ms = math.max(math.ceil(tonumber(arg.retention_ms) / 16), 1)
+  kept_ms = tonumber(arg.retention_ms) + part_ms -- so long after its begin, all of a part is older than the retention
   local used
-  parts, used = spent(KEYS[keys + 5], tonumber(now), kept_ms)
+  parts, used = spent(key.spent, tonumber(now), kept_ms)
   if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
 end
-if more_wait_than(tonumber(ARGV[5]) - count) then return { 'BUSY', uid, 0 } end
+if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0 } end
 
-local deadline = string.format('%.0f', tonumber(now) + tonumber(ARGV[3]))
-local gone = string.format('%.0f', tonumber(deadline) + tonumber(ARGV[4]))
-local uids, at = {}, 16 + 2 * tonumber(ARGV[13])
+local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))
+local gone = string.format('%.0f', tonumber(deadline) + tonumber(arg.retention_ms))
+local at = 2 + 2 * tonumber(arg.num_texts)
 if count > 1 then
-  local shared = KEYS[4 + count]
-  redis.call('HSET', shared, 'left', count)
-  for i = 16, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
-  redis.call('PEXPIREAT', shared, gone)
+  redis.call('HSET', key.shared, 'left', count)
+  for i = 2, at - 1, 2 do redis.call('HSET', key.shared, ARGV[i], ARGV[i + 1]) end
+  redis.call('PEXPIREAT', key.shared, gone)
 end
-for i = 1, count do
-  local history, last = KEYS[3 + i], at + 2 + tonumber(ARGV[at + 2])
-  uids[i] = ARGV[at]
-  redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at + 3, last))
+for i, history in ipairs(key.histories) do
+  local last = at - 1 + tonumber(arg.num_fields[i])
+  redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at, last))
   redis.call('PEXPIREAT', history, gone)
-  redis.call('ZADD', KEYS[1], deadline, uids[i])
-  redis.call('XADD', KEYS[2], '*', 'uid', uids[i], 'frontend', ARGV[at + 1])
+  redis.call('ZADD', key.live, deadline, arg.uids[i])
+  redis.call('XADD', key.submitted, '*', 'uid', arg.uids[i], 'frontend', arg.frontends[i])
   at = last + 1
 end
-if once then redis.call('SET', once, uid .. ':' .. ARGV[6], 'PX', gone - tonumber(now)) end
-if letter ~= '' then drop_letter(letters, versions, letter, ARGV[15]) end
+if arg.digest then redis.call('SET', key.idempotency, uid .. ':' .. arg.digest, 'PX', gone - tonumber(now)) end
+if arg.letter then drop_letter(key.dead, key.versions, arg.letter, arg.version_ms) end
 if limit then
   redis.call('INCR', limit)
   redis.call('PEXPIRE', limit, 120000)
 end
 if at_once > 0 then
-  for _, other in ipairs(ended) do redis.call('SREM', running, other) end
-  for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end
-  if redis.call('PTTL', running) < gone - tonumber(now) then redis.call('PEXPIREAT', running, gone) end
+  for _, other in ipairs(ended) do redis.call('SREM', key.running, other) end
+  for _, sibling in ipairs(arg.uids) do redis.call('SADD', key.running, sibling) end
+  if redis.call('PTTL', key.running) < gone - tonumber(now) then redis.call('PEXPIREAT', key.running, gone) end
 end
 if share > 0 then
   local begin, text = math.floor(tonumber(now) / part_ms) * part_ms, {}
   if #parts == 0 or parts[#parts][1] ~= begin then parts[#parts + 1] = { begin, 0 } end
-  parts[#parts][2] = parts[#parts][2] + tonumber(ARGV[12])
+  parts[#parts][2] = parts[#parts][2] + tonumber(arg.num_bytes)
   for i, part in ipairs(parts) do text[i] = string.format('%.0f:%.0f', part[1], part[2]) end
-  redis.call('SET', KEYS[keys + 5], table.concat(text, ' '), 'PX', kept_ms)
+  redis.call('SET', key.spent, table.concat(text, ' '), 'PX', kept_ms)
 end
 return { 'ACCEPTED', uid, 0 }

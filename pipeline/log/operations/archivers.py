@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, commit
 from pipeline.log.operations.requests import wholes
 from pipeline.log.operations.workers import unless_fenced
 from pipeline.log.protocol import Entry, Owner
@@ -14,7 +14,8 @@ from pipeline.names import ARCHIVE
 
 
 def open_archive(log: LogContext, archive_id: str) -> Script[str]:
-    return Script("open_archive", [log.names.ended, log.names.archive], [ARCHIVE, archive_id], as_text)
+    keys = {"ended": log.names.ended, "archive": log.names.archive}
+    return commit("open_archive", as_text, keys, group=ARCHIVE, archive=archive_id)
 
 
 def close_archive(log: LogContext) -> Command[bool]:
@@ -25,9 +26,15 @@ def archived(log: LogContext, owner: Owner, entries: Sequence[Entry], lost: Sequ
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))
 
-    keys = [log.names.owner(owner.slot), log.names.ended, log.names.archive]
-    ids = [entry.id for entry in (*lost, *entries)]
-    return Script("archived", keys, [str(owner), ARCHIVE, len(lost), *ids], parse)
+    return commit(
+        "archived",
+        parse,
+        {"owner": log.names.owner(owner.slot), "ended": log.names.ended, "archive": log.names.archive},
+        owner=str(owner),
+        group=ARCHIVE,
+        done=[entry.id for entry in entries],
+        lost=[entry.id for entry in lost],
+    )
 
 
 def begins(log: LogContext, uids: Sequence[str]) -> Steps[dict[str, Entry]]:

@@ -10,7 +10,7 @@ from typing import Final
 from pipeline.errors import LogUnavailable
 from pipeline.log.entries import COPY_TTL_MS
 from pipeline.log.forgetting import Chooser, Purged, Unconsumed, of_journals, of_letters, of_replies, tombstone
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, commit
 from pipeline.log.operations.frontends import scan
 from pipeline.log.operations.requests import end_words, shared_by
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
@@ -66,9 +66,22 @@ def _told(stream: str, uids: Collection[str]) -> Steps[Unconsumed]:
 
 def erase(log: LogContext, uid: str, *, finished: bool = False) -> Script[bool]:
     names, words = log.names, end_words(tombstone(finished=finished))
-    keys = [names.request(uid), names.ended, names.reader(uid), *shared_by(names, uid)]
-    args: Words = [uid, log.limits.retention_ms, int(not finished), *words, "n", 0]
-    return Script("erase", keys, args, is_ok)
+    return commit(
+        "erase",
+        is_ok,
+        {
+            "history": names.request(uid),
+            "ended": names.ended,
+            "reader": names.reader(uid),
+            "shared": shared_by(names, uid),
+        },
+        *words,
+        "n",
+        0,
+        uid=uid,
+        retention_ms=log.limits.retention_ms,
+        tells=not finished,
+    )
 
 
 def purge(log: LogContext, uids: Collection[str]) -> Steps[Purged]:
@@ -104,14 +117,16 @@ def _purged(log: LogContext, key: str, chooser: Callable[[], Chooser]) -> Steps[
 
 
 def _purge_once(log: LogContext, key: str, choose: Chooser) -> Steps[tuple[str, int]]:
-    keys, cursor, num_chosen, outcome = [key, log.names.copy(secrets.token_hex(8)), log.names.copies], "", 0, "MORE"
+    keys = {"stream": key, "copy": log.names.copy(secrets.token_hex(8)), "versions": log.names.copies}
+    cursor, num_chosen, outcome = "", 0, "MORE"
     while outcome == "MORE":
         first = f"({cursor}" if cursor else "-"
         entries = yield from Command(["XRANGE", key, first, "+", "COUNT", ENTRIES_PER_LOOK], entries_of)
         if not entries and not cursor:
             return "DONE", 0
         chosen, last = choose(entries), entries[-1].id if entries else cursor
-        outcome = yield from Script("purge", keys, [cursor, last, COPY_TTL_MS, *chosen], as_text, once=True)
+        ids = {"from": cursor, "to": last}
+        outcome = yield from commit("purge", as_text, keys, *chosen, copy_ms=COPY_TTL_MS, once=True, **ids)
         cursor, num_chosen = last, num_chosen + len(chosen)
     return outcome, num_chosen
 

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, Skipped, say_skipped, told_of
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.operations.requests import wholes
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
@@ -39,7 +39,7 @@ _Found: TypeAlias = Mapping[str, tuple[bytes | None, bytes | None, bytes | None]
 
 
 def open_replies(log: LogContext, frontend: str, *, read: str = "") -> Script[str]:
-    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS, read], as_text)
+    return commit("open_replies", as_text, {"replies": log.names.replies(frontend)}, ttl_ms=REPLIES_TTL_MS, read=read)
 
 
 def read_replies(

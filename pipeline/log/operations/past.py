@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from pipeline.log.operation import LogContext, Script, Steps
+from pipeline.log.operation import LogContext, Script, Steps, commit
 from pipeline.log.operations.frontends import requests
 from pipeline.log.protocol import Entry, Forgotten, check_whole, is_between
 from pipeline.log.replies import is_ok
@@ -25,8 +25,8 @@ def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[st
 def import_history(log: LogContext, uid: str, entries: Sequence[Entry], *, again: bool = False) -> Script[bool]:
     check_whole(uid, entries)
     pairs = [[entry.id, [word for pair in entry.fields.items() for word in pair]] for entry in entries]
-    arguments: list[str | int | bytes] = [log.limits.retention_ms, orjson.dumps(pairs), int(again)]
-    return Script("import", [log.names.request(uid)], arguments, _is_imported)
+    keys, kept_ms = {"history": log.names.request(uid)}, log.limits.retention_ms
+    return commit("import", _is_imported, keys, orjson.dumps(pairs), retention_ms=kept_ms, again=again)
 
 
 def _is_imported(reply: bytes | str | int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.log.operation import LogContext, Script, Words
+from pipeline.log.operation import LogContext, Script, commit
 from pipeline.log.operations.requests import flat
 from pipeline.log.operations.workers import unless_fenced
 from pipeline.log.protocol import Entry, Owner
@@ -16,14 +16,21 @@ from pipeline.names import slot_stage
 
 def form(log: LogContext, group: str, formation: Formation, *, ttl_ms: int) -> Script[str]:
     owner = formation.rank_0
-    keys = [log.names.owner(owner.slot), log.names.ranks(group)]
-    args: Words = [str(owner), formation.size, ttl_ms, formation.nonce, *flat(formation.fields())]
-    return Script("form", keys, args, lambda reply: as_text(unless_fenced(owner, reply)))
+    return commit(
+        "form",
+        lambda reply: as_text(unless_fenced(owner, reply)),
+        {"owner": log.names.owner(owner.slot), "ranks": log.names.ranks(group)},
+        *flat(formation.fields()),
+        owner=str(owner),
+        size=formation.size,
+        ttl_ms=ttl_ms,
+        nonce=formation.nonce,
+    )
 
 
 def joined(log: LogContext, owner: Owner, group: str, entries: Sequence[Entry]) -> Script[None]:
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))
 
-    keys = [log.names.owner(owner.slot), log.names.ranks(group)]
-    return Script("joined", keys, [str(owner), slot_stage(owner.slot), *(entry.id for entry in entries)], parse)
+    keys, ids = {"owner": log.names.owner(owner.slot), "ranks": log.names.ranks(group)}, [entry.id for entry in entries]
+    return commit("joined", parse, keys, owner=str(owner), group=slot_stage(owner.slot), entries=ids)

@@ -21,7 +21,7 @@ from pipeline.log.entries import (
     kept_ms,
     letter_fields,
 )
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.replies import (
     as_text,
@@ -65,10 +65,10 @@ def written(event: Event) -> list[str | bytes]:
     return flat(as_words(type(event), as_plain(event)))
 
 
-def shared_by(names: Names, uid: str) -> list[str]:
-    """Return the key of the texts that *uid* shares with its siblings; [] for a single request."""
+def shared_by(names: Names, uid: str) -> str | None:
+    """Return the key of the texts that *uid* shares with its siblings; None for a single request."""
     base = base_uid(uid)
-    return [] if uid == base else [names.shared(base)]
+    return None if uid == base else names.shared(base)
 
 
 def submit(
@@ -117,20 +117,22 @@ def _submit(
 ) -> Script[SubmitResult]:
     """Submit, counted in *minute* of Redis' clock, or the one before or after. Raise OtherMinute if it is another."""
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
-    digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
-    key = [names.idempotency(once.key)] if once else []
-    counted: list[str] = []
-    allowed: list[str | int] = ["", "", "", 0]
-    if quota is not None and (quota.requests_per_minute or quota.concurrent_requests or quota.log_bytes):
-        first = minute - 1
-        minutes = [names.limit(quota.key, first + i) for i in range(3)]
-        counted = [names.running(quota.key), *minutes, names.limit(quota.key, "bytes")]
-        allowed = [quota.requests_per_minute, quota.concurrent_requests, first, quota.log_bytes]
-    max_queued = 0 if is_full else limits.max_queued
-    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, max_queued]
-    args += [digest, instead_of, *allowed, num_bytes, len(shared), letter, COPY_TTL_MS, *flat(shared)]
-    for sibling, event, fields in zip(uids, events, histories, strict=True):
-        args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
+    keys: dict[str, str | Sequence[str] | None] = {
+        "live": names.live,
+        "submitted": names.submitted,
+        "tokenized": names.tokenized,
+        "histories": [*map(names.request, uids)],
+        "shared": shared_by(names, uids[0]),
+        "idempotency": names.idempotency(once.key) if once else None,
+        "dead": names.dead if letter else None,
+        "versions": names.copies if letter else None,
+    }
+    if quota is not None:
+        keys |= {
+            "running": names.running(quota.key),
+            "limits": [names.limit(quota.key, minute + i) for i in (-1, 0, 1)],
+            "spent": names.limit(quota.key, "bytes"),
+        }
 
     def parse(reply: Any) -> SubmitResult:
         outcome, whose, number, *used = reply
@@ -140,18 +142,52 @@ def _submit(
         full = is_full and submission is Submission.BUSY
         return SubmitResult(Submission.FULL if full else submission, as_text(whose), number, *used)
 
-    keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *shared_by(names, uids[0])]
-    keys += [*counted, *key, *([names.dead, names.copies] if letter else [])]
-    return Script("submit", keys, args, parse)
+    return commit(
+        "submit",
+        parse,
+        keys,
+        *flat(shared),
+        *(word for fields in histories for word in flat(fields)),
+        uid=uid,
+        uids=uids,
+        frontends=[event.frontend for event in events],
+        num_fields=[2 * len(fields) for fields in histories],
+        num_texts=len(shared),
+        num_bytes=num_bytes,
+        timeout_ms=limits.timeout_ms,
+        retention_ms=limits.retention_ms,
+        max_queued=0 if is_full else limits.max_queued,
+        digest=once.digest if once else None,
+        instead_of=once.instead_of if once else None,
+        letter=letter,
+        version_ms=COPY_TTL_MS,
+        first_minute=minute - 1,
+        per_minute=quota.requests_per_minute if quota else 0,
+        at_once=quota.concurrent_requests if quota else 0,
+        log_bytes=quota.log_bytes if quota else 0,
+    )
 
 
 def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
-    uid = entry.fields["uid"]
-    words, shared = as_words(Tokenized, as_plain(event)), shared_by(log.names, uid)
+    names, uid = log.names, entry.fields["uid"]
+    words, shared = as_words(Tokenized, as_plain(event)), shared_by(names, uid)
     words, texts = referring(words) if shared else (words, {})
-    keys = [log.names.submitted, log.names.request(uid), log.names.tokenized, *shared]
-    args = [entry.id, uid, entry.fields["frontend"], len(texts), *flat(texts), *flat(words)]
-    return Script("tokenized", keys, args, is_ok)
+    return commit(
+        "tokenized",
+        is_ok,
+        {
+            "submitted": names.submitted,
+            "history": names.request(uid),
+            "tokenized": names.tokenized,
+            "shared": shared,
+        },
+        *flat(texts),
+        *flat(words),
+        entry=entry.id,
+        uid=uid,
+        frontend=entry.fields["frontend"],
+        num_texts=len(texts),
+    )
 
 
 def end_words(event: End) -> list[str | bytes]:
@@ -163,10 +199,15 @@ def _end_fields(event: End) -> dict[str, bytes]:
     return as_words(type(event), as_plain(event, without=("n",)))
 
 
-def _sealing(names: Names, uid: str, frontend: str) -> list[str]:
-    """Return the keys that `seal` in lib.lua needs."""
-    told = [names.replies(frontend), names.control, names.ended, names.archive]
-    return [names.live, names.request(uid), *told]
+def sealing(names: Names) -> dict[str, str | Sequence[str] | None]:
+    """Return the keys that `seal` in lib.lua needs whatever request ends."""
+    return {"live": names.live, "control": names.control, "ended": names.ended, "archive": names.archive}
+
+
+def _sealed(names: Names, uid: str, frontend: str) -> dict[str, str | Sequence[str] | None]:
+    """Return the keys that `seal` needs for a request."""
+    own = {"history": names.request(uid), "replies": names.replies(frontend), "shared": shared_by(names, uid)}
+    return sealing(names) | own
 
 
 def end(
@@ -178,13 +219,24 @@ def end(
     consume: Entry | None = None,
     dead: DeadLetter | None = None,
 ) -> Script[bool]:
-    names = log.names
+    names, retention_ms = log.names, log.limits.retention_ms
     letter, said = flat(letter_fields(dead)) if dead else [], _end_fields(event)
-    keys = [*_sealing(names, uid, frontend), names.submitted, names.dead, *shared_by(names, uid)]
-    args: list[str | int | bytes] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, kept_ms(event, 0, said, log.limits.retention_ms), log.limits.ended_ms]
-    args += [len(letter), *letter, *flat(said)]
-    return Script("end", keys, args, is_ok)
+    return commit(
+        "end",
+        is_ok,
+        {**_sealed(names, uid, frontend), "submitted": names.submitted, "dead": names.dead},
+        *letter,
+        *flat(said),
+        uid=uid,
+        retention_ms=retention_ms,
+        tokenless_ms=kept_ms(event, 0, said, retention_ms),
+        ended_ms=log.limits.ended_ms,
+        reply_cap=REPLY_CAP,
+        entry=consume.id if consume else None,
+        dead_cap=DEAD_CAP,
+        copy_bytes=DEAD_HISTORY_BYTES,
+        num_parts=len(letter),
+    )
 
 
 def abandon(
@@ -198,16 +250,27 @@ def abandon(
     refused: bool = False,
 ) -> Script[bool]:
     names, kept = log.names, log.limits.retention_ms
-    key = [names.idempotency(once.key)] if once else []
-    keys = [*_sealing(names, uid, frontend), names.reader(uid), *shared_by(names, uid), *key]
-    args: list[str | int | bytes] = [uid, base_uid(uid), kept, REPLY_CAP, int(attached)]
-    args += [brief_ms(kept) if refused else kept, *end_words(event)]
-    return Script("abandon", keys, args, is_ok)
+    return commit(
+        "abandon",
+        is_ok,
+        {
+            **_sealed(names, uid, frontend),
+            "reader": names.reader(uid),
+            "idempotency": names.idempotency(once.key) if once else None,
+        },
+        *end_words(event),
+        uid=uid,
+        base=base_uid(uid),
+        retention_ms=kept,
+        tokenless_ms=brief_ms(kept) if refused else kept,
+        reply_cap=REPLY_CAP,
+        attached=attached,
+    )
 
 
 def reading(log: LogContext, uids: Sequence[str], who: str) -> Script[None]:
-    keys = [key for uid in uids for key in (log.names.reader(uid), log.names.request(uid))]
-    return Script("reading", keys, [who, READER_TTL_MS], nothing)
+    keys = {"readers": [*map(log.names.reader, uids)], "histories": [*map(log.names.request, uids)]}
+    return commit("reading", nothing, keys, who=who, ttl_ms=READER_TTL_MS)
 
 
 def stop_reading(log: LogContext, uid: str, who: str) -> Command[None]:
@@ -348,7 +411,8 @@ def dead_letter(log: LogContext, entry_id: str) -> Command[Entry | None]:
 
 
 def drop_dead(log: LogContext, entry_id: str) -> Script[bool]:
-    return Script("drop_dead", [log.names.dead, log.names.copies], [entry_id, COPY_TTL_MS], bool)
+    keys = {"dead": log.names.dead, "versions": log.names.copies}
+    return commit("drop_dead", bool, keys, letter=entry_id, version_ms=COPY_TTL_MS)
 
 
 def incarnation(_: LogContext) -> Command[str]:

@@ -20,8 +20,8 @@ from pipeline.log.entries import (
     produced_words,
     words_of,
 )
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
-from pipeline.log.operations.requests import end_words, flat, shared_by, written
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
+from pipeline.log.operations.requests import end_words, flat, sealing, shared_by, written
 from pipeline.log.protocol import Entry, Inbox, Journalled, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
@@ -71,8 +71,16 @@ def take(log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str
         entries, cursor, ended, control, flush = unless_fenced(owner, reply)
         return Taken(tuple(entries_of(entries)), as_text(cursor), texts(ended), as_text(control), as_text(flush))
 
-    keys = [log.names.owner(owner.slot), log.names.tokenized, log.names.control]
-    return Script("take", keys, [str(owner), owner.slot, max_entries, control_cursor], parse, once=True)
+    return commit(
+        "take",
+        parse,
+        {"owner": log.names.owner(owner.slot), "tokenized": log.names.tokenized, "control": log.names.control},
+        owner=str(owner),
+        slot=owner.slot,
+        max_entries=max_entries,
+        control_cursor=control_cursor,
+        once=True,
+    )
 
 
 def wait(log: LogContext, cursor: str, control_cursor: str, *, block_ms: int) -> Command[None]:
@@ -112,7 +120,7 @@ def step(
 
 
 def flush(log: LogContext, by: str) -> Script[str]:
-    return Script("flush", [log.names.control], [by], as_text)
+    return commit("flush", as_text, {"control": log.names.control}, by=by)
 
 
 # Detokenizers
@@ -168,7 +176,7 @@ def produced(
         history, kept, shared = key_index(names.request(item.uid)), limits.retention_ms, 0
         if item.entry_id == SEAL:
             kept = kept_ms(item.event, item.n, fields, kept)
-            shared = next(map(key_index, shared_by(names, item.uid)), 0)
+            shared = key_index(texts_key) if (texts_key := shared_by(names, item.uid)) else 0
         made = made_ms.get(item.event.step, 0) if isinstance(item.event, TokensProduced) else 0
         writes += (history, item.entry_id, item.uid, int(item.tell_engine), kept, shared, made, 2 * len(fields))
         writes += chain.from_iterable(fields.items())
@@ -205,7 +213,7 @@ def drop_journals(log: LogContext) -> Steps[None]:
 
 
 def prepare(_: LogContext, inbox: Inbox) -> Script[None]:
-    return Script("prepare", [inbox.stream], [inbox.group], nothing)
+    return commit("prepare", nothing, {"stream": inbox.stream}, group=inbox.group)
 
 
 def backlog(_: LogContext, inbox: Inbox) -> Command[int]:
@@ -262,15 +270,36 @@ def _claim(
     names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int, guest: Owner | None = None
 ) -> Script[list[Entry]]:
     """Claim from the slot *other*, which is free, or which *guest* looks after."""
-    keys = [names.owner(owner.slot), names.lease(other), names.owner(other), inbox.stream]
-    args: Words = [str(owner), inbox.group, owner.slot, other, max_entries, str(guest or "")]
-    return Script("claim", keys, args, lambda reply: entries_of(unless_fenced(owner, reply)), once=True)
+    return commit(
+        "claim",
+        lambda reply: entries_of(unless_fenced(owner, reply)),
+        {
+            "owner": names.owner(owner.slot),
+            "other_lease": names.lease(other),
+            "other_owner": names.owner(other),
+            "stream": inbox.stream,
+        },
+        owner=str(owner),
+        group=inbox.group,
+        slot=owner.slot,
+        other=other,
+        max_entries=max_entries,
+        guest=str(guest) if guest else None,
+        once=True,
+    )
 
 
 def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
-    keys = [log.names.owner(owner.slot), inbox.stream]
-    args = [str(owner), inbox.group, owner.slot, entry.id]
-    return Script("retry", keys, args, lambda reply: int(unless_fenced(owner, reply)), once=True)
+    return commit(
+        "retry",
+        lambda reply: int(unless_fenced(owner, reply)),
+        {"owner": log.names.owner(owner.slot), "stream": inbox.stream},
+        owner=str(owner),
+        group=inbox.group,
+        slot=owner.slot,
+        entry=entry.id,
+        once=True,
+    )
 
 
 def forsaken(log: LogContext, inbox: Inbox, *, but: str = "") -> Steps[list[str]]:
@@ -301,25 +330,35 @@ def bury(
         return None if reply == b"LOST" else texts(reply)
 
     names, letter = log.names, flat(burial_fields(inbox, reason, list(requests)))
-    keys = [names.live, inbox.stream, names.dead, names.control, names.ended, names.archive]
-    for uid, frontend in requests.items():
-        keys += [names.request(uid), names.replies(frontend), names.shared(base_uid(uid))]
-    keys += [names.owner(owner.slot)] if owner is not None else []
-    args: list[str | int | bytes] = [
-        str(owner or ""),
-        inbox.group,
-        entry.id,
-        DEAD_CAP,
-        log.limits.retention_ms,
-        REPLY_CAP,
-    ]
-    args += [len(letter), *letter, len(requests), *requests, *end_words(event)]
-    return Script("bury", keys, args, parse)
+    return commit(
+        "bury",
+        parse,
+        {
+            **sealing(names),
+            "stream": inbox.stream,
+            "dead": names.dead,
+            "histories": [*map(names.request, requests)],
+            "all_replies": [*map(names.replies, requests.values())],
+            "all_shared": [names.shared(base_uid(uid)) for uid in requests],
+            "owner": names.owner(owner.slot) if owner is not None else None,
+        },
+        *letter,
+        *end_words(event),
+        owner=str(owner) if owner is not None else None,
+        group=inbox.group,
+        entry=entry.id,
+        uids=[*requests],
+        num_parts=len(letter),
+        dead_cap=DEAD_CAP,
+        retention_ms=log.limits.retention_ms,
+        reply_cap=REPLY_CAP,
+    )
 
 
 def leave(_: LogContext, inbox: Inbox, consumer: str, entry: Entry, version: int) -> Script[bool]:
-    args = [inbox.group, consumer, entry.id, newer_consumer(inbox.group, version)]
-    return Script("leave", [inbox.stream], args, bool)
+    newer = newer_consumer(inbox.group, version)
+    keys = {"stream": inbox.stream}
+    return commit("leave", bool, keys, group=inbox.group, consumer=consumer, entry=entry.id, newer=newer)
 
 
 def left(_: LogContext, inbox: Inbox, max_entries: int) -> Steps[list[Entry]]:
@@ -343,8 +382,8 @@ def acquire(
         return Owner(slot, epoch, nonce) if epoch else None
 
     names = log.names
-    keys = [names.lease(slot), names.owner(slot), *_serving_keys(names, slot, serving)]
-    return Script("acquire", keys, [nonce, lease_ms, serving.text() if serving else ""], parse)
+    keys = {"lease": names.lease(slot), "owner": names.owner(slot), "serving": _serving_keys(names, slot, serving)}
+    return commit("acquire", parse, keys, nonce=nonce, lease_ms=lease_ms, serves=serving.text() if serving else None)
 
 
 def _serving_keys(names: Names, slot: str, serving: Serving | None) -> list[str]:
@@ -365,18 +404,32 @@ def serving(log: LogContext) -> Batch[dict[str, Served]]:
 
 
 def announce(log: LogContext, slot: str, status: str) -> Script[bool]:
-    return Script("announce", [log.names.lease(slot), log.names.status(slot)], [status, STATUS_TTL_MS], bool)
+    keys = {"lease": log.names.lease(slot), "status": log.names.status(slot)}
+    return commit("announce", bool, keys, status=status, status_ms=STATUS_TTL_MS)
 
 
 def renew(log: LogContext, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> Script[bool]:
     slot, names = owner.slot, log.names
-    keys = [names.lease(slot), names.owner(slot), names.status(slot), *_serving_keys(names, slot, serving)]
-    args: Words = [str(owner), lease_ms, status, STATUS_TTL_MS, serving.text() if serving else ""]
-    return Script("renew", keys, args, bool)
+    return commit(
+        "renew",
+        bool,
+        {
+            "lease": names.lease(slot),
+            "owner": names.owner(slot),
+            "status": names.status(slot),
+            "serving": _serving_keys(names, slot, serving),
+        },
+        owner=str(owner),
+        lease_ms=lease_ms,
+        status=status,
+        status_ms=STATUS_TTL_MS,
+        serves=serving.text() if serving else None,
+    )
 
 
 def release(log: LogContext, owner: Owner) -> Script[bool]:
-    return Script("release", [log.names.lease(owner.slot), log.names.status(owner.slot)], [str(owner)], bool)
+    keys = {"lease": log.names.lease(owner.slot), "status": log.names.status(owner.slot)}
+    return commit("release", bool, keys, owner=str(owner))
 
 
 def lease(log: LogContext, slot: str) -> Batch[Lease]:

@@ -187,10 +187,7 @@ class LogThread:
     def commit(
         self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
     ) -> None:
-        """Queue step *number* for commit, which consumes the entries of the uids in *ended*.
-
-        Wait while too many steps are queued. With *settled*, also wait until this step is committed.
-        """
+        """As EngineLink."""
         made_s = time.monotonic()
         while not self._outbox.has_place(0.5):
             if not self._thread.is_alive():
@@ -201,15 +198,15 @@ class LogThread:
             self._report_progress()
 
     def idle(self, room: int) -> None:
-        """Report that there is nothing to compute, so that the thread waits for an update."""
+        """As EngineLink: the thread waits for an update."""
         self._say_idle(Idle(room, self._num_read, brief=False))
 
     def look(self, room: int) -> None:
-        """Report that there is nothing to compute yet, so that the thread looks once for an update."""
+        """As EngineLink: the thread looks once for an update."""
         self._say_idle(Idle(room, self._num_read, brief=True))
 
     def next_update(self, timeout_s: float = 0.0) -> Update | None:
-        """Return the next update, waiting up to *timeout_s* for it; None when there is none."""
+        """As EngineLink."""
         if not timeout_s and self._updates.empty():
             return None  # as after nearly every step
         try:

@@ -1,9 +1,12 @@
-"""Updates that the log thread sends to the engine's loop."""
+"""What the engine's loop and the log tell each other: steps and updates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from pipeline.events import StepCompleted
 from stages.generate.schedule.request import NewRequest
 
 
@@ -41,3 +44,25 @@ class Lost:
 
 
 Update = Arrived | Ended | Flush | Lost
+
+
+class EngineLink(Protocol):
+    """What the engine's loop knows of the log: a `LogThread`, or a log in this process."""
+
+    def commit(
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+    ) -> None:
+        """Queue step *number* for commit, which consumes the entries of the uids in *ended*.
+
+        Wait while too many steps are queued. With *settled*, also wait until this step is committed. *room*: how many
+        new requests the engine could take after it.
+        """
+
+    def idle(self, room: int) -> None:
+        """Report that there is nothing to compute: the engine waits for an update."""
+
+    def look(self, room: int) -> None:
+        """Report that there is nothing to compute yet, so that the log is looked at once for an update."""
+
+    def next_update(self, timeout_s: float = 0.0) -> Update | None:
+        """Return the next update, waiting up to *timeout_s* for it; None when there is none."""

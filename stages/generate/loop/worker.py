@@ -25,15 +25,16 @@ from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.serving import Serving, tokenizer_fingerprint
-from pipeline.stage.slots import SlotLease, progress_reporter, wait_until_it_fits
+from pipeline.stage.slots import Reporter, progress_reporter, wait_until_it_fits
 from pipeline.stage.worker import Stop, WorkerProcess
 from stages.generate.kvcache import make_cache
 from stages.generate.loop.flights import Flight, Flights, Forward
 from stages.generate.loop.grammars import Grammars
-from stages.generate.loop.log_thread import Arrived, Ended, Flush, LogThread, Lost, Update
+from stages.generate.loop.log_thread import LogThread
 from stages.generate.loop.meter import EngineMeter, measure_cache
 from stages.generate.loop.pace import Pace
 from stages.generate.loop.suspects import Suspects
+from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.ends import end_tokens
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
@@ -71,8 +72,8 @@ class GenerateWorker:
         self,
         engine: Forward,
         schedule: Schedule,
-        log_thread: LogThread,
-        slot_lease: SlotLease,
+        log_thread: EngineLink,
+        slot_lease: Reporter,
         measures: Measures | None = None,
         pace: Pace | None = None,
         grammars: Grammars | None = None,
@@ -508,7 +509,7 @@ class PageAudit:
     A lost page costs memory. An engine that ended because of it would cost every request.
     """
 
-    def __init__(self, schedule: Schedule, slot_lease: SlotLease) -> None:
+    def __init__(self, schedule: Schedule, slot_lease: Reporter) -> None:
         self._schedule = schedule
         self._slot_lease = slot_lease
         self._next_check = 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_log.log import MemoryLog
 from support.openai_stand_in import DONE, Body, Frames, OpenAIStandIn, data, usage_chunk, whole
 from support.redis_servers import Servers, command
 from support.servers import ROOT, run_command
@@ -22,7 +23,6 @@ from ops.bench.pipeline_way import PROMPT, IdleEngine, PipelineStuck, added_us, 
 from ops.bench.report import Spread
 from ops.bench.targets import program
 from pipeline.events import SamplingParams
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.names import Names
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,7 @@ from minisgl import LLM, SamplingParams
 from ops.bench.models import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
-from ops.offline.stages import UnwatchedSlot
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.log.memory.log import MemoryLog
-from pipeline.names import Names
-from pipeline.stage.slots import acquire_slot
 from stages.generate.loop.flights import Forward
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -155,33 +151,6 @@ def test_an_answer_is_what_structured_outputs_say(shared: WatchedLLM) -> None:
     assert all(re.fullmatch("[ab]{3}", completion.text) for completion in both)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "words"),
-    [
-        ({}, "structured_outputs: send one of `json`, `regex`"),
-        ({"regex": "a", "choice": ["b"]}, "an answer can have one constraint"),
-        ({"regex": "(a"}, "structured_outputs.regex: cannot be enforced: "),
-        ([{"regex": "a"}, {"json": {"type": "nothing"}}], "structured_outputs[1].json: cannot be enforced: "),
-        ([{"regex": "a"}, {"regex": "a", "flags": "i"}], "structured_outputs[1].flags: unknown; leave it out"),
-        ([{"regex": "a"}], "structured_outputs: 1 given for 2 prompts; pass one for all, or one for each"),
-        ({"json": {1, 2}}, "structured_outputs: cannot be sent as JSON: "),
-        ("[ab]", "structured_outputs: got str, expected a dict such as {'json': schema}, or a list"),
-        (
-            {"regex": "a", "whitespace_pattern": " "},
-            "structured_outputs.whitespace_pattern: only allowed with a JSON schema",
-        ),
-    ],
-)
-def test_structured_outputs_that_cannot_be_enforced_are_refused_before_anything_runs(
-    shared: WatchedLLM, outputs: Any, words: str
-) -> None:
-    num_steps = len(shared.engine.plans)
-    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
-        shared.generate(["a", "b"], GREEDY, structured_outputs=outputs)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
-    assert len(shared.engine.plans) == num_steps
-
-
 def test_no_prompts_are_no_completions(shared: WatchedLLM) -> None:
     assert shared.generate([]) == []
 
@@ -233,21 +202,9 @@ def test_more_prompts_than_are_taken_at_once_all_end_in_order_and_leave_nothing_
     prompts = [[index + 1] * 3 for index in range(20)]
     with WatchedLLM(folder, max_running_requests=2) as llm:
         completions = llm.generate(prompts, GREEDY)
-        left = [key for key in llm._stages.log._streams.by_key if "request:" in key or "replies:" in key]
+        left = dict(llm._stages.log._histories)
     assert [list(completion.prompt_token_ids) for completion in completions] == prompts
-    assert left == []
-
-
-def test_a_prompt_may_come_before_the_engine_has_told_the_log_what_it_serves(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speak = UnwatchedSlot._speak
-    monkeypatch.setattr(
-        UnwatchedSlot, "_speak", lambda self, status: speak(self, status.model_copy(update={"context": 0}))
-    )
-    with LLM(folder, num_pages=64) as llm:
-        (completion,) = llm.generate([[1, 2, 3]], GREEDY)
-    assert completion.token_ids
+    assert left == {}
 
 
 def test_prompts_are_not_held_back_beside_running_requests_unless_asked_for(folder: Path) -> None:
@@ -284,61 +241,68 @@ def test_two_threads_may_ask_one_model(shared: WatchedLLM) -> None:
 # what it refuses
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ("", "is empty"),
-        ([], "is empty"),
-        (7, "got int, expected a string, a list of messages or a list of token ids"),
-        (None, "got NoneType"),
-        (b"bytes", "got bytes"),
-        ([1, "two"], "got a list of int, str"),
-        ([1, True], "got a list of bool, int"),
-        ([1, -1], "this model has no token -1; its tokens go from 0 to 258"),
-        ([1, 259], "this model has no token 259"),
-        ([1] * 4096, "maximum context length is 4096 tokens"),
-        ("x" * 4096, "maximum context length is 4096 tokens"),
-        ("x" * 1_000_000, "at least"),
-        ([{"role": "robot", "content": "Hello!"}], "messages.0.role"),
-        ([{"role": 3, "content": "Hello!"}], "messages.0.role"),
-        ([{"role": "user"}], "messages.0.content"),
-        ([{"role": "user", "content": b"Hello!"}], "cannot be sent as JSON"),
-        ([{"role": "user", "content": "a"}, "b"], "got a list of dict, str"),
-        ("\ud800", "could not be tokenized"),
-    ],
+BAD_PROMPTS: Sequence[tuple[Any, str]] = (
+    ("", "is empty"),
+    ([], "is empty"),
+    (7, "got int, expected a string, a list of messages or a list of token ids"),
+    (None, "got NoneType"),
+    (b"bytes", "got bytes"),
+    ([1, "two"], "got a list of int, str"),
+    ([1, True], "got a list of bool, int"),
+    ([1, -1], "this model has no token -1; its tokens go from 0 to 258"),
+    ([1, 259], "this model has no token 259"),
+    ([1] * 4096, "maximum context length is 4096 tokens"),
+    ("x" * 4096, "maximum context length is 4096 tokens"),
+    ("x" * 1_000_000, "at least"),
+    ([{"role": "robot", "content": "Hello!"}], "messages.0.role"),
+    ([{"role": 3, "content": "Hello!"}], "messages.0.role"),
+    ([{"role": "user"}], "messages.0.content"),
+    ([{"role": "user", "content": b"Hello!"}], "cannot be sent as JSON"),
+    ([{"role": "user", "content": "a"}, "b"], "got a list of dict, str"),
+    ("\ud800", "could not be tokenized"),
 )
-def test_a_bad_prompt_is_named_by_its_index_before_anything_runs(shared: WatchedLLM, bad: Any, words: str) -> None:
-    before = len(shared.engine.plans)
-    with pytest.raises(ValueError, match=r"^prompts\[2\]: ") as raised:
-        shared.generate(["good", [1, 2], bad, "good"], GREEDY)
-    assert words in str(raised.value)
-    assert len(shared.engine.plans) == before
-
-
-@pytest.mark.parametrize("prompts", [7, None, {"role": "user"}, b"bytes", {"a"}], ids=repr)
-def test_what_is_no_list_of_prompts_is_refused(shared: WatchedLLM, prompts: Any) -> None:
-    with pytest.raises(ValueError, match=r"^prompts: got "):
-        shared.generate(prompts)
+BAD_PARAMETERS: Sequence[tuple[Any, str]] = (
+    ([GREEDY], "sampling_params: 1 given for 2 prompts"),
+    ([GREEDY] * 3, "sampling_params: 3 given for 2 prompts"),
+    ([GREEDY, {"max_tokens": 3}], "sampling_params[1]: got dict"),
+    (SamplingParams(max_tokens=3, min_tokens=4), "sampling_params[0]: min_tokens 4 is larger than max_tokens 3"),
+    (5, "sampling_params: got int"),
+    ([GREEDY, SamplingParams(stop=("\ud800",))], "sampling_params[1]: a stop string contains a lone surrogate"),
+    ([GREEDY, SamplingParams(stop=("a", ""))], "sampling_params[1]: an empty stop string"),
+)
+BAD_OUTPUTS: Sequence[tuple[Any, str]] = (
+    ({}, "structured_outputs: send one of `json`, `regex`"),
+    ({"regex": "a", "choice": ["b"]}, "an answer can have one constraint"),
+    ({"regex": "(a"}, "structured_outputs.regex: cannot be enforced: "),
+    ([{"regex": "a"}, {"json": {"type": "nothing"}}], "structured_outputs[1].json: cannot be enforced: "),
+    ([{"regex": "a"}, {"regex": "a", "flags": "i"}], "structured_outputs[1].flags: unknown; leave it out"),
+    ([{"regex": "a"}], "structured_outputs: 1 given for 2 prompts; pass one for all, or one for each"),
+    ({"json": {1, 2}}, "structured_outputs: cannot be sent as JSON: "),
+    ("[ab]", "structured_outputs: got str, expected a dict such as {'json': schema}, or a list"),
+    (
+        {"regex": "a", "whitespace_pattern": " "},
+        "structured_outputs.whitespace_pattern: only allowed with a JSON schema",
+    ),
+)
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
-    [
-        ([GREEDY], "sampling_params: 1 given for 2 prompts"),
-        ([GREEDY] * 3, "sampling_params: 3 given for 2 prompts"),
-        ([GREEDY, {"max_tokens": 3}], "sampling_params[1]: got dict"),
-        (SamplingParams(max_tokens=3, min_tokens=4), "sampling_params[0]: min_tokens 4 is larger than max_tokens 3"),
-        (5, "sampling_params: got int"),
-        ([GREEDY, SamplingParams(stop=("\ud800",))], "sampling_params[1]: a stop string contains a lone surrogate"),
-        ([GREEDY, SamplingParams(stop=("a", ""))], "sampling_params[1]: an empty stop string"),
-    ],
+    ("given", "words"),
+    [({"prompts": ["good", [1, 2], bad, "good"]}, ("prompts[2]: ", words)) for bad, words in BAD_PROMPTS]
+    + [({"prompts": bad}, ("prompts: got ",)) for bad in (7, None, {"role": "user"}, b"bytes", {"a"})]
+    + [({"sampling_params": bad}, (words,)) for bad, words in BAD_PARAMETERS]
+    + [({"structured_outputs": bad}, (words,)) for bad, words in BAD_OUTPUTS],
 )
-def test_bad_parameters_are_refused_before_anything_runs(shared: WatchedLLM, params: Any, words: str) -> None:
-    before = len(shared.engine.plans)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the words are compared below
-        shared.generate(["one", "two"], params)
-    assert words in str(raised.value)
-    assert len(shared.engine.plans) == before
+def test_what_cannot_be_asked_is_refused_in_a_line_before_anything_runs(
+    shared: WatchedLLM, given: dict[str, Any], words: Sequence[str]
+) -> None:
+    num_steps = len(shared.engine.plans)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
+        shared.generate(**{"prompts": ["a", "b"], "sampling_params": GREEDY} | given)
+    said = str(refused.value)
+    assert said.startswith(next(iter(given))) and "\n" not in said
+    assert all(each in said for each in words)
+    assert len(shared.engine.plans) == num_steps
 
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_answered(shared: WatchedLLM) -> None:
@@ -396,18 +360,6 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(folder: Path) -> None:
             llm.generate("Hello!")
         with pytest.raises(MiniSGLError):
             llm.flush_cache()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_slot_whose_thread_breaks_is_lost_and_the_callers_process_goes_on() -> None:
-    class Breaks(MemoryLog):
-        def renew(self, *_: object) -> bool:
-            raise ZeroDivisionError
-
-    log = Breaks(Names())
-    slot_lease = UnwatchedSlot(log, acquire_slot(log, "generate", 60), 60)
-    assert slot_lease.lost.wait(20)
-    slot_lease.leave()
 
 
 def test_ctrl_c_lets_go_of_what_runs_and_the_model_goes_on(llm: WatchedLLM) -> None:

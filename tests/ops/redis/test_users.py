@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 from support.lived_requests import LivedRequests
-from support.redis_servers import STARTED, Servers, running_server
+from support.redis_servers import STARTED, Servers, running_server, users_with_password
 from support.web_site import site
 
 from minisgl import main
@@ -45,14 +45,6 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
 """Which commits each role may call. An operator also calls `submit`, with neither key nor quota: see below."""
 
 
-def users_with_password(folder: Path) -> Path:
-    """Write the users as an operator does, each with the same password, and one who may do anything."""
-    file = folder / "users.acl"
-    lines = [line if line.startswith("user default ") else f"{line} >{PASSWORD}" for line in ACL.splitlines()]
-    file.write_text("\n".join([*lines, f"user admin reset on >{PASSWORD} ~* &* +@all\n"]))
-    return file
-
-
 @pytest.fixture(scope="module", params=STARTED)
 def guarded(
     redis_servers: Servers, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -60,7 +52,7 @@ def guarded(
     """The address of a server with these users, without any."""
     folder = tmp_path_factory.mktemp("guarded")
     binary = redis_servers.binary(request.param)
-    with running_server(binary, folder, "--aclfile", users_with_password(folder)) as server:
+    with running_server(binary, folder, "--aclfile", users_with_password(folder, PASSWORD)) as server:
         yield server.url
 
 

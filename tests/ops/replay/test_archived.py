@@ -7,51 +7,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.drives import recording, uid
 from support.lived_requests import LivedRequests
 from support.log_contract import submitted
 from support.openai_stand_in import OpenAIStandIn
 from support.redis_servers import command
 from support.tool import Tool
 
-from minisgl import main
 from ops.replay.files import read_dump, write_dump
 from ops.replay.source import History
 from ops.trace import why_absent
 from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive
 from pipeline.archive.writer import Writer
-from pipeline.events import Cancelled, SamplingParams, new_uid
+from pipeline.events import Cancelled, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.recording import Recording
 
 HOUR_S = 3600
-URL = ("--url", "http://127.0.0.1:9")
+URL = "--url http://127.0.0.1:9"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_archive(tmp_path / "archive", "minisgl")
     return tmp_path / "archive"
-
-
-@pytest.fixture
-def dump(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay dump", redis_url, capsys)
-
-
-@pytest.fixture
-def show(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay show", redis_url, capsys)
-
-
-def finished(lived: LivedRequests) -> str:
-    uid = lived.running()
-    lived.tokens(uid, "He", "ll", "o")
-    lived.finished(uid, 3)
-    time.sleep(0.002)  # uids of one millisecond have no order
-    return uid
 
 
 def archive(lived: LivedRequests, folder: Path, *uids: str, now_s: float = 0.0) -> None:
@@ -73,23 +53,27 @@ def dumped(dump: Tool, folder: Path, *arguments: str) -> list[str]:
     return [recording.uid for recording in read_dump(path)]
 
 
-def test_an_archived_request_is_shown_as_before_with_and_without_a_server(
-    lived: LivedRequests, show: Tool, folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["trace", "replay show --at 2"])
+def test_an_archived_request_is_told_as_before_with_and_without_a_server(
+    command: str, lived: LivedRequests, folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = finished(lived)
-    before = show(name, "--at", "2")
-    archive(lived, folder, name)
-    assert show(name, "--at", "2", "--archive", str(folder)) == before
-    assert "unknown here" in show.failure(name)
-    nowhere = ["--data-dir", str(folder.parent / "no server"), "--archive", str(folder)]
-    assert main(["replay", "show", name, "--at", "2", *nowhere]) == 0
-    out, err = capsys.readouterr()
-    assert out.splitlines() == before
+    tool, archived = Tool(command, redis_url, capsys), ("--archive", str(folder))
+    name = lived.answered("He", "ll", "o")
+    before, (entries,) = tool(name), lived.log.histories([name])
+    Writer(folder, "archive-1", 1).write([Recording(name, tuple(entries))])
+    assert tool(name, *archived) == before
+    expire(lived, name)
+    assert tool(name, *archived) == before
+    assert "unknown here" in tool.failure(name)
+    assert "unknown here" in tool.failure(new_uid(), *archived)
+    nowhere = str(folder.parent / "no server")
+    code, out, err = Tool(command, "", capsys).run(name, "--data-dir", nowhere, *archived)
+    assert (code, out.splitlines()) == (0, before)
     assert err == (
-        f"minisgl: only the archive is read, because no server runs in {nowhere[1]}; "
+        f"minisgl: only the archive is read, because no server runs in {nowhere}; "
         "name it with --port or --data-dir, or its Redis with --redis-url\n"
     )
-    opened = History.open(name, data_dir=nowhere[1], archive=str(folder))
+    opened = History.open(name, data_dir=nowhere, archive=str(folder))
     assert (opened.uid, opened.text) == (name, "Hello")
 
 
@@ -109,7 +93,7 @@ def test_the_uid_of_archived_siblings_means_all_of_them(
 def test_a_dump_by_time_has_what_redis_and_the_archive_have_each_once(
     lived: LivedRequests, dump: Tool, folder: Path
 ) -> None:
-    uids = [finished(lived) for _ in range(5)]
+    uids = [lived.answered("He", "ll", "o") for _ in range(5)]
     before = lived.log.histories(uids)
     archive(lived, folder, uids[0], uids[3])
     lived.running()
@@ -141,7 +125,7 @@ def test_an_absent_request_says_which_flags_would_have_kept_it(lived: LivedReque
     said = "an archive keeps it longer (minisgl serve --archive DIR), and --archive DIR finds it there"
     assert why_absent(old, now_s + 1000, 900) == expired + said
     assert why_absent(old, now_s + 1000, 900, files) == f"{expired}the archive does not have it either"
-    archive(lived, folder, finished(lived), now_s=now_s - 2 * HOUR_S)
+    archive(lived, folder, lived.answered("He", "ll", "o"), now_s=now_s - 2 * HOUR_S)
     assert why_absent(old, now_s + 1000, 900, files) == f"{expired}the archive does not have it either"
     older = f"{int((now_s - 4 * HOUR_S) * 1000):012x}{old[12:]}"
     assert "the archive begins at 20" in why_absent(older, now_s, 900, files)
@@ -151,27 +135,29 @@ def test_an_absent_request_says_which_flags_would_have_kept_it(lived: LivedReque
     assert "unknown here" in show.failure(old, "--archive", str(folder))
 
 
+@pytest.mark.parametrize(
+    "line", ["trace UID", "replay show UID", "replay run UID", "replay dump file", f"replay drive --since -1h {URL}"]
+)
 def test_a_folder_that_is_no_archive_is_an_error_of_the_command_line(
-    show: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (("show", new_uid()), ("run", new_uid()), ("dump", "file"), ("drive", "--since", "-1h", *URL)):
-        assert main(["replay", *arguments, "--redis-url", show.url, "--archive", str(tmp_path)]) == 2
-        assert f"--archive: {tmp_path}" in capsys.readouterr().err
+    tool = Tool(line.replace("UID", new_uid()), redis_url, capsys)
+    assert f"--archive: {tmp_path}" in tool.refusal("--archive", str(tmp_path))
 
 
 def test_a_request_that_no_engine_can_compute_is_told_without_a_server_too(
     lived: LivedRequests, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = finished(lived)
+    name = lived.answered("He", "ll", "o")
     archive(lived, folder, name)
-    assert main(["replay", "run", name, "--data-dir", str(tmp_path / "no"), "--archive", str(folder)]) == 2
-    assert "engine" in capsys.readouterr().err
+    run = Tool("replay run", "", capsys)
+    assert "engine" in run.refusal(name, "--data-dir", str(tmp_path / "no"), "--archive", str(folder))
 
 
 def test_a_request_that_was_forgotten_is_not_shown_from_files_that_no_archiver_has_written_anew_yet(
-    lived: LivedRequests, dump: Tool, show: Tool, folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+    lived: LivedRequests, dump: Tool, show: Tool, trace: Tool, folder: Path
 ) -> None:
-    gone, kept, dead, base = finished(lived), finished(lived), lived.dead(), new_uid()
+    gone, kept, dead, base = lived.answered("He", "ll", "o"), lived.answered("He", "ll", "o"), lived.dead(), new_uid()
     lived.log.submit(base, [submitted(number=number) for number in range(2)])
     family = [f"{base}.{number}" for number in range(2)]
     for each in family:
@@ -180,7 +166,6 @@ def test_a_request_that_was_forgotten_is_not_shown_from_files_that_no_archiver_h
     assert set(dumped(dump, folder)) == {gone, kept, dead, *family}
     assert isinstance(lived.log, RedisLog)
     assert all(lived.log.erase(each) for each in (gone, dead, *family))
-    trace = Tool("trace", redis_url, capsys)
     for name, tool in ((gone, show), (gone, trace), (family[1], trace), (base, show), (dead, show)):
         assert tool.failure(name, "--archive", str(folder)) == (
             f"minisgl: {name}: it was removed with minisgl replay forget\n"
@@ -194,20 +179,19 @@ def test_a_request_that_was_forgotten_is_not_shown_from_files_that_no_archiver_h
 def test_an_archive_does_not_stand_in_for_a_redis_that_refuses_the_user(
     lived: LivedRequests, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = finished(lived)
+    name = lived.answered("He", "ll", "o")
     archive(lived, folder, name)
     assert isinstance(lived.log, RedisLog)
     scheme, _, place = lived.log.url.partition("://")
     path = folder.parent / "file"
 
-    def dumped_from(url: str) -> tuple[int, str]:
-        code = main(["replay", "dump", str(path), "--redis-url", url, "--archive", str(folder)])
-        return code, capsys.readouterr().err
+    def dumped_from(url: str) -> tuple[int, str, str]:
+        return Tool("replay dump", url, capsys).run(str(path), "--archive", str(folder))
 
-    code, err = dumped_from(f"{scheme}://:wrong@{place.rpartition('@')[2]}")
+    code, _, err = dumped_from(f"{scheme}://:wrong@{place.rpartition('@')[2]}")
     assert (code, path.exists()) == (1, False)
     assert err.startswith("minisgl: the Redis of --redis-url cannot be used: ") and len(err.splitlines()) == 1
-    code, err = dumped_from(f"unix://{folder.parent}/none.sock")
+    code, _, err = dumped_from(f"unix://{folder.parent}/none.sock")
     assert (code, path.exists()) == (0, True)
     assert err.startswith("minisgl: only the archive is read, because the Redis of --redis-url cannot be used: ")
 
@@ -218,27 +202,21 @@ def test_an_archive_does_not_stand_in_for_a_redis_that_refuses_the_user(
 def test_a_dump_is_compared_with_an_archive(
     lived: LivedRequests, dump: Tool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uids, path = [finished(lived) for _ in range(40)], folder.parent / "some.zst"
+    uids, path = [lived.answered("He", "ll", "o") for _ in range(40)], folder.parent / "some.zst"
     dump(*uids[:2], str(path))
     archive(lived, folder, *uids)
     assert [each.uid for each in read_dump(folder)] == uids
-    assert main(["replay", "diff", str(path), str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "2 requests in both: 2 identical, 0 different",
-        f"only in {folder}: 38",
-    ]
-    assert main(["replay", "diff", str(path), str(folder.parent)]) == 2
-    assert str(folder.parent) in capsys.readouterr().err
+    diff = Tool("replay diff", "", capsys)
+    lines = ["2 requests in both: 2 identical, 0 different", f"only in {folder}: 38"]
+    assert diff(str(path), str(folder)) == lines
+    assert str(folder.parent) in diff.refusal(str(path), str(folder.parent))
 
 
-def test_an_archive_is_put_into_a_log_that_lost_everything(
-    lived: LivedRequests, folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [finished(lived), finished(lived)]
+def test_an_archive_is_put_into_a_log_that_lost_everything(lived: LivedRequests, folder: Path, bring_in: Tool) -> None:
+    names = [lived.answered("He", "ll", "o"), lived.answered("He", "ll", "o")]
     before = lived.log.histories(names)
     archive(lived, folder, *names)
-    assert main(["replay", "import", str(folder), "--redis-url", redis_url]) == 0
-    assert capsys.readouterr().out == f"{folder}: 2 requests imported\n"
+    assert bring_in(str(folder)) == [f"{folder}: 2 requests imported"]
     assert [history[1:] for history in lived.log.histories(names)] == [history[1:] for history in before]
 
 
@@ -268,25 +246,11 @@ def test_requests_are_driven_from_where_they_are(
     if where == "log and archive":
         archive(lived, folder, *uids[:2])
         source = (*source, "--archive", str(folder))
-    flags = ("--url", stand_in.url, "--speed", "10")
-    assert main(["replay", "drive", *source, *flags]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    drive, flags = Tool("replay drive", "", capsys), ("--url", stand_in.url, "--speed", "10")
+    printed = drive(*source, *flags)
     assert sorted(body["prompt"] for body in stand_in.bodies) == list(asked)  # at this pace in any order
     name = source[0] if where == "file" else where
     assert printed[0].startswith(f"{name}: 3 requests, recorded within ")
     assert ("left out: 1 request without an end" in printed) == (where != "file")
-    assert main(["replay", "drive", *source, "--where", "user=second", *flags, "--set", "temperature=0"]) == 0
+    drive(*source, "--where", "user=second", *flags, "--set", "temperature=0")
     assert [(body["prompt"], body["temperature"]) for body in stand_in.bodies[3:]] == [("second", 0)]
-
-
-def test_a_drive_takes_a_file_or_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "dump.zst"
-    write_dump(file, [recording(("ab",), name=uid(1), sampling=SamplingParams(max_tokens=1))])
-    for arguments, seen in (
-        ((), "nothing"),
-        (("--where", "user=x"), "nothing"),
-        ((str(file), str(file)), f"{file} and {file}"),
-        ((str(file), "--until", "-1h"), f"{file} and --since or --until"),
-    ):
-        assert main(["replay", "drive", *arguments]) == 2
-        assert f"{seen} given" in capsys.readouterr().err

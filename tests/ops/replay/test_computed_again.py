@@ -20,6 +20,7 @@ from support.redis_servers import until
 from support.selection import by_night, rest_at_night
 
 from ops.offline import stages as offline_stages
+from ops.offline.local_log import LocalLog
 from ops.offline.stages import LIMITS, Wrap
 from ops.replay.compute import Computer
 from ops.replay.isolated import local_engine
@@ -41,9 +42,8 @@ from pipeline.events import (
     TokensProduced,
     new_uid,
 )
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Submission
-from pipeline.names import Names, sibling_uids
+from pipeline.names import sibling_uids
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
 from pipeline.replaying import again
@@ -155,13 +155,13 @@ def request(index: int) -> Submitted:
     return Submitted(endpoint="/v1/completions", frontend="", prompt=prompt, sampling=sampling, owner="team-a")
 
 
-def ask(log: MemoryLog, *events: Submitted) -> list[str]:
+def ask(log: LocalLog, *events: Submitted) -> list[str]:
     uid = new_uid()
     assert log.submit(uid, events).submission is Submission.ACCEPTED
     return list(sibling_uids(uid, len(events)))
 
 
-def all_kinds(log: MemoryLog) -> list[str]:
+def all_kinds(log: LocalLog) -> list[str]:
     """Send requests of every kind; return their uids. The last one will be cancelled."""
     uids = [uid for index in range(NUM_REQUESTS - 4) for uid in ask(log, request(index))]
     first = request(1)
@@ -171,23 +171,23 @@ def all_kinds(log: MemoryLog) -> list[str]:
     return uids + ask(log, Submitted(endpoint="e", frontend="", prompt="On", sampling=endless))
 
 
-def history_of(log: MemoryLog, uid: str) -> History:
+def history_of(log: LocalLog, uid: str) -> History:
     return History(Recording(uid, tuple(log.histories([uid])[0])))
 
 
-def tokens_of(log: MemoryLog, uid: str) -> int:
+def tokens_of(log: LocalLog, uid: str) -> int:
     return len(history_of(log, uid).tokens)
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+def log(monkeypatch: pytest.MonkeyPatch) -> LocalLog:
     """The log of the next engines: what one leaves, the next one takes over."""
-    log = MemoryLog(Names(), LIMITS)
-    monkeypatch.setattr(offline_stages, "MemoryLog", lambda names, limits: log)
+    log = LocalLog(LIMITS)
+    monkeypatch.setattr(offline_stages, "LocalLog", lambda limits: log)
     return log
 
 
-def record(log: MemoryLog, model: Path, dtype: str) -> list[History]:
+def record(log: LocalLog, model: Path, dtype: str) -> list[History]:
     """Have requests of every kind computed by an engine that dies, and by another one, with overlap."""
     config = replace(SMALL, dtype=dtype)
     dies = partial(Disturbed, dies_in=60)
@@ -233,7 +233,7 @@ def assert_of_every_kind(histories: Sequence[History]) -> None:
 
 @pytest.mark.parametrize("dtype", rest_at_night(["bfloat16", "float32"]))
 def test_requests_of_every_kind_are_computed_again_alone_and_all_at_once(
-    model: Path, log: MemoryLog, dtype: str
+    model: Path, log: LocalLog, dtype: str
 ) -> None:
     histories = record(log, model, dtype)
     assert_of_every_kind(histories)

@@ -6,24 +6,16 @@ from pathlib import Path
 
 import orjson
 import pytest
-from support.histories import entries_of
+from support.histories import answered, entries_of
 
 from minisgl import main
 from ops.replay.files import write_dump
 from ops.replay.redact import redacted
 from pipeline.events import (
     Admitted,
-    AnyEvent,
-    Finished,
     Replay,
     SamplingParams,
-    Submitted,
-    Timings,
-    Tokenized,
-    TokensProduced,
-    Usage,
 )
-from pipeline.names import SEAL
 from pipeline.recording import Recording
 from pipeline.views.recorded import Maker
 
@@ -31,23 +23,10 @@ from pipeline.views.recorded import Maker
 def recording(
     uid: str, *token_ids: int, seed: int = 0, of: str = "", prompt: tuple[int, ...] = (5,), by: Maker | None = None
 ) -> Recording:
-    n = len(token_ids)
-    sampling, replay = SamplingParams(seed=seed), Replay(of=of) if of else None
-    usage, timings = Usage(prompt_tokens=1, completion_tokens=n), Timings(admitted_ms=1, first_token_ms=2, total_ms=3)
-    tokens = [
-        (f"{n}-0", TokensProduced(tokens=(each,), text="x", step=f"1-{n}")) for n, each in enumerate(token_ids, 1)
-    ]
-    by_engine = by or Maker()
-    admitted = Admitted(
-        engine="g", epoch=1, step=1, fingerprint=by_engine.weights, numerics=by_engine.numerics, version="1"
-    )
-    pairs: list[tuple[str, AnyEvent]] = [
-        ("0-1", Submitted(endpoint="e", frontend="", sampling=sampling, replay=replay)),
-        ("0-2", Tokenized(token_ids=prompt, fingerprint="t", by="tokenize-0")),
-        *([("0-3", admitted)] if by is not None else []),
-        *tokens,
-        (SEAL, Finished(n=n, reason="length", usage=usage, timings=timings)),
-    ]
+    maker = by or Maker()
+    admitted = Admitted(engine="g", epoch=1, step=1, fingerprint=maker.weights, numerics=maker.numerics, version="1")
+    asked = {"sampling": SamplingParams(seed=seed), "replay": Replay(of=of) if of else None}
+    pairs = answered(*token_ids, ids=prompt, admitted=admitted if by else None, **asked)
     return Recording(uid, tuple(entries_of(pairs)))
 
 

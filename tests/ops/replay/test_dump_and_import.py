@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from support.log_contract import submitted
 from support.redis_servers import command, until
 from support.tool import Tool
 
-from minisgl import main
 from ops.replay.files import open_dump, read_dump, write_dump
 from pipeline.events import Cancelled, Failed, new_uid
 from pipeline.log.forgetting import ForgettingLog
@@ -27,26 +25,8 @@ from pipeline.walk import walk
 
 
 @pytest.fixture
-def dump(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay dump", redis_url, capsys)
-
-
-@pytest.fixture
-def bring_in(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay import", redis_url, capsys)
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "requests.zst"
-
-
-def finished(lived: LivedRequests, *texts: str, **how: Any) -> str:
-    """Return a request that was answered with *texts*."""
-    uid = lived.running(**how)
-    lived.tokens(uid, *(texts or ("Hel", "lo")))
-    lived.finished(uid, len(texts or "ab"))
-    return uid
 
 
 def uids_in(path: Path) -> list[str]:
@@ -59,7 +39,7 @@ def uids_in(path: Path) -> list[str]:
 def test_a_dump_has_every_request_that_has_ended_and_counts_those_that_run(
     lived: LivedRequests, dump: Tool, path: Path
 ) -> None:
-    uids = [finished(lived), lived.submitted(), lived.running()]
+    uids = [lived.answered("Hel", "lo"), lived.submitted(), lived.running()]
     lived.ended(uids[1], Cancelled(by="client"))
     lines = dump(str(path))
     assert lines == [
@@ -70,21 +50,16 @@ def test_a_dump_has_every_request_that_has_ended_and_counts_those_that_run(
     assert [recording.uid for recording in found] == uids[:2]
     assert [list(recording.entries) for recording in found] == lived.log.histories(uids[:2])
     assert open_dump(path).header["namespace"] == "minisgl"
-
-
-def test_what_was_dumped_is_told_as_json(lived: LivedRequests, dump: Tool, path: Path) -> None:
-    finished(lived)
-    lived.running()
+    path.unlink()
     left_out = {"running": 1, "expired": 0, "unfit": 0, "reasons": {}}
-    told = dump.json(str(path))
-    assert told == {"file": str(path), "bytes": path.stat().st_size, "requests": 1, "left_out": left_out}
+    told = {"file": str(path), "requests": 2, "left_out": left_out}
+    assert dump.json(str(path)) == told | {"bytes": path.stat().st_size}
 
 
 def test_requests_are_chosen_by_uid_moment_and_what_was_asked(lived: LivedRequests, dump: Tool, tmp_path: Path) -> None:
     uids = []
     for user in ("ann", "bob", "ann", "ann"):
-        uids.append(finished(lived, labels={"user": user}))
-        time.sleep(0.002)  # uids of one millisecond have no order
+        uids.append(lived.answered("Hel", "lo", labels={"user": user}))
     chosen = {
         (uids[2], f"cmpl-{uids[0]}"): [uids[2], uids[0]],
         ("--since", uids[1]): uids[1:],
@@ -111,7 +86,7 @@ def test_the_uid_of_siblings_means_all_of_them(log: RedisLog, lived: LivedReques
 
 
 def test_wait_waits_for_those_that_run(lived: LivedRequests, dump: Tool, path: Path) -> None:
-    first, last = finished(lived), lived.running()
+    first, last = lived.answered("Hel", "lo"), lived.running()
 
     def end_later() -> None:
         until(lambda: any(path.parent.iterdir()))
@@ -127,7 +102,7 @@ def test_wait_waits_for_those_that_run(lived: LivedRequests, dump: Tool, path: P
 
 @pytest.mark.parametrize("form", ["minisgl", "openai", "mooncake"])
 def test_where_no_request_is_chosen_no_file_is_made(lived: LivedRequests, dump: Tool, path: Path, form: str) -> None:
-    finished(lived)
+    lived.answered("Hel", "lo")
     lived.running()
     lived.ended(lived.submitted(), Cancelled(by="client"))
     nothing = f"minisgl: no request to write, so {path} is not there"
@@ -142,11 +117,11 @@ def test_where_no_request_is_chosen_no_file_is_made(lived: LivedRequests, dump: 
 
 
 def test_a_request_that_is_not_there_says_why_and_no_file_is_made(lived: LivedRequests, dump: Tool, path: Path) -> None:
-    assert "unknown here" in dump.failure(finished(lived), new_uid(), str(path))
+    assert "unknown here" in dump.failure(lived.answered("Hel", "lo"), new_uid(), str(path))
     assert not path.exists()
 
 
-def test_flags_that_cannot_work_are_told(dump: Tool, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_work_are_told(dump: Tool, path: Path) -> None:
     uid = new_uid()
     for arguments, said in {
         (): "expected a FILE to write",
@@ -155,14 +130,13 @@ def test_flags_that_cannot_work_are_told(dump: Tool, path: Path, capsys: pytest.
         ("--where", "model", str(path)): "must be NAME=VALUE",
         (str(path.parent),): "there is such a file already",
     }.items():
-        assert main(["replay", "dump", *arguments, "--redis-url", dump.url]) == 2
-        assert said in capsys.readouterr().err
+        assert said in dump.refusal(*arguments)
 
 
 def test_a_redacted_dump_has_no_word_of_what_was_said(lived: LivedRequests, dump: Tool, path: Path) -> None:
     lived.owner = "somebody"
-    uid = finished(lived, "wordwords", prompt="secrecy", labels={"user": "anybody"})
-    broken = finished(lived)
+    uid = lived.answered("wordwords", prompt="secrecy", labels={"user": "anybody"})
+    broken = lived.answered("Hel", "lo")
     command(dump.url, "DEL", Names().request(broken))
     for entry_id, kind in (("0-1", "odd"), (SEAL, "finished")):
         command(dump.url, "XADD", Names().request(broken), entry_id, "kind", kind)
@@ -184,11 +158,10 @@ def test_a_redacted_dump_has_no_word_of_what_was_said(lived: LivedRequests, dump
 
 
 def test_what_was_dumped_is_there_again_after_the_log_was_lost(
-    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
+    lived: LivedRequests, dump: Tool, bring_in: Tool, trace: Tool, path: Path
 ) -> None:
-    uids = [finished(lived), finished(lived, "ü", '"\x00', "", prompt="\U0001f600"), lived.submitted()]
+    uids = [lived.answered("Hel", "lo"), lived.answered("ü", '"\x00', "", prompt="\U0001f600"), lived.submitted()]
     lived.ended(uids[2], Failed(status=400, code="invalid_value", message="No."))
-    trace = Tool("trace", dump.url, capsys)
     told, histories = [trace.json(uid) for uid in uids], lived.log.histories(uids)
     dump(str(path))
     command(dump.url, "FLUSHALL")
@@ -210,7 +183,7 @@ def test_what_was_dumped_is_there_again_after_the_log_was_lost(
 def test_an_import_leaves_what_is_there_and_can_be_repeated(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
-    uids = [finished(lived), finished(lived)]
+    uids = [lived.answered("Hel", "lo"), lived.answered("Hel", "lo")]
     dump(str(path))
     command(dump.url, "DEL", Names().request(uids[1]))
     before = lived.log.histories(uids[:1])
@@ -223,7 +196,7 @@ def test_an_import_leaves_what_is_there_and_can_be_repeated(
 def test_what_was_removed_with_forget_stays_away_until_it_is_asked_for_again(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
-    uids = [finished(lived), finished(lived)]
+    uids = [lived.answered("Hel", "lo"), lived.answered("Hel", "lo")]
     dump(str(path))
     before = lived.log.histories(uids[:1])
     assert cast(ForgettingLog, lived.log).erase(uids[0])
@@ -239,7 +212,7 @@ def test_the_owner_comes_in_only_if_it_is_asked_for(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
     lived.owner = "team"
-    uid = finished(lived)
+    uid = lived.answered("Hel", "lo")
     dump(str(path))
     for flags, owner in (((), ""), (("--keep-owner",), "team")):
         command(dump.url, "DEL", Names().request(uid))
@@ -250,7 +223,7 @@ def test_the_owner_comes_in_only_if_it_is_asked_for(
 def test_imported_requests_have_a_retention_of_their_own(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("Hel", "lo")
     dump(str(path))
     for flags, expected_s in (((), 86400), (("--retention", "100"), 100)):
         command(dump.url, "DEL", Names().request(uid))
@@ -261,7 +234,7 @@ def test_imported_requests_have_a_retention_of_their_own(
 def test_an_imported_request_that_is_dumped_again_says_where_it_was_first(
     lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("Hel", "lo")
     dump("--redact", str(path))
     command(dump.url, "FLUSHALL")
     bring_in(str(path))
@@ -282,9 +255,7 @@ BEGUN = ("0-1", {"kind": "submitted", "ms": "1", "endpoint": "e", "frontend": "w
 OVER = (SEAL, {"kind": "cancelled", "ms": "2", "by": "client"})
 
 
-def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
-    dump: Tool, bring_in: Tool, log: RedisLog, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(dump: Tool, bring_in: Tool, path: Path) -> None:
     uids = [new_uid() for _ in range(6)]
     odd = (OVER[0], OVER[1] | {"v": "2"})
     write_dump(
@@ -299,9 +270,8 @@ def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
             recorded(uids[5], BEGUN, OVER),
         ],
     )
-    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
-    out, err = capsys.readouterr()
-    assert out == f"{path}: 1 request imported\n"
+    code, out, err = bring_in.run(str(path))
+    assert (code, out) == (1, f"{path}: 1 request imported\n")
     reasons = [line.removeprefix("minisgl: not imported: ") for line in err.splitlines()]
     for line, uid, reason, said in zip(
         range(2, 8),
@@ -314,17 +284,14 @@ def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
     assert command(dump.url, "KEYS", "*") == [Names().request(uids[5]).encode()]
 
 
-def test_what_comes_before_a_damage_is_imported(
-    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uids = [finished(lived), finished(lived)]
+def test_what_comes_before_a_damage_is_imported(lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path) -> None:
+    uids = [lived.answered("Hel", "lo"), lived.answered("Hel", "lo")]
     dump(str(path))
     command(dump.url, "FLUSHALL")
     text = zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes())
     path.write_bytes(text[: text.index(uids[1].encode()) + 50])
-    assert main(["replay", "import", str(path), "--redis-url", dump.url]) == 1
-    out, err = capsys.readouterr()
-    assert out == f"{path}: 1 request imported\n"
+    code, out, err = bring_in.run(str(path))
+    assert (code, out) == (1, f"{path}: 1 request imported\n")
     assert err.startswith(f"minisgl: {path}, line 3: not JSON")
     assert lived.log.made_between(0, 2**48) == uids[:1]
 
@@ -334,10 +301,9 @@ def test_a_file_that_is_no_dump_changes_nothing(bring_in: Tool, path: Path) -> N
     assert f"{path}, line 1: " in bring_in.failure(str(path))
 
 
-def test_import_takes_one_file_that_is_there(bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in {(): "expected one FILE, got 0", (str(path),): "cannot be read: No such file"}.items():
-        assert main(["replay", "import", *arguments, "--redis-url", bring_in.url]) == 2
-        assert said in capsys.readouterr().err
+def test_import_takes_one_file_that_is_there(bring_in: Tool, path: Path) -> None:
+    assert "expected one FILE, got 0" in bring_in.refusal()
+    assert "cannot be read: No such file" in bring_in.refusal(str(path))
 
 
 TOKEN = ("1-0", {"kind": "tokens", "ms": "1", "tokens": "5", "text": "a", "step": "1-1"})
@@ -358,31 +324,27 @@ TOKEN = ("1-0", {"kind": "tokens", "ms": "1", "tokens": "5", "text": "a", "step"
     ],
 )
 def test_times_counts_and_ids_that_no_tool_can_show_are_not_imported(
-    bring_in: Tool, dump: Tool, path: Path, capsys: pytest.CaptureFixture[str], entries: Any, field: str
+    bring_in: Tool, dump: Tool, path: Path, entries: Any, field: str
 ) -> None:
     uid = new_uid()
     write_dump(path, [recorded(uid, *entries)])
-    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
-    out, err = capsys.readouterr()
-    assert out == f"{path}: 0 requests imported\n"
+    code, out, err = bring_in.run(str(path))
+    assert (code, out) == (1, f"{path}: 0 requests imported\n")
     assert err.startswith(f"minisgl: not imported: line 2, {uid}: ") and len(err.splitlines()) == 1
     assert field in err
     assert command(dump.url, "KEYS", "*") == []
 
 
-def test_a_uid_of_a_moment_without_a_date_is_not_imported(
-    bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_uid_of_a_moment_without_a_date_is_not_imported(bring_in: Tool, path: Path) -> None:
     write_dump(path, [recorded("f" * 12 + new_uid()[12:], BEGUN, OVER)])
-    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
-    assert "uid: " in capsys.readouterr().err
+    code, _, err = bring_in.run(str(path))
+    assert code == 1 and "uid: " in err
 
 
 def test_of_many_requests_that_cannot_come_in_some_are_named(
-    bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bring_in: Tool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ops.replay.dump.MOST_TOLD", 2)
     write_dump(path, [recorded(f"{number}", BEGUN, OVER) for number in range(5)])
-    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 3 and err[2] == "minisgl: not imported: 3 more"
+    code, _, err = bring_in.run(str(path))
+    assert code == 1 and err.splitlines()[2:] == ["minisgl: not imported: 3 more"]

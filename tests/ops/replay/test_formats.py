@@ -16,7 +16,7 @@ from ops.replay.redact import redacted, stand_in
 from pipeline.events import SamplingParams, Submitted, Tokenized, TokensProduced, decode, encode
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
-from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from pipeline.recording import Recording, UnreadableRecording
 from pipeline.views.history import story
 from pipeline.walk import walk
@@ -210,9 +210,7 @@ def test_what_computed_another_request_again_is_no_traffic() -> None:
         assert skipped == ["that computed another one again (replay run)"] * number
 
 
-def test_both_go_through_a_log(redis_url: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bring_in, dump = Tool("replay import", redis_url, capsys), Tool("replay dump", redis_url, capsys)
-    log = RedisLog(redis_url, Names())
+def test_both_go_through_a_log(redis_url: str, log: RedisLog, path: Path, bring_in: Tool, dump: Tool) -> None:
     for name, lines in (("openai", BATCH), ("mooncake", TRACE)):
         file, again = write(path.with_name(name), *lines), path.with_name(f"{name}-again")
         num = len(list(read_dump(file)))
@@ -225,4 +223,3 @@ def test_both_go_through_a_log(redis_url: str, path: Path, capsys: pytest.Captur
         if name == "mooncake":
             assert parsed(again.read_bytes().splitlines()) == list(lines)
         command(redis_url, "FLUSHALL")
-    log.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from support.histories import entries_of
+from support.histories import answered, entries_of
 
-import minisgl
 from ops.replay.report import explanations
 from ops.replay.source import History
 from pipeline.errors import UndecodableEvent
@@ -57,13 +56,10 @@ def history(*pairs: tuple[str, AnyEvent], begun: Iterable[tuple[str, AnyEvent]] 
     return History(Recording("u", tuple(entries_of([*begun, *pairs]))))
 
 
-def answer(*token_ids: int, end: tuple[str, AnyEvent] | None = None) -> History:
+def answer(*token_ids: int, end: AnyEvent | None = None) -> History:
     """Return a finished request, or one with another *end*, each of whose tokens has its number as text."""
-    tokens = [
-        (f"{n}-0", TokensProduced(tokens=(each,), text=f"{each} ", step=f"1-{n}"))
-        for n, each in enumerate(token_ids, 1)
-    ]
-    return history(*tokens, end or finished(len(token_ids)))
+    _, _, *rest = answered(*token_ids, text=lambda each: f"{each} ", end=end)
+    return history(*rest)
 
 
 TAKEN_OVER = history(
@@ -76,10 +72,6 @@ TAKEN_OVER = history(
     token(3, "llo", 1040, epoch=2),
     finished(3),
 )
-
-
-def test_it_is_exported() -> None:
-    assert minisgl.History is History
 
 
 def test_a_history_is_walked_event_by_event() -> None:
@@ -134,9 +126,9 @@ def test_a_history_that_lacks_a_token_is_damaged() -> None:
         (answer(1, 2, 3), answer(1, 9, 3), (1, (2, 2, 9))),
         (answer(1, 2, 3), answer(1, 2), (2, (3, 3, None))),
         (answer(1, 2), answer(1, 2, 3), (2, (3, None, 3))),
-        (answer(1, 2, end=(SEAL, Cancelled(by="client"))), answer(1, 2, 3), (2, None)),
-        (answer(1, 2, 3), answer(1, 2, end=(SEAL, Cancelled(by="client"))), (2, None)),
-        (answer(1, 2, 3, end=(SEAL, Cancelled(by="client"))), answer(1, 2), (2, (3, 3, None))),
+        (answer(1, 2, end=Cancelled(by="client")), answer(1, 2, 3), (2, None)),
+        (answer(1, 2, 3), answer(1, 2, end=Cancelled(by="client")), (2, None)),
+        (answer(1, 2, 3, end=Cancelled(by="client")), answer(1, 2), (2, (3, 3, None))),
     ],
 )
 def test_answers_are_compared_as_far_as_the_model_made_both(
@@ -158,7 +150,7 @@ def test_the_same_tokens_with_another_text_or_end_are_a_difference() -> None:
 
 
 def test_an_error_before_all_tokens_came_again_is_a_difference() -> None:
-    failed = (SEAL, Failed(status=500, code="engine_error", message="No."))
+    failed = Failed(status=500, code="engine_error", message="No.")
     assert answer(1, 2).compare(answer(1, end=failed)).other == "it failed after 1 of 2 tokens: engine_error: No."
     assert answer(1, 2, end=failed).compare(answer(1, 2, 3)).is_identical
     assert answer(1, 2, end=failed).compare(answer(1, 2, end=failed)).is_identical
@@ -166,6 +158,8 @@ def test_an_error_before_all_tokens_came_again_is_a_difference() -> None:
 
 KERNELS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2"
 TORCH = "bfloat16/none/torch-2.13.0+cpu-avx512/cpu/sampler-2"
+MODE = "deterministic-128-pages-16-nvidia-h100"
+BATCH = "torch computed it, and its results depend on the batch and on the number of threads"
 
 
 def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") -> Maker:
@@ -189,21 +183,9 @@ def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") ->
         (made(TORCH), made(TORCH.replace("/cpu/", "/fi/")), ["attention: recorded cpu, now fi"]),
         (made(f"{KERNELS}/ranks-2"), made(), ["ranks: recorded ranks-2, now ranks-1"]),
         (made(TORCH), made(f"{TORCH}/ranks-4"), ["ranks: recorded ranks-1, now ranks-4"]),
-        (
-            made(TORCH),
-            made(TORCH),
-            ["torch computed it, and its results depend on the batch and on the number of threads"],
-        ),
-        (
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            [],
-        ),
-        (
-            made(TORCH),
-            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
-            ["deterministic: recorded deterministic-no, now deterministic-128-pages-16-nvidia-h100"],
-        ),
+        (made(TORCH), made(TORCH), [BATCH]),
+        (made(f"{TORCH}/{MODE}"), made(f"{TORCH}/{MODE}"), []),
+        (made(TORCH), made(f"{TORCH}/{MODE}"), [f"deterministic: recorded deterministic-no, now {MODE}"]),
         (made(), made(f"{KERNELS}/llguidance-1.9.0"), []),
         (
             made(f"{KERNELS}/llguidance-1.9.0"),

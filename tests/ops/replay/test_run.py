@@ -11,12 +11,11 @@ from pathlib import Path
 import orjson
 import pytest
 from support.checkpoints import make_checkpoint
-from support.engine_rig import LIMITS, POISON
-from support.histories import entries_of
+from support.engine_rig import LIMITS, POISON, Pipeline
+from support.histories import answered, entries_of
 from support.lived_requests import LivedRequests
 from support.log_contract import put
 from support.redis_servers import until
-from support.whole_pipeline import Pipeline
 
 from minisgl import main
 from ops.replay import isolated
@@ -35,10 +34,6 @@ from pipeline.events import (
     Replay,
     SamplingParams,
     Submitted,
-    Timings,
-    Tokenized,
-    TokensProduced,
-    Usage,
     new_uid,
 )
 from pipeline.log.protocol import RequestLimits
@@ -86,19 +81,10 @@ def entries(
 ) -> list[tuple[str, AnyEvent]]:
     """Return the history of a request that was served, with an end of its own or another one."""
     params = SamplingParams.model_validate({"max_tokens": 9, "seed": 3} | sampling)
-    said = {"endpoint": "/v1/completions", "frontend": "web-0", "prompt": "p", "labels": {"user": "u1"}}
-    n, usage = len(token_ids), Usage(prompt_tokens=len(prompt), completion_tokens=len(token_ids))
-    timings = Timings(admitted_ms=1, first_token_ms=2, total_ms=3)
-    tokens = [
-        (f"{n}-0", TokensProduced(tokens=(each,), text=chr(each), step=f"1-{n}")) for n, each in enumerate(token_ids, 1)
-    ]
-    return [
-        ("0-1", Submitted(sampling=params, owner="team-a", **said)),  # type: ignore[arg-type]
-        ("0-2", Tokenized(token_ids=tuple(prompt), fingerprint="letters", by="tokenize-0", bad_words=((1, 2),))),
-        ("0-3", Admitted(engine="generate-0", epoch=1, step=1, fingerprint="adding", numerics="a")),
-        *tokens,
-        (SEAL, end or Finished(n=n, reason="length", usage=usage, timings=timings)),
-    ]
+    asked = {"sampling": params, "owner": "team-a", "prompt": "p", "labels": {"user": "u1"}}
+    admitted = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="adding", numerics="a")
+    begun, (at, tokenized), *rest = answered(*token_ids, ids=prompt, end=end, admitted=admitted, **asked)
+    return [begun, (at, tokenized.model_copy(update={"bad_words": ((1, 2),)})), *rest]
 
 
 def recorded(pipeline: Pipeline, pairs: Sequence[tuple[str, AnyEvent]]) -> str:
@@ -269,9 +255,7 @@ def test_what_is_not_there_or_cannot_be_computed_exits_with_2(pipeline: Pipeline
 
 
 def test_without_an_engine_nothing_waits(lived: LivedRequests, run: Run) -> None:
-    uid = lived.running()
-    lived.tokens(uid, "a")
-    lived.finished(uid, 1)
+    uid = lived.answered("a")
     code, (line,) = run(uid)
     assert code == 2 and "--model" in line
     assert lived.log.living() == []
@@ -285,11 +269,6 @@ def test_a_request_that_killed_its_engine_is_not_given_to_the_server(lived: Live
     code, (line,) = run(uid, "--model", "nowhere")
     assert code == 2 and "/nowhere" in line and "--model" in line
     assert line.endswith("; recorded: model nonsense with weights w1")
-
-
-def test_a_command_line_without_a_uid_is_refused(run: Run) -> None:
-    code, (line,) = run()
-    assert code == 2 and "UID" in line
 
 
 # in a process of its own
@@ -414,8 +393,6 @@ def test_without_a_limit_the_body_asks_for_the_rest_of_the_context() -> None:
 def test_another_server_that_cannot_compute_is_named(
     lived: LivedRequests, run: Run, flags: Sequence[str], said: str
 ) -> None:
-    uid = lived.running()
-    lived.tokens(uid, "a")
-    lived.finished(uid, 1)
+    uid = lived.answered("a")
     code, (line,) = run(uid, *flags)
     assert code == 2 and said in line

@@ -1,16 +1,19 @@
-"""`minisgl replay show` on a real Redis."""
+"""`minisgl replay show` on a real Redis, and why a token took long."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import pytest
 from support.lived_requests import LivedRequests
+from support.log_contract import put
+from support.memory_log.log import MemoryLog
 from support.redis_servers import command
 from support.tool import Tool
 
-from minisgl import main
-from ops.replay.source import History
+from minisgl import History
+from ops.replay.show import why
 from pipeline.events import (
     Chunk,
     Logprob,
@@ -26,23 +29,12 @@ from pipeline.events import (
 )
 from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry, Produced
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
 
-@pytest.fixture
-def show(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("replay show", redis_url, capsys)
-
-
-def finished(lived: LivedRequests) -> str:
-    uid = lived.running()
-    lived.tokens(uid, "He", "ll", "o\n")
-    lived.finished(uid, 3)
-    return uid
-
-
 def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, show: Tool) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     lines = dict(line.split(maxsplit=1) for line in show(uid))
     assert lines["request"] == f"{uid}: finished (stop), 3 tokens"
     assert lines["token"] == "3, id 43"
@@ -58,7 +50,7 @@ def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, s
 
 
 def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     told = [show.json(uid, "--at", str(n)) for n in range(4)]
     assert [each["text"] for each in told] == ["", "He", "Hell", "Hello\n"]
     assert [each.get("token") for each in told] == [None, 41, 42, 43]
@@ -69,7 +61,7 @@ def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> 
 def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     row, chunk = TokenRow(uid=uid, n=3, token=43), Chunk(uid="other", start=0, count=6000)
     step = StepCompleted(rows=(row,), chunks=(chunk,), figures=StepStats(forward_ms=1))
     entry = Entry("1-3", {"ms": str(show.json(uid)["submitted_ms"] + 5000)} | encode(step))
@@ -83,7 +75,7 @@ def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
 def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_step(
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     gone = "batch      unknown: the journal does not have this step (--journal-bytes, --retention)"
     assert gone.split() in [line.split() for line in show(uid)] and show.json(uid)["batch"] is None
     assert not any(line.startswith("batch") for line in show(uid, "--at", "0"))
@@ -112,18 +104,29 @@ def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_st
     assert show.json(uid, "--at", "2")["batch"] is None, "nobody can tell its rows"
 
 
-def test_the_token_that_came_last_after_the_one_before_is_named(
-    lived: LivedRequests, show: Tool, redis_url: str
+def move(
+    lived: LivedRequests,
+    uid: str,
+    times: Mapping[str, tuple[int, int]],
+    rest: tuple[int, int],
+    *,
+    is_known: bool = True,
 ) -> None:
-    uid = finished(lived)
+    """Have the tokens committed so many ms after the submit, each so many after the engine had made it, if known."""
+    assert isinstance(lived.log, RedisLog)
     entries = lived.log.histories([uid])[0]
-    command(redis_url, "DEL", Names().request(uid))
-    submitted_ms = int(entries[0].fields["ms"])
+    command(lived.log.url, "DEL", Names().request(uid))
     for entry in entries:
-        after_ms = {"1-0": 900, "2-0": 1300}.get(entry.id, 1400)
-        moved = {**entry.fields, "ms": str(submitted_ms + (after_ms if entry.id >= "1" else 0))}
-        moved |= {"age_ms": "0"} if "age_ms" in moved else {}
-        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+        ms, age_ms = times.get(entry.id, rest) if entry.id >= "1" else (0, 0)
+        moved = {**entry.fields, "ms": str(int(entries[0].fields["ms"]) + ms)} | {"age_ms": str(age_ms)}
+        if "tokens" not in moved or not is_known:
+            del moved["age_ms"]
+        command(lived.log.url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+
+
+def test_the_token_that_came_last_after_the_one_before_is_named(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.answered("He", "ll", "o\n")
+    move(lived, uid, {"1-0": (900, 0), "2-0": (1300, 0)}, (1400, 0))
     lines = dict(line.split(maxsplit=1) for line in show(uid))
     assert lines["slowest"] == "token 2, 0.400 s after the token before (--at 2)"
     assert not any(line.startswith("slowest") for line in show(uid, "--at", "2"))
@@ -132,19 +135,10 @@ def test_the_token_that_came_last_after_the_one_before_is_named(
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_token_says_when_the_engine_made_it_and_when_the_client_got_it(
-    lived: LivedRequests, show: Tool, redis_url: str, is_known: bool
+    lived: LivedRequests, show: Tool, is_known: bool
 ) -> None:
-    uid = finished(lived)
-    entries = lived.log.histories([uid])[0]
-    command(redis_url, "DEL", Names().request(uid))
-    submitted_ms = int(entries[0].fields["ms"])
-    times = {"1-0": (100, 0), "2-0": (120, 10)}
-    for entry in entries:
-        ms, age_ms = times.get(entry.id, (120, 2)) if entry.id >= "1" else (0, 0)
-        moved = {**entry.fields, "ms": str(submitted_ms + ms)} | {"age_ms": str(age_ms)}
-        if "tokens" not in moved or not is_known:
-            del moved["age_ms"]
-        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+    uid = lived.answered("He", "ll", "o\n")
+    move(lived, uid, {"1-0": (100, 0), "2-0": (120, 10)}, (120, 2), is_known=is_known)
     told = show.json(uid)
     names = ("at_ms", "pause_ms", "client_at_ms", "client_pause_ms", "committed")
     made = (118, 8) if is_known else (120, 10)
@@ -178,12 +172,9 @@ def test_a_request_that_waits_has_no_token_yet(lived: LivedRequests, show: Tool)
     assert "token     0: none yet" in lines and not any(line.startswith("engine") for line in lines)
 
 
-def test_a_token_that_never_was_is_an_error_of_the_command_line(
-    lived: LivedRequests, show: Tool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uid = finished(lived)
-    assert main(["replay", "show", uid, "--at", "4", "--redis-url", show.url]) == 2
-    assert f"--at 4: {uid} has 3 tokens" in capsys.readouterr().err
+def test_a_token_that_never_was_is_an_error_of_the_command_line(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.answered("He", "ll", "o\n")
+    assert f"--at 4: {uid} has 3 tokens" in show.refusal(uid, "--at", "4")
 
 
 def test_an_absent_request_says_why_and_several_are_named(lived: LivedRequests, show: Tool) -> None:
@@ -203,6 +194,40 @@ def test_a_request_whose_history_has_expired_is_read_from_its_dead_letter(lived:
 
 
 def test_a_notebook_opens_the_same_request(lived: LivedRequests, redis_url: str) -> None:
-    uid = finished(lived)
+    uid = lived.answered("He", "ll", "o\n")
     history = History.open(uid, redis_url=redis_url)
     assert (history.uid, history.text) == (uid, "Hello\n")
+
+
+ENGINE = "generate-0"
+
+
+def log_of(chunks: Sequence[int]) -> MemoryLog:
+    """Return a log with the journal of as many steps: each has a chunk of another prompt, and ends after a second."""
+    log, writer = MemoryLog(Names()), JournalWriter()
+    for number, count in enumerate(chunks, 1):
+        step = StepCompleted(
+            rows=(TokenRow(uid="a", n=number, token=5),),
+            figures=StepStats(forward_ms=900),
+            chunks=(Chunk(uid="p", start=0, count=count),) if count else (),
+        )
+        entry = Entry(f"3-{number}", {"ms": str(1000 * number)} | encode(step))
+        put(log, log.names.journal(ENGINE), writer.fields(entry, step), entry.id)
+    return log
+
+
+def test_only_the_steps_since_the_token_before_count() -> None:
+    wait = why(log_of([100, 20, 30, 7]), ENGINE, "3-3", "a", 3, since_ms=1000)
+    assert wait is not None
+    assert str(wait) == "token 3 of a waited 2.0 s: a prompt of 50 tokens was prefilled in 2 chunks"
+
+
+def test_a_long_wait_is_read_in_pieces() -> None:
+    wait = why(log_of([1] * 1200), ENGINE, "3-1200", "a", 9, since_ms=50_000)
+    assert wait is not None
+    assert (wait.num_steps, wait.others[0].num_chunks) == (1150, 1150)
+
+
+def test_a_step_that_the_journal_does_not_have_says_nothing() -> None:
+    assert why(log_of([1, 1]), ENGINE, "3-7", "a", 9, since_ms=0) is None
+    assert why(log_of([1, 1]), "generate-1", "3-1", "a", 9, since_ms=0) is None

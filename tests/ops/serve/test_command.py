@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fresh_logs import fresh_logs
 from support.redis_servers import command
 from support.servers import free_port
+from support.tool import fresh_logs
 
 from minisgl import main
 from ops.serve import command as serve

@@ -38,65 +38,46 @@ TOOLS = {
     "shell": (ShellConfig,),
 }
 OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()} | TOOLS
-MODEL = {("--model", "--model-path")}
-DATA = {("--data-dir",), ("--repair",)}
-NAMES = {("--served-model-name",)}
-DEFAULTS = {("--generation-config",)}
-WEB = {("--host",), ("--port",)}
-REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {
-    ("--disconnect-grace",),
-    ("--max-body-bytes",),
-    ("--max-log-bytes",),
-    ("--pages",),
-    ("--trusted-proxies",),
-    ("--strict-model-names",),
-}
-ORIGINS = {("--allow-host",), ("--allow-origin",)}
-KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
-ARCHIVED = {("--archive",)}
-HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS | ARCHIVED
-FILES = {("--to",), ("--retain",), ("--max-bytes",), ("--leave",)}
-LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--journal-bytes",), ("--lease",)}
-ENGINE = {
-    ("--dtype",),
-    ("--quantization",),
-    ("--tp", "--tensor-parallel-size", "--tp-size"),
-    ("--dummy-weight",),
-    ("--device",),
-    ("--threads",),
-    ("--kernels",),
-    ("--attn", "--attention-backend"),
-    ("--cache", "--cache-type"),
-    ("--max-prefill-length", "--max-extend-length"),
-    ("--mixed-prefill-length",),
-    ("--max-running-requests",),
-    ("--overlap",),
-    ("--commit-interval",),
-    ("--graph", "--cuda-graph-max-bs"),
-    ("--deterministic",),
-    ("--page-size",),
-    ("--num-pages",),
-    ("--memory-ratio",),
-    ("--max-seq-len", "--max-seq-len-override"),
-}
-PROMPTS = {("--tokenize-timeout",), ("--tool-parser", "--tool-call-parser")}
-SERVE = {
-    ("--tokenizers", "--num-tokenizer", "--tokenizer-count"),
-    ("--dp", "--data-parallel-size", "--dp-size"),
-    ("--shell", "--shell-mode"),
-}
-WORKER = {("--replicas",), ("--slot",)}
-NODES = {("--nnodes",), ("--node-rank",), ("--group",), ("--rank-address",)}
-RANK = {("--rank",)}
-SHARE = {("--engine",), ("--engines",), ("--free-bytes",)}
-LISTEN = {("--listen-fd",)}
-CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
-RETENTION = {("--retention",)}
-JSON = {("--json",)}
-CLIENT = {("--url",), ("--model",), ("--api-key",), ("--set",)}
-STEPS = {("--from",), ("--to",)}
-CHOICE = {("--since",), ("--until",), ("--where",)}
+
+
+def flags(text: str) -> set[tuple[str, ...]]:
+    """Return the flags that *text* names, each with its aliases after strokes."""
+    return {tuple(each.split("|")) for each in text.split()}
+
+
+MODEL = flags("--model|--model-path")
+DATA = flags("--data-dir --repair")
+NAMES = flags("--served-model-name")
+DEFAULTS = flags("--generation-config")
+WEB = flags("--host --port")
+REQUESTS = flags("--request-timeout --max-queued-requests")
+ORIGINS = flags("--allow-host --allow-origin")
+KEYS = flags("--api-key --limits --admin-key")
+ARCHIVED = flags("--archive")
+HTTP = REQUESTS | ORIGINS | KEYS | ARCHIVED
+HTTP |= flags("--disconnect-grace --max-body-bytes --max-log-bytes --pages --trusted-proxies --strict-model-names")
+FILES = flags("--to --retain --max-bytes --leave")
+LOG = flags("--redis-url --namespace --retention --journal-bytes --lease")
+ENGINE = flags(
+    "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --device --threads --kernels "
+    "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
+    "--max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic --page-size "
+    "--num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
+)
+PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
+SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
+WORKER = flags("--replicas --slot")
+NODES = flags("--nnodes --node-rank --group --rank-address")
+RANK = flags("--rank")
+SHARE = flags("--engine --engines --free-bytes")
+LISTEN = flags("--listen-fd")
+CONNECT = flags("--redis-url --data-dir --port --namespace")
+RETENTION = flags("--retention")
+JSON = flags("--json")
+CLIENT = flags("--url --model --api-key --set")
+STEPS = flags("--from --to")
+CHOICE = flags("--since --until --where")
+LIMITS = flags("--max-prefill-length --mixed-prefill-length --max-running-requests --num-pages")
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | NODES | LOG | PROMPTS | HTTP,
     "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
@@ -105,183 +86,119 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "stage web": WEB | LISTEN | WORKER | LOG | HTTP,
     "stage archive": WORKER | LOG | FILES,
     "trace": CONNECT | RETENTION | ARCHIVED | JSON,
-    "top": CONNECT | JSON | {("--interval",), ("--once",)},
+    "top": CONNECT | JSON | flags("--interval --once"),
     "dead ls": CONNECT | JSON,
     "dead show": CONNECT | JSON,
     "dead requeue": CONNECT | REQUESTS | RETENTION | JSON,
     "dead drop": CONNECT | JSON,
-    "replay schedule": CONNECT
-    | ARCHIVED
-    | JSON
-    | STEPS
-    | {("--max-prefill-length",), ("--mixed-prefill-length",), ("--max-running-requests",), ("--num-pages",)},
-    "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | {("--user",)},
+    "replay schedule": CONNECT | ARCHIVED | JSON | STEPS | LIMITS,
+    "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | flags("--user"),
     "replay drive": CONNECT
-    | ARCHIVED
-    | CHOICE
-    | JSON
-    | CLIENT
-    | {("--speed",), ("--compare",), ("--client-clock",), ("--timeout",), ("--plot",)},
-    "shell": CLIENT | {("--system",), ("--prompt", "-q")},
+    | (ARCHIVED | CHOICE | JSON | CLIENT | flags("--speed --compare --client-clock --timeout --plot")),
+    "shell": CLIENT | flags("--system --prompt|-q"),
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
 SECRET = ("--redis-url", "--api-key", "--admin-key")
+
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """Return flags and values of a *text* in which they take turns."""
+    words = text.split()
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+TEXTS = pairs(
+    "--generation-config none --host :: --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d --limits /l.toml "
+    "--admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu --kernels avx2 --attn fa,fi "
+    "--cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 --from 7-1200 --user ann "
+    "--url http://h:1 --prompt Hi --plot /p.png"
+)
+NUMBERS = pairs(
+    "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
+    "--mixed-prefill-length 10 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 --num-pages 5 "
+    "--max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 --engine 1 "
+    "--engines 2 --free-bytes 5 --listen-fd 3"
+)
+MEASURES = pairs(
+    "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
+    "--interval 0.5 --speed 2.5 --timeout 7"
+)
+SWITCHES = (
+    "--repair --strict-model-names --leave --dummy-weight --deterministic --json --once --shell --compare "
+    "--client-clock"
+)
+SEVERAL = {
+    "--served-model-name": "a b",
+    "--trusted-proxies": "10.0.0.5 fd00::/8",
+    "--allow-host": "a b",
+    "--allow-origin": "http://a http://b",
+    "--api-key": "k1 k2",
+    "--set": "seed=1",
+}
 VALUES: dict[str, tuple[str, object]] = {
+    **{flag: (text, text) for flag, text in TEXTS},
+    **{flag: (text, int(text)) for flag, text in NUMBERS},
+    **{flag: (text, float(text)) for flag, text in MEASURES},
+    **dict.fromkeys(SWITCHES.split(), ("yes", True)),
+    **{flag: (text, tuple(text.split())) for flag, text in SEVERAL.items()},
     "--model": ("/m o d e l", "/m o d e l"),
-    "--served-model-name": ("a b", ("a", "b")),
-    "--generation-config": ("none", "none"),
-    "--host": ("::", "::"),
-    "--port": ("8000", 8000),
-    "--redis-url": ("redis://u:p@h:1/2", "redis://u:p@h:1/2"),
-    "--namespace": ("blue", "blue"),
-    "--data-dir": ("/d", "/d"),
-    "--repair": ("yes", True),
-    "--retention": ("0.5", 0.5),
-    "--request-timeout": ("7", 7.0),
-    "--journal-bytes": ("8M", 8 << 20),
-    "--lease": ("1e1", 10.0),
-    "--max-queued-requests": ("1", 1),
-    "--max-body-bytes": ("2048", 2048),
-    "--max-log-bytes": ("64m", 64 << 20),
-    "--disconnect-grace": ("0.5", 0.5),
+    "--system": ("Be kind.", "Be kind."),
     "--pages": ("no", False),
-    "--strict-model-names": ("yes", True),
-    "--trusted-proxies": ("10.0.0.5 fd00::/8", ("10.0.0.5", "fd00::/8")),
-    "--allow-host": ("a b", ("a", "b")),
-    "--allow-origin": ("http://a http://b", ("http://a", "http://b")),
-    "--api-key": ("k1 k2", ("k1", "k2")),
-    "--limits": ("/l.toml", "/l.toml"),
-    "--admin-key": ("k3", "k3"),
-    "--archive": ("/a", "/a"),
-    "--to": ("/a", "/a"),
-    "--retain": ("2d", 172800.0),
+    "--journal-bytes": ("8M", 8 << 20),
+    "--max-log-bytes": ("64m", 64 << 20),
     "--max-bytes": ("1G", 1 << 30),
-    "--leave": ("yes", True),
-    "--dtype": ("float32", "float32"),
-    "--quantization": ("int8", "int8"),
-    "--tp": ("2", 2),
-    "--dummy-weight": ("yes", True),
-    "--device": ("cpu", "cpu"),
-    "--threads": ("3", 3),
-    "--kernels": ("avx2", "avx2"),
-    "--attn": ("fa,fi", "fa,fi"),
-    "--cache": ("naive", "naive"),
-    "--max-prefill-length": ("100", 100),
-    "--mixed-prefill-length": ("10", 10),
-    "--max-running-requests": ("2", 2),
-    "--overlap": ("on", "on"),
-    "--commit-interval": ("0", 0),
-    "--graph": ("16", 16),
-    "--deterministic": ("yes", True),
-    "--page-size": ("32", 32),
-    "--num-pages": ("5", 5),
-    "--memory-ratio": ("1", 1.0),
-    "--max-seq-len": ("2", 2),
-    "--tokenizers": ("0", 0),
-    "--dp": ("2", 2),
-    "--tokenize-timeout": ("2.5", 2.5),
-    "--tool-parser": ("hermes", "hermes"),
-    "--replicas": ("2", 2),
-    "--slot": ("0", 0),
-    "--rank": ("1", 1),
-    "--nnodes": ("2", 2),
-    "--node-rank": ("1", 1),
-    "--group": ("run.0", "run.0"),
-    "--engine": ("1", 1),
-    "--engines": ("2", 2),
-    "--free-bytes": ("5", 5),
-    "--rank-address": ("10.0.0.5", "10.0.0.5"),
-    "--listen-fd": ("3", 3),
-    "--json": ("yes", True),
-    "--interval": ("0.5", 0.5),
-    "--once": ("yes", True),
-    "--from": ("7-1200", "7-1200"),
-    "--user": ("ann", "ann"),
+    "--retain": ("2d", 172800.0),
     "--since": ("2026-11-23T09:00", 1_795_424_400_000),
     "--until": ("2026-11-23T10:00+01:00", 1_795_424_400_000),
     "--where": ("model=demo", (("model", "demo"),)),
-    "--shell": ("yes", True),
-    "--url": ("http://h:1", "http://h:1"),
-    "--system": ("Be kind.", "Be kind."),
-    "--set": ("seed=1", ("seed=1",)),
-    "--prompt": ("Hi", "Hi"),
-    "--speed": ("2.5", 2.5),
-    "--compare": ("yes", True),
-    "--client-clock": ("yes", True),
-    "--timeout": ("7", 7.0),
-    "--plot": ("/p.png", "/p.png"),
 }
 """A value for each flag, and what it becomes; a tuple is of a flag that takes several words."""
 SHELL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
 """A client sends one key of those that a server has."""
 
+BAD = {
+    "at least 1": "--port eighty --port 0 --max-queued-requests 0 --tp 0 --nnodes 0 --threads -1 "
+    "--max-prefill-length none --mixed-prefill-length -5 --max-running-requests 0 --num-pages -2 --dp 0",
+    "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 "
+    "--commit-interval 0.5 --graph -1 --tokenizers -1",
+    "at least 2": "--max-seq-len 1",
+    "at least 1024": "--max-body-bytes 1023",
+    "at most 65535": "--port 65536",
+    "seconds above 0": "--retention 0 --retention soon --request-timeout inf --lease -1 --lease nan "
+    "--tokenize-timeout 0",
+    "seconds": "--disconnect-grace soon",
+    "whole number": "--max-queued-requests 1.5 --tp many",
+    "0, or at least 1M (1048576 bytes)": "--journal-bytes 1000000",
+    "0, or at least 1M": "--max-bytes 1000",
+    "0, or at least 16M (16777216 bytes)": "--max-log-bytes 16777215",
+    "0, or at least 16M": "--max-log-bytes -1 --max-log-bytes 1.5G --max-log-bytes all",
+    "K, M and G stand for KiB, MiB and GiB": "--max-log-bytes G",
+    "one of auto, none": "--generation-config vllm",
+    "one of auto, none, hermes": "--tool-parser qwen",
+    "one of auto, fi, fa,fi, torch": "--attn trtllm",
+    "one of auto": "--attn fi,fa",
+    "one of auto, on, off": "--overlap yes",
+    "one of radix, naive": "--cache lru",
+    "reference": "--attn fast",
+    "bfloat16": "--dtype int8",
+    "int8": "--quantization int4",
+    "cuda": "--device tpu",
+    "avx512": "--kernels sse",
+    "letters, digits, dots, dashes and underscores": "--group a/b",
+    "one IP address of this machine": "--rank-address node-1 --rank-address 0.0.0.0",
+    "yes or no": "--dummy-weight perhaps",
+    "power of two": "--page-size 24",
+    "up to 1": "--memory-ratio 0 --memory-ratio 1.1",
+    "share": "--memory-ratio most",
+    "a number of s, m, h or d": "--retain -1 --retain nan",
+    "such as 30d": "--retain d",
+}
+"""What is said -> of which flags with which values."""
 BAD_VALUES = [
-    ("--port", "eighty", "at least 1"),
-    ("--port", "0", "at least 1"),
-    ("--port", "65536", "at most 65535"),
-    ("--retention", "0", "seconds above 0"),
-    ("--retention", "soon", "seconds above 0"),
-    ("--request-timeout", "inf", "seconds above 0"),
-    ("--lease", "-1", "seconds above 0"),
-    ("--lease", "nan", "seconds above 0"),
-    ("--max-queued-requests", "0", "at least 1"),
-    ("--max-queued-requests", "1.5", "whole number"),
-    ("--max-body-bytes", "1023", "at least 1024"),
-    ("--journal-bytes", "1000000", "0, or at least 1M (1048576 bytes)"),
-    ("--max-log-bytes", "16777215", "0, or at least 16M (16777216 bytes)"),
-    ("--max-log-bytes", "-1", "0, or at least 16M"),
-    ("--max-log-bytes", "1.5G", "0, or at least 16M"),
-    ("--max-log-bytes", "G", "K, M and G stand for KiB, MiB and GiB"),
-    ("--max-log-bytes", "all", "0, or at least 16M"),
-    ("--disconnect-grace", "-1", "at least 0"),
-    ("--disconnect-grace", "nan", "at least 0"),
-    ("--disconnect-grace", "soon", "seconds"),
-    ("--generation-config", "vllm", "one of auto, none"),
-    ("--dtype", "int8", "bfloat16"),
-    ("--tp", "0", "at least 1"),
-    ("--tp", "many", "whole number"),
-    ("--nnodes", "0", "at least 1"),
-    ("--node-rank", "-1", "at least 0"),
+    *((flag, value, expected) for expected, text in BAD.items() for flag, value in pairs(text)),
     ("--group", "my group", "letters, digits, dots, dashes and underscores"),
-    ("--group", "a/b", "letters, digits, dots, dashes and underscores"),
-    ("--rank-address", "node-1", "one IP address of this machine"),
-    ("--rank-address", "0.0.0.0", "one IP address of this machine"),
-    ("--dummy-weight", "perhaps", "yes or no"),
-    ("--device", "tpu", "cuda"),
-    ("--threads", "-1", "at least 1"),
-    ("--attn", "fast", "reference"),
-    ("--attn", "trtllm", "one of auto, fi, fa,fi, torch"),
-    ("--attn", "fi,fa", "one of auto"),
-    ("--kernels", "sse", "avx512"),
-    ("--quantization", "int4", "int8"),
-    ("--cache", "lru", "one of radix, naive"),
-    ("--max-prefill-length", "none", "at least 1"),
-    ("--mixed-prefill-length", "-5", "at least 1"),
-    ("--max-running-requests", "0", "at least 1"),
-    ("--overlap", "yes", "one of auto, on, off"),
-    ("--commit-interval", "-1", "at least 0"),
-    ("--commit-interval", "0.5", "at least 0"),
-    ("--graph", "-1", "at least 0"),
-    ("--page-size", "24", "power of two"),
-    ("--num-pages", "-2", "at least 1"),
-    ("--memory-ratio", "0", "up to 1"),
-    ("--memory-ratio", "1.1", "up to 1"),
-    ("--memory-ratio", "most", "share"),
-    ("--max-seq-len", "1", "at least 2"),
-    ("--tokenizers", "-1", "at least 0"),
-    ("--dp", "0", "at least 1"),
-    ("--tokenize-timeout", "0", "seconds above 0"),
-    ("--tool-parser", "qwen", "one of auto, none, hermes"),
-]
-
-
-BAD_FILES = [
-    ("--retain", "-1", "a number of s, m, h or d"),
-    ("--retain", "nan", "a number of s, m, h or d"),
     ("--retain", "a month", "such as 30d"),
-    ("--retain", "d", "such as 30d"),
-    ("--max-bytes", "1000", "0, or at least 1M"),
 ]
 
 
@@ -293,6 +210,11 @@ def parse_serve(*arguments: str, **environment: str) -> ServerConfig:
     config = parse_command(["serve", *arguments], environment)
     assert isinstance(config, ServerConfig)
     return config
+
+
+def command_with(flag: str) -> str:
+    """Return a command that has *flag*."""
+    return "serve" if any(flag in names for names in FLAGS["serve"]) else "stage archive"
 
 
 def value_of(config: ServerConfig | StageConfig, flag: str) -> object:
@@ -401,7 +323,7 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
     arguments = [] if source == "environment" else [f"{flag}={value}"]
     environment = {variable(flag): value} if source == "environment" else {}
     with pytest.raises(ConfigError) as caught:
-        parse_command(["serve", *arguments], environment)
+        parse_command([*command_with(flag).split(), *arguments], environment)
     message = str(caught.value)
     assert flag in message
     assert repr(value) in message
@@ -412,24 +334,26 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
 def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wins() -> None:
     for flag, bad, _ in BAD_VALUES:
         good, value = VALUES[flag]
-        assert value_of(parse_serve(flag, good, **{variable(flag): bad}), flag) == value
-
-
-@pytest.mark.parametrize(("flag", "value", "expected"), BAD_FILES)
-def test_a_bad_value_of_a_flag_of_the_archive_is_refused(flag: str, value: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse("stage", "archive", f"{flag}={value}")
-    assert f"{flag} {value!r}: " in str(caught.value) and expected in str(caught.value)
+        assert value_of(parse(*command_with(flag).split(), flag, good, **{variable(flag): bad}), flag) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "age_s"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("30d", 2_592_000)]
+    ("flag", "text", "value"),
+    [("--retain", *each) for each in (("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("30d", 2592000))]
+    + [("--max-log-bytes", "0", 0)]
+    + [("--max-log-bytes", text, 16 << 20) for text in ("16777216", "16384K", "16M")]
+    + [("--max-log-bytes", "2g", 2 << 30)]
+    + [
+        (f"--{name}", "auto", 0)  # the machine decides
+        for name in ("threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len")
+    ],
 )
-def test_an_age_may_have_a_unit(text: str, age_s: float) -> None:
-    config = parse("stage", "archive", "--retain", text)
-    assert value_of(config, "--retain") == age_s
-    again = parse("stage", "archive", *stage_flags(config, "archive"))
-    assert value_of(again, "--retain") == age_s
+def test_an_age_or_a_size_may_have_a_unit_and_auto_is_zero(flag: str, text: str, value: float) -> None:
+    command = command_with(flag).split()
+    config = parse(*command, flag, text)
+    assert value_of(config, flag) == value
+    if command[1:]:
+        assert value_of(parse(*command, *stage_flags(config, command[1])), flag) == value
 
 
 @pytest.mark.parametrize(
@@ -438,20 +362,6 @@ def test_an_age_may_have_a_unit(text: str, age_s: float) -> None:
 def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bool) -> None:
     config = parse_serve(*flags, "--port", "8000")
     assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
-
-
-@pytest.mark.parametrize(
-    "name", ["threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len"]
-)
-def test_auto_is_zero_where_the_machine_decides(name: str) -> None:
-    assert value_of(parse_serve(f"--{name}", "auto"), f"--{name}") == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("16777216", 16 << 20), ("16384K", 16 << 20), ("16M", 16 << 20), ("2g", 2 << 30)]
-)
-def test_a_size_may_have_a_unit(text: str, size: int) -> None:
-    assert parse_serve("--max-log-bytes", text).clients.max_log_bytes == size
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])

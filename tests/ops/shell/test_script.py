@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from support.openai_stand_in import DONE, FINISH, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk
 from support.servers import ROOT, free_port
 
+import minisgl
 from ops.shell.reply import Piece, Reply
 from ops.shell.server import Server, Unanswered
 
@@ -42,21 +44,33 @@ def said(*texts: str, end: Frames | None = None) -> Any:
     return frames
 
 
-def start(*arguments: str, url: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+def start(*arguments: str, url: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "minisgl.py"), "shell", "--url", url, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=kept | dict(environment or {}),
+        env={name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")},
     )
 
 
-def ask(*arguments: str, url: str, piped: bytes = b"", environment: Mapping[str, str] | None = None) -> Ended:
-    process = start(*arguments, url=url, environment=environment)
-    out, err = process.communicate(piped, timeout=60)
-    return Ended(process.returncode, out, err.decode())
+Ask = Callable[..., Ended]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Ask:
+    """Run the command in this process: another one costs half a second."""
+
+    def ended(*arguments: str, url: str, piped: bytes = b"", environment: Mapping[str, str] | None = None) -> Ended:
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
+            for name, value in (environment or {}).items():
+                patch.setenv(name, value)
+            code = minisgl.main(["shell", "--url", url, *arguments])
+        out, err = capsysbinary.readouterr()
+        return Ended(code, out, err.decode())
+
+    return ended
 
 
 def asked(server: OpenAIStandIn) -> list[dict[str, str]]:
@@ -65,24 +79,24 @@ def asked(server: OpenAIStandIn) -> list[dict[str, str]]:
     return messages
 
 
-def test_a_prompt_is_answered_with_the_answer_alone(server: OpenAIStandIn) -> None:
+def test_a_prompt_is_answered_with_the_answer_alone(ask: Ask, server: OpenAIStandIn) -> None:
     assert ask("-q", "Hi", url=server.url) == Ended(0, b"Hello!\n", "")
     assert asked(server) == [{"role": "user", "content": "Hi"}]
     assert server.bodies[0]["model"] == "stand-in", "the first that the server lists"
 
 
-def test_all_that_is_piped_in_is_one_prompt(server: OpenAIStandIn) -> None:
+def test_all_that_is_piped_in_is_one_prompt(ask: Ask, server: OpenAIStandIn) -> None:
     assert ask(url=f"{server.url}/v1/", piped=b"  Hi\n\n/reset\n\n").code == 0
     assert asked(server) == [{"role": "user", "content": "  Hi\n\n/reset"}]
     assert server.paths == ["/v1/chat/completions"]
 
 
-def test_a_prompt_comes_before_what_is_piped_in(server: OpenAIStandIn) -> None:
+def test_a_prompt_comes_before_what_is_piped_in(ask: Ask, server: OpenAIStandIn) -> None:
     ask("--prompt", "Sum this up:", url=server.url, piped="ü\n".encode())
     assert asked(server) == [{"role": "user", "content": "Sum this up:\n\nü"}]
 
 
-def test_flags_say_model_system_text_fields_and_key(server: OpenAIStandIn) -> None:
+def test_flags_say_model_system_text_fields_and_key(ask: Ask, server: OpenAIStandIn) -> None:
     flags = ("--model", "m", "--system", "Be kind.", "--set", "seed=1", 'stop=["a b"]', "-q", "Hi")
     assert ask(*flags, url=server.url).code == 0
     (body,) = server.bodies
@@ -94,25 +108,25 @@ def test_flags_say_model_system_text_fields_and_key(server: OpenAIStandIn) -> No
     assert (server.bodies[1]["seed"], server.bodies[1]["top_k"]) == (2, 3)
 
 
-def test_the_text_is_as_the_model_wrote_it_where_no_terminal_reads_it(server: OpenAIStandIn) -> None:
+def test_the_text_is_as_the_model_wrote_it_where_no_terminal_reads_it(ask: Ask, server: OpenAIStandIn) -> None:
     server.script = said(NASTY)
     assert ask("-q", "Hi", url=server.url).out == NASTY.encode() + b"\n"
     server.script = said("ends with one\n")
     assert ask("-q", "Hi", url=server.url).out == b"ends with one\n"
 
 
-def test_thoughts_are_not_of_the_answer(server: OpenAIStandIn) -> None:
+def test_thoughts_are_not_of_the_answer(ask: Ask, server: OpenAIStandIn) -> None:
     thought = data({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
     server.script = lambda body: [thought, text_chunk("A"), FINISH, DONE]
     assert ask("-q", "Hi", url=server.url) == Ended(0, b"A\n", "")
 
 
-def test_a_refusal_goes_to_standard_error(server: OpenAIStandIn) -> None:
+def test_a_refusal_goes_to_standard_error(ask: Ask, server: OpenAIStandIn) -> None:
     server.script = lambda body: (400, {"error": {"message": "temperature:\nno\x1b[2J", "code": "c"}})
     assert ask("-q", "Hi", url=server.url) == Ended(1, b"", "minisgl: HTTP 400: temperature: no\\x1b[2J\n")
 
 
-def test_what_came_before_an_error_is_printed(server: OpenAIStandIn) -> None:
+def test_what_came_before_an_error_is_printed(ask: Ask, server: OpenAIStandIn) -> None:
     server.script = said("Hel", end=[data({"error": {"message": "It broke."}}), DONE])
     assert ask("-q", "Hi", url=server.url) == Ended(1, b"Hel\n", "minisgl: It broke.\n")
     server.script, server.cut = said("Hel", end=[]), True
@@ -120,12 +134,12 @@ def test_what_came_before_an_error_is_printed(server: OpenAIStandIn) -> None:
     assert (broken.code, broken.out) == (1, b"Hel\n") and broken.err.startswith("minisgl: the stream broke: ")
 
 
-def test_a_stream_that_ends_without_an_end_broke(server: OpenAIStandIn) -> None:
+def test_a_stream_that_ends_without_an_end_broke(ask: Ask, server: OpenAIStandIn) -> None:
     server.script = said("Hel", end=[])
     assert ask("-q", "Hi", url=server.url) == Ended(1, b"Hel\n", "minisgl: the stream broke: it ended too early\n")
 
 
-def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStandIn) -> None:
+def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(ask: Ask, server: OpenAIStandIn) -> None:
     """An event may be several frames, of which the last has its id."""
     a, b, c, d = map(text_chunk, "abcd")
     whole = [a, b"id: 1-0\n" + b, c, b"id: 2-0\n" + d, FINISH, DONE]
@@ -142,7 +156,9 @@ def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStand
     assert server.headers[0]["x-minisgl-event-ids"] == "1", "without it, a server sends no ids"
 
 
-def test_a_question_whose_connection_broke_before_an_answer_is_sent_again_under_its_key(server: OpenAIStandIn) -> None:
+def test_a_question_whose_connection_broke_before_an_answer_is_sent_again_under_its_key(
+    ask: Ask, server: OpenAIStandIn
+) -> None:
     server.breaks = 2
     assert ask("-q", "Hi", url=server.url) == Ended(0, b"Hello!\n", "")
     assert len(server.bodies) == 3 and all(body == server.bodies[0] for body in server.bodies)
@@ -171,7 +187,7 @@ def test_a_question_is_not_sent_again_for_ever(
         assert len(server.bodies) == 1, "a server that refuses has not lost the question"
 
 
-def test_a_stream_whose_request_is_gone_broke(server: OpenAIStandIn) -> None:
+def test_a_stream_whose_request_is_gone_broke(ask: Ask, server: OpenAIStandIn) -> None:
     server.uid, server.script = "u1", said("Hel", end=[])
     server.rest = lambda last_id: (404, {"error": {"message": "There is no such request."}})
     ended = ask("-q", "Hi", url=server.url)
@@ -181,7 +197,7 @@ def test_a_stream_whose_request_is_gone_broke(server: OpenAIStandIn) -> None:
     )
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_is_not_there_is_named(ask: Ask) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert ask("-q", "Hi", url=url) == Ended(1, b"", f"minisgl: {url} cannot be reached: Connection refused\n")
 
@@ -190,7 +206,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
     ("piped", "said"),
     [(b"", "standard input is empty"), (b" \n\n", "is empty"), (b"ab\xff", "not UTF-8 text: byte 2 is 0xff")],
 )
-def test_what_is_no_prompt_is_not_sent(server: OpenAIStandIn, piped: bytes, said: str) -> None:
+def test_what_is_no_prompt_is_not_sent(ask: Ask, server: OpenAIStandIn, piped: bytes, said: str) -> None:
     ended = ask(url=server.url, piped=piped)
     assert (ended.code, ended.out) == (1, b"") and said in ended.err
     assert not server.bodies
@@ -206,7 +222,7 @@ def test_what_is_no_prompt_is_not_sent(server: OpenAIStandIn, piped: bytes, said
         (("--url", "http://h:x"), "expected one like http://"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(server: OpenAIStandIn, flags: tuple[str, str], said: str) -> None:
+def test_flags_that_cannot_work_are_refused(ask: Ask, server: OpenAIStandIn, flags: tuple[str, str], said: str) -> None:
     ended = ask("-q", "Hi", *flags, url=server.url)
     assert (ended.code, ended.out) == (2, b"") and said in ended.err
 

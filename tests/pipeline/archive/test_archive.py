@@ -7,11 +7,12 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zstandard
+from support.calls import noted
 from support.selection import by_night
 
 from pipeline.archive.folder import archive_id, make_archive
@@ -93,20 +94,13 @@ def test_a_frame_is_decompressed_once_for_all_its_requests(
     some = [request(number) for number in range(200)]
     for first in range(0, 200, 50):
         writer.write(some[first : first + 50])
-    plain, num_used = zstandard.ZstdDecompressor, 0
-
-    def counted() -> zstandard.ZstdDecompressor:
-        nonlocal num_used
-        num_used += 1
-        return plain()
-
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", counted)
+    used = noted(monkeypatch, zstandard, "ZstdDecompressor")
     archive = Archive(tmp_path)
     assert [*archive.recordings()] == some
-    assert num_used == 4
+    assert len(used) == 4
     asked = [some[number] for number in (199, 60, 0, 40, 61)]
     assert [*archive.read([each.uid for each in asked]).items()] == [(each.uid, each) for each in asked]
-    assert num_used == 7
+    assert len(used) == 7
 
 
 def test_a_frame_that_is_damaged_or_holds_something_else_is_named_when_several_are_read(
@@ -401,58 +395,53 @@ def test_old_files_are_removed_by_age_and_by_size_and_this_hour_stays(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
-    return folder
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 def test_archiving_stops_before_the_disk_is_full_and_goes_on_when_there_is_room(small_disk: Path) -> None:
-    try:
-        writer = Writer(small_disk, "archive-0", 1, clock_s=lambda: NOW_S)
-        (small_disk / "other").write_bytes(bytes(1 << 20))
-        written = list[str]()
+    writer = Writer(small_disk, "archive-0", 1, clock_s=lambda: NOW_S)
+    (small_disk / "other").write_bytes(bytes(1 << 20))
+    written = list[str]()
 
-        def fill() -> None:
-            for number in range(1000):
-                writer.write([request(number, text=os.urandom(20_000).hex())])
-                written.append(uid_of(number))
+    def fill() -> None:
+        for number in range(1000):
+            writer.write([request(number, text=os.urandom(20_000).hex())])
+            written.append(uid_of(number))
 
-        with pytest.raises(ArchiveFull):
-            fill()
-        assert len(written) > 10 and shutil.disk_usage(small_disk).free > 50_000
-        assert uids(small_disk) == written
-        with pytest.raises(OSError, match="No space left"):
-            only_volume(small_disk).append([request(5000, text=os.urandom(200_000).hex())] * 3)
-        writer.begin()
-        assert uids(small_disk) == written, "what had begun is taken back"
-        (small_disk / "other").unlink()
-        assert writer.write([request(5000)]) == 1
-    finally:
-        subprocess.run(["umount", small_disk], check=True)
+    with pytest.raises(ArchiveFull):
+        fill()
+    assert len(written) > 10 and shutil.disk_usage(small_disk).free > 50_000
+    assert uids(small_disk) == written
+    with pytest.raises(OSError, match="No space left"):
+        only_volume(small_disk).append([request(5000, text=os.urandom(200_000).hex())] * 3)
+    writer.begin()
+    assert uids(small_disk) == written, "what had begun is taken back"
+    (small_disk / "other").unlink()
+    assert writer.write([request(5000)]) == 1
 
 
 def test_forgetting_takes_half_of_what_must_stay_free_and_no_more(small_disk: Path) -> None:
-    try:
-        writer = Writer(small_disk, "archive-0", 1, clock_s=lambda: NOW_S)
-        some = [request(number, text=os.urandom(50_000).hex()) for number in range(4)]
-        writer.write(some)
-        free, size = shutil.disk_usage(small_disk).free, only_volume(small_disk).num_bytes()
-        for left in (size + 45_000, size - 90_000):
-            (small_disk / "other").write_bytes(bytes(free - left))
-            with pytest.raises(ArchiveFull):
-                writer.forget({some[0].uid})
-        with pytest.raises(OSError, match="No space left"):
-            only_volume(small_disk).leave_out({some[0].uid})
-        assert not [path for path in small_disk.iterdir() if path.name.startswith(".")]
-        assert Archive(small_disk).read([each.uid for each in some]) == {each.uid: each for each in some}
-        (small_disk / "other").write_bytes(bytes(free - size - 80_000))
-        assert writer.forget({some[0].uid}) == 1
-    finally:
-        subprocess.run(["umount", small_disk], check=True)
+    writer = Writer(small_disk, "archive-0", 1, clock_s=lambda: NOW_S)
+    some = [request(number, text=os.urandom(50_000).hex()) for number in range(4)]
+    writer.write(some)
+    free, size = shutil.disk_usage(small_disk).free, only_volume(small_disk).num_bytes()
+    for left in (size + 45_000, size - 90_000):
+        (small_disk / "other").write_bytes(bytes(free - left))
+        with pytest.raises(ArchiveFull):
+            writer.forget({some[0].uid})
+    with pytest.raises(OSError, match="No space left"):
+        only_volume(small_disk).leave_out({some[0].uid})
+    assert not [path for path in small_disk.iterdir() if path.name.startswith(".")]
+    assert Archive(small_disk).read([each.uid for each in some]) == {each.uid: each for each in some}
+    (small_disk / "other").write_bytes(bytes(free - size - 80_000))
+    assert writer.forget({some[0].uid}) == 1
 
 
 # whose folder it is

@@ -23,8 +23,17 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from support.commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, RedisGround
-from support.commit_oracle import CommitOracle, State, who_lives, without_clock
+from support.commit_grounds import (
+    LIMITS,
+    NAMES,
+    NUM_SLOTS,
+    CommitOracle,
+    DurableGround,
+    RedisGround,
+    State,
+    who_lives,
+    without_clock,
+)
 from support.histories import entries_of
 from support.redis_servers import PLACES, Servers
 from support.selection import by_night, rest_at_night
@@ -152,7 +161,7 @@ NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("10", "200")))
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True
 )
-STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=max(8, NUM_STORIES // 10))
+STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=max(by_night(4, 8), NUM_STORIES // 10))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from support.memory_log.log import MemoryLog
+
 from pipeline.events import SamplingParams, Submitted
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Quota, RequestLimits, Submission, SubmitResult
 from pipeline.names import Names
 

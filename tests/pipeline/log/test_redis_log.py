@@ -85,8 +85,7 @@ def test_at_maxmemory_a_worker_can_start_and_take_over(log: RedisLog, scene: Sce
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     fill(log)
     assert log.release(before)
-    owner = log.acquire("tokenize-1", "n", LONG_MS)
-    assert owner is not None
+    owner = scene.own("tokenize-1")
     assert log.renew(owner, LONG_MS, "{}")
     log.prepare(SUBMITTED)
     log.prepare(Inbox.steps(NAMES, "generate-3"))
@@ -387,37 +386,26 @@ def test_a_commit_whose_reply_was_lost_counts_once_and_says_so(
     assert log.backlog(STEPS) == 0
 
 
-def test_entries_of_a_broken_read_are_found_by_pending(scene: Scene, shaky: Scene, proxy: LossyProxy) -> None:
-    scene.submit()
-    proxy.lose_a_reply()
-    with pytest.raises(LogUnavailable):
-        shaky.log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=1000)
-    assert [entry.fields["uid"] for entry in shaky.log.pending(SUBMITTED, "tokenize-0")] == ["a"]
-
-
-def test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending(
-    scene: Scene, shaky: Scene, proxy: LossyProxy
+@pytest.mark.parametrize("how", ["read", "take", "claim"])
+def test_what_brought_entries_and_broke_is_not_repeated_and_they_are_found_by_pending(
+    scene: Scene, shaky: Scene, proxy: LossyProxy, how: str
 ) -> None:
+    inbox, slot = (TOKENIZED, "generate-0") if how == "take" else (SUBMITTED, "tokenize-1")
     scene.submit()
-    scene.tokenize(scene.read_one(SUBMITTED, "tokenize-0"))
-    owner = scene.own("generate-0")
-    proxy.lose_a_reply()
+    if how != "read":
+        entry = scene.read_one(SUBMITTED, "tokenize-0")
+        assert how == "claim" or scene.tokenize(entry)
+    owner = scene.own(slot)
+    brings: dict[str, Callable[[], object]] = {
+        "read": lambda: shaky.log.read(SUBMITTED, slot, max_entries=8, block_ms=1000),
+        "take": lambda: shaky.log.take(owner, 8, control_cursor="0-0"),
+        "claim": lambda: shaky.log.claim(SUBMITTED, owner, 8),
+    }
+    proxy.lose_a_reply(after=int(how == "claim"))  # after that of the look at the consumers
     with pytest.raises(LogUnavailable):
-        shaky.log.take(owner, 8, control_cursor="0-0")
-    assert [entry.fields["uid"] for entry in shaky.log.pending(TOKENIZED, "generate-0")] == ["a"]
-
-
-def test_a_broken_claim_is_not_repeated_and_its_entries_are_found_by_pending(
-    scene: Scene, shaky: Scene, proxy: LossyProxy
-) -> None:
-    scene.submit()
-    entry = scene.read_one(SUBMITTED, "tokenize-0")
-    owner = scene.own("tokenize-1")
-    proxy.lose_a_reply(after=1)  # after that of the look at the consumers
-    with pytest.raises(LogUnavailable):
-        shaky.log.claim(SUBMITTED, owner, 8)
-    assert shaky.log.pending(SUBMITTED, "tokenize-1") == [entry]
-    assert shaky.log.claim(SUBMITTED, owner, 8) == []
+        brings[how]()
+    assert [entry.fields["uid"] for entry in shaky.log.pending(inbox, slot)] == ["a"]
+    assert shaky.log.claim(inbox, owner, 8) == []
 
 
 @pytest.mark.parametrize("how", ["pending", "claim"])

@@ -74,18 +74,27 @@ def test_replies_are_followed_in_order_until_it_is_enough_and_the_connection_sta
     with_front(log.url, act)
 
 
-def test_a_follower_that_is_cancelled_loses_no_reply(log: RedisLog) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "connection broken", "server silent"])
+def test_whatever_ends_a_follower_the_next_one_loses_no_reply(
+    log: RedisLog, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "server silent":
+        monkeypatch.setattr(pipeline.log.drivers, "LONGEST_WAIT_S", 0.5)  # Redis would answer after LONG_MS
+
     async def act(front: AsyncRedisLog) -> None:
         heard = Heard()
         async with following(front, heard) as task:
-            while not command(log.url, "INFO", "clients").count(b"blocked_clients:1"):
-                await asyncio.sleep(0.005)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            if how == "cancelled":
+                while not command(log.url, "INFO", "clients").count(b"blocked_clients:1"):
+                    await asyncio.sleep(0.005)
+                task.cancel()
+            elif how == "connection broken":
+                command(log.url, "CLIENT", "KILL", "TYPE", "normal")
+            with pytest.raises(asyncio.CancelledError if how == "cancelled" else LogUnavailable):
                 await task
-        append(log.url, "a")
-        _, replies = await front.read_replies(WEB, heard.cursor, block_ms=LONG_MS)
-        assert [reply.uid for reply in replies] == ["a"]
+        append(log.url, "last")
+        await front.follow_replies(WEB, heard.cursor, heard.take, block_ms=LONG_MS)
+        assert heard.uids == ["first", "last"]
 
     with_front(log.url, act)
 
@@ -119,20 +128,6 @@ def test_a_large_reply_that_comes_in_pieces_is_taken_whole(log: RedisLog) -> Non
     assert [reply.event for reply in told] == [Cancelled(by=large)]
 
 
-def test_a_connection_that_breaks_is_an_error_and_the_next_one_goes_on(log: RedisLog) -> None:
-    async def act(front: AsyncRedisLog) -> None:
-        heard = Heard()
-        async with following(front, heard) as task:
-            command(log.url, "CLIENT", "KILL", "TYPE", "normal")
-            with pytest.raises(LogUnavailable):
-                await task
-        append(log.url, "last")
-        await front.follow_replies(WEB, heard.cursor, heard.take, block_ms=LONG_MS)
-        assert heard.uids == ["first", "last"]
-
-    with_front(log.url, act)
-
-
 def test_what_redis_refuses_is_an_error_and_the_next_one_goes_on(log: RedisLog) -> None:
     async def act(front: AsyncRedisLog) -> None:
         heard = Heard()
@@ -159,17 +154,5 @@ def test_what_the_follower_raises_reaches_its_caller(log: RedisLog) -> None:
             with pytest.raises(KeyError, match="bad"):
                 await task
         assert heard.uids == ["first", "bad"]
-
-    with_front(log.url, act)
-
-
-def test_a_server_that_is_silent_for_long_is_unavailable(log: RedisLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.log.drivers, "LONGEST_WAIT_S", 0.5)  # Redis would answer after LONG_MS
-
-    async def act(front: AsyncRedisLog) -> None:
-        heard = Heard()
-        async with following(front, heard) as task:
-            with pytest.raises(LogUnavailable):
-                await task
 
     with_front(log.url, act)

@@ -81,25 +81,6 @@ def test_the_copy_of_a_run_that_died_is_removed_by_the_next(log: RedisLog, monke
     assert command(log.url, "EXISTS", copy) == 0
 
 
-def test_who_purges_while_another_one_did_begins_again(log: RedisLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, others, kept = new_uid(), new_uid(), new_uid()
-    write(log, 12, mine, others, kept)
-    send, is_first = Driver._send, True
-
-    def interrupted(driver: Driver, operation: Any) -> Any:
-        nonlocal is_first
-        reply = send(driver, operation)
-        if is_first and getattr(operation, "name", "") == "purge":
-            is_first = False
-            with closing(log.another()) as another:  # which had begun before
-                assert another._run(forgetting._purged(another, NAMES.dead, lambda: of_letters([others]))) == 4
-        return reply
-
-    monkeypatch.setattr(Driver, "_send", interrupted)
-    assert log.purge([mine]).letters == 4
-    assert letters(log) == ["2", "5", "8", "11"]
-
-
 def between_pieces(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do *act* once, after the first piece of a purge was copied."""
     send, is_first = Driver._send, True
@@ -113,6 +94,18 @@ def between_pieces(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -
         return reply
 
     monkeypatch.setattr(Driver, "_send", interrupted)
+
+
+def test_who_purges_while_another_one_did_begins_again(log: RedisLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def purge_others() -> None:
+        with closing(log.another()) as another:  # which had begun before
+            assert another._run(forgetting._purged(another, NAMES.dead, lambda: of_letters([others]))) == 4
+
+    mine, others, kept = new_uid(), new_uid(), new_uid()
+    write(log, 12, mine, others, kept)
+    between_pieces(monkeypatch, purge_others)
+    assert log.purge([mine]).letters == 4
+    assert letters(log) == ["2", "5", "8", "11"]
 
 
 def test_a_letter_that_is_dropped_while_others_are_purged_does_not_come_back(

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from support import redis_servers
 from support.lived_requests import LivedRequests
-from support.redis_servers import STARTED, Servers, command, running_server, until
+from support.redis_servers import STARTED, Servers, command, rewrite, running_server
 from support.selection import by_night, rest_at_night
 
 from pipeline.errors import ConfigError
@@ -44,12 +45,9 @@ class Data:
 
     @contextmanager
     def server(self, *, repair: bool = False) -> Iterator[EmbeddedRedis]:
-        server = EmbeddedRedis(self.folder, is_repair_allowed=repair)
-        try:
+        with redis_servers.embedded(self.folder, is_repair_allowed=repair) as server:
             command(server.url, "CONFIG", "SET", "appendfsync", "always")  # else the file may be behind
             yield server
-        finally:
-            server.stop()
 
     def commit(self, server: EmbeddedRedis, times: int, text: str = "some text") -> None:
         for _ in range(times):
@@ -64,13 +62,6 @@ class Data:
     @property
     def copies(self) -> list[Path]:
         return sorted(self.folder.glob("damaged-*/*"))
-
-
-def rewrite(server: EmbeddedRedis) -> None:
-    """Have the server begin its file anew, with a snapshot, and wait until it has."""
-    command(server.url, "BGREWRITEAOF")
-    done = b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0"
-    until(lambda: done in command(server.url, "INFO", "persistence"))
 
 
 def num_commits(server: EmbeddedRedis) -> int:
@@ -218,7 +209,7 @@ def test_commands_behind_a_snapshot_are_cut_too(data: Data) -> None:
     """In one file, which Redis 6.2 writes and later servers read once, and in files of their own."""
     with data.server() as server:
         data.commit(server, 3)
-        rewrite(server)
+        rewrite(server.url)
         data.commit(server, 2)
     whole = data.file.read_bytes()
     data.file.write_bytes(whole[:-20])
@@ -237,10 +228,7 @@ def test_a_file_of_the_oldest_redis_with_a_damaged_end_is_taken_over(
         for number in range(5):
             command(old.url, "EVAL", COMMIT, len(KEYS), *KEYS, "text")
             if number == 2:
-                command(old.url, "BGREWRITEAOF")
-                until(
-                    lambda: b"aof_rewrite_in_progress:0\r\naof_rewrite_sch" in command(old.url, "INFO", "persistence")
-                )
+                rewrite(old.url)
     with (folder / "appendonly.aof").open("r+b") as file:
         file.truncate((folder / "appendonly.aof").stat().st_size - 30)
     with data.server() as server:
@@ -315,7 +303,7 @@ def test_exactly_as_much_as_may_be_lost_needs_no_flag(embedded: Data) -> None:
 def test_a_damaged_snapshot_is_refused_and_its_copy_named(data: Data) -> None:
     with data.server() as server:
         data.commit(server, 3)
-        rewrite(server)
+        rewrite(server.url)
     path = next(data.folder.glob("appendonlydir/*.base.rdb"), data.folder / "appendonly.aof")
     whole = path.read_bytes()
     assert whole.startswith((b"REDIS", b"VALKEY"))

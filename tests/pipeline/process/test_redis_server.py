@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 from structlog.testing import capture_logs
-from support.redis_servers import until
+from support.redis_servers import command, embedded, rewrite, until
 
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log import check
@@ -36,37 +36,24 @@ def wheel_binary() -> str:
 
 
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path)
-    with redis.Redis.from_url(server.url) as client:
+    with embedded(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.set("key", "value")
-    server.stop()
     assert server.process.returncode == 0
-    again = EmbeddedRedis(tmp_path)
-    try:
-        with redis.Redis.from_url(again.url) as client:
-            assert client.get("key") == b"value"
-            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
-            assert client.config_get("appendonly") == {"appendonly": "yes"}
-    finally:
-        again.stop()
+    with embedded(tmp_path) as again, redis.Redis.from_url(again.url) as client:
+        assert client.get("key") == b"value"
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert client.config_get("appendonly") == {"appendonly": "yes"}
 
 
 def test_what_is_larger_than_its_memory_may_be_is_there_after_a_restart(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path)
-    with redis.Redis.from_url(server.url) as client:
+    with embedded(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.set("key", "x" * (4 << 20))
-        client.bgrewriteaof()
-        until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
+        rewrite(server.url)
         client.append("key", "y" * (4 << 20))
-    server.stop()
-    again = EmbeddedRedis(tmp_path, max_memory_bytes=1 << 20)
-    try:
-        with redis.Redis.from_url(again.url) as client:
-            assert client.strlen("key") == 8 << 20
-            with pytest.raises(redis.OutOfMemoryError):
-                client.set("other", "value")
-    finally:
-        again.stop()
+    with embedded(tmp_path, max_memory_bytes=1 << 20) as again, redis.Redis.from_url(again.url) as client:
+        assert client.strlen("key") == 8 << 20
+        with pytest.raises(redis.OutOfMemoryError):
+            client.set("other", "value")
 
 
 def test_nobody_else_may_read_what_it_keeps(tmp_path: Path) -> None:
@@ -74,19 +61,15 @@ def test_nobody_else_may_read_what_it_keeps(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "minisgl" / "1919"
     umask = os.umask(0o022)
     try:
-        server = EmbeddedRedis(folder)
-        with redis.Redis.from_url(server.url) as client:
-            client.set("key", "value")
-            client.bgrewriteaof()
-            until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
-        assert rights_of_others(tmp_path / "state") == {}
-        server.stop()
+        with embedded(folder) as server:
+            command(server.url, "SET", "key", "value")
+            rewrite(server.url)
+            assert rights_of_others(tmp_path / "state") == {}
         for path in folder.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
         folder.chmod(0o755)
-        server = EmbeddedRedis(folder)
-        assert rights_of_others(folder) == {}
-        server.stop()
+        with embedded(folder) as server:
+            assert rights_of_others(folder) == {}
         assert server.process.returncode == 0
     finally:
         os.umask(umask)
@@ -100,21 +83,14 @@ def rights_of_others(folder: Path) -> dict[str, str]:
 
 def test_it_has_no_variables_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_API_KEY", "hidden")
-    server = EmbeddedRedis(tmp_path)
-    try:
+    with embedded(tmp_path) as server:
         assert "hidden" not in Path(f"/proc/{server.process.pid}/environ").read_text()
-    finally:
-        server.stop()
 
 
-def test_a_folder_with_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 30)
-    server = EmbeddedRedis(folder)
-    try:
-        with redis.Redis.from_url(server.url) as client:
-            assert client.ping()
-    finally:
-        server.stop()
+@pytest.mark.parametrize("name", ["long" * 30, "a#b?c%41"], ids=["too long for a socket", "means something in a URL"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    with embedded(tmp_path / name) as server:
+        assert command(server.url, "PING") == b"PONG"
 
 
 def test_a_folder_in_use_names_the_process_that_holds_it(tmp_path: Path) -> None:
@@ -181,11 +157,8 @@ def test_a_redis_that_loads_for_longer_than_a_start_may_take_is_waited_for(
     monkeypatch.setattr(redis_server, "find_binary", lambda: str(binary))
     monkeypatch.setattr(redis_server, "START_TIMEOUT_S", 2.0)
     began_s = time.monotonic()
-    server = EmbeddedRedis(tmp_path / "data")
-    try:
+    with embedded(tmp_path / "data"):
         assert time.monotonic() - began_s > 2.5
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -298,26 +271,12 @@ def test_a_redis_that_runs_a_script_for_long_is_waited_for(redis_url: str, monke
 
 
 def test_a_killed_redis_is_started_again_with_its_data(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path)
-    try:
-        with redis.Redis.from_url(server.url) as client:
-            client.set("key", "value")
+    with embedded(tmp_path) as server:
+        command(server.url, "SET", "key", "value")
         server.watch()
         first = server.process.pid
         server.process.kill()
         server.process.wait()
         server.watch()
         assert server.process.pid != first
-        with redis.Redis.from_url(server.url) as client:
-            assert client.get("key") == b"value"
-    finally:
-        server.stop()
-
-
-def test_a_folder_whose_name_means_something_in_a_url_is_only_a_folder(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / "a#b?c%41")
-    try:
-        with redis.Redis.from_url(server.url) as client:
-            assert client.ping()
-    finally:
-        server.stop()
+        assert command(server.url, "GET", "key") == b"value"

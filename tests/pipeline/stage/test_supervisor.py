@@ -21,7 +21,7 @@ from support.selection import rest_at_night
 
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.stage.slots import Status, read_statuses
+from pipeline.stage.slots import Status, acquire_slot, read_statuses
 from pipeline.stage.supervisor import ChildFailed, Job, StartFailed, Supervisor
 
 WORKER = """
@@ -89,10 +89,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def log(redis_url: str) -> Iterator[RedisLog]:
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
+        yield log
+
+
 @contextlib.contextmanager
-def supervised(folder: Path, url: str, *jobs: Job) -> Iterator[Supervisor]:
-    log = RedisLog(url, Names())
-    environment = os.environ | {"MINISGL_REDIS_URL": url, "PYTHONPATH": str(Path(__file__).parents[3])}
+def supervised(folder: Path, log: RedisLog, *jobs: Job) -> Iterator[Supervisor]:
+    environment = os.environ | {"MINISGL_REDIS_URL": log.url, "PYTHONPATH": str(Path(__file__).parents[3])}
     supervisor = Supervisor(
         lambda: log,
         jobs,
@@ -105,7 +110,6 @@ def supervised(folder: Path, url: str, *jobs: Job) -> Iterator[Supervisor]:
         yield supervisor
     finally:
         supervisor.kill()
-        log.close()
 
 
 def job(folder: Path, stage: str, mode: str = "good", drain_s: float = 10.0) -> Job:
@@ -129,51 +133,43 @@ def watch_until(supervisor: Supervisor, condition: object) -> None:
     until(look, timeout_s=20)
 
 
-def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, *(job(folder, "tokenize") for _ in range(3))) as supervisor:
+def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, *(job(folder, "tokenize") for _ in range(2))) as supervisor:
         assert supervisor.wait_until_ready(30)
-        log = RedisLog(redis_url, Names())
-        assert [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-0", "tokenize-1", "tokenize-2"]
-        log.close()
+        assert [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-0", "tokenize-1"]
 
 
-def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder: Path, redis_url: str) -> None:
+def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder: Path, log: RedisLog) -> None:
     """While the slot that it waits for is held it announces itself under the next one, and that outlives its wait."""
-    log = RedisLog(redis_url, Names())
-    held = log.acquire("tokenize-0", "a former one", 60_000)
-    assert held is not None
-    with supervised(folder, redis_url, job(folder, "tokenize", "announcing")) as supervisor:
+    held = acquire_slot(log, "tokenize", 60_000)
+    with supervised(folder, log, job(folder, "tokenize", "announcing")) as supervisor:
         until(lambda: [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-1"])
         log.release(held)
         assert supervisor.wait_until_ready(5)
         assert read_statuses(log, "tokenize")[0].phase == "ready"
-    log.close()
 
 
-def test_what_a_former_run_said_under_the_same_pid_counts_for_nothing(folder: Path, redis_url: str) -> None:
+def test_what_a_former_run_said_under_the_same_pid_counts_for_nothing(folder: Path, log: RedisLog) -> None:
     """In a container that starts again, its name and the process ids are those of the time before."""
-    log = RedisLog(redis_url, Names())
-    with supervised(folder, redis_url, job(folder, "generate", "announcing")) as supervisor:
+    with supervised(folder, log, job(folder, "generate", "announcing")) as supervisor:
         until(lambda: bool(starts(folder)))
         (pid, _), *_ = starts(folder)
         former = Status(
             slot="generate-1", owner="1:former", pid=pid, host=os.uname().nodename, phase="ready", run="one"
         )
-        owner = log.acquire("generate-1", "other", 60_000)
-        assert owner is not None
+        owner = acquire_slot(log, "generate", 60_000, preferred=1)
         log.renew(owner, 60_000, former.model_dump_json())
         with pytest.raises(StartFailed, match="generate-0"):
             supervisor.wait_until_ready(1.0)
-    log.close()
 
 
 def test_who_is_late_is_named_with_what_it_does_once_in_the_log_and_in_the_error(
-    folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.stage.supervisor.TELL_LATE_S", 0.0)
     with (
         capture_logs() as lines,
-        supervised(folder, redis_url, job(folder, "generate", "slow"), job(folder, "tokenize")) as supervisor,
+        supervised(folder, log, job(folder, "generate", "slow"), job(folder, "tokenize")) as supervisor,
         pytest.raises(StartFailed, match=r"generate-0 \(loading weights 40%\)"),
     ):
         supervisor.wait_until_ready(3)
@@ -183,47 +179,45 @@ def test_who_is_late_is_named_with_what_it_does_once_in_the_log_and_in_the_error
     assert late.count("generate-0 (loading weights 40%)") == 1 and late[-1] == "generate-0 (loading weights 40%)"
 
 
-def test_a_worker_that_dies_at_every_start_is_given_up_and_named(folder: Path, redis_url: str) -> None:
+def test_a_worker_that_dies_at_every_start_is_given_up_and_named(folder: Path, log: RedisLog) -> None:
     with (
-        supervised(folder, redis_url, job(folder, "generate", "broken")) as supervisor,
+        supervised(folder, log, job(folder, "generate", "broken")) as supervisor,
         pytest.raises(StartFailed, match="generate-0 ended 5 times"),
     ):
         supervisor.wait_until_ready(60)
 
 
-def test_a_worker_that_cannot_be_configured_is_not_restarted(folder: Path, redis_url: str) -> None:
+def test_a_worker_that_cannot_be_configured_is_not_restarted(folder: Path, log: RedisLog) -> None:
     with (
-        supervised(folder, redis_url, job(folder, "generate", "misconfigured")) as supervisor,
+        supervised(folder, log, job(folder, "generate", "misconfigured")) as supervisor,
         pytest.raises(ChildFailed, match="generate-0"),
     ):
         supervisor.wait_until_ready(30)
     assert len(starts(folder)) == 1
 
 
-def test_a_worker_that_was_ready_and_is_refused_when_it_comes_back_is_tried_again(folder: Path, redis_url: str) -> None:
+def test_a_worker_that_was_ready_and_is_refused_when_it_comes_back_is_tried_again(folder: Path, log: RedisLog) -> None:
     """As an engine that finds less memory than before: the others serve on."""
-    with supervised(folder, redis_url, job(folder, "generate", "refused once")) as supervisor:
+    with supervised(folder, log, job(folder, "generate", "refused once")) as supervisor:
         assert supervisor.wait_until_ready(30)
         os.kill(starts(folder)[0][0], signal.SIGKILL)
         watch_until(supervisor, lambda: len(starts(folder)) == 3)
         assert supervisor.wait_until_ready(30)
 
 
-def test_a_killed_worker_is_back_in_its_slot_without_waiting_for_the_lease(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+def test_a_killed_worker_is_back_in_its_slot_without_waiting_for_the_lease(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "tokenize")) as supervisor:
         assert supervisor.wait_until_ready(30)
         ((first, _),) = starts(folder)
         os.kill(first, signal.SIGKILL)
         watch_until(supervisor, lambda: len(starts(folder)) == 2)
         assert supervisor.wait_until_ready(30)
-        log = RedisLog(redis_url, Names())
         (status,) = read_statuses(log, "tokenize")
         assert status.slot == "tokenize-0" and status.pid != first
-        log.close()
 
 
-def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, job(folder, "tokenize", "crashing")) as supervisor:
+def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "tokenize", "crashing")) as supervisor:
         watch_until(supervisor, lambda: len(starts(folder)) == 5)
     at = [when for _, when in starts(folder)]
     pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
@@ -231,11 +225,11 @@ def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(folder: Path, red
 
 
 def test_a_worker_that_wants_to_be_replaced_is_replaced_at_once_however_often(
-    folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, log: RedisLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with supervised(folder, redis_url, job(folder, "tokenize", "replaced")) as supervisor:
-        watch_until(supervisor, lambda: len(starts(folder)) == 4)
-    assert capsys.readouterr().out.count("restart_in_s=0.0") == 3
+    with supervised(folder, log, job(folder, "tokenize", "replaced")) as supervisor:
+        watch_until(supervisor, lambda: len(starts(folder)) == 3)
+    assert capsys.readouterr().out.count("restart_in_s=0.0") == 2
 
 
 def ranks(folder: Path, mode: str = "good", *, group: str = "0") -> list[Job]:
@@ -251,10 +245,10 @@ def groups(folder: Path) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("victim", rest_at_night(["0", "1"]))
 def test_the_ranks_of_an_engine_end_and_start_together_under_a_new_name(
-    folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str], victim: str
+    folder: Path, log: RedisLog, capsys: pytest.CaptureFixture[str], victim: str
 ) -> None:
     """The other one them stands still: it ends all the same. No slot waits for its lease."""
-    with supervised(folder, redis_url, *ranks(folder), *ranks(folder, group="1")) as supervisor:
+    with supervised(folder, log, *ranks(folder), *ranks(folder, group="1")) as supervisor:
         assert supervisor.wait_until_ready(30)
         before = groups(folder)
         assert len({group for _, group, _ in before}) == 2 and len(before) == 4
@@ -270,28 +264,26 @@ def test_the_ranks_of_an_engine_end_and_start_together_under_a_new_name(
         (rank, after, _), (other_rank, same, _) = groups(folder)[4:]
         assert after == same and after not in {group for _, group, _ in before}
         assert {rank, other_rank} == {"0", "1"}
-        log = RedisLog(redis_url, Names())
         assert [status.slot for status in read_statuses(log, "rank-1")] == ["rank-1-0", "rank-1-1"]
-        log.close()
     assert capsys.readouterr().out.count("worker_died") == 1
 
 
 def test_ranks_whose_engine_spans_machines_start_again_under_the_name_in_their_flags(
-    folder: Path, redis_url: str
+    folder: Path, log: RedisLog
 ) -> None:
     jobs = [
         dataclasses.replace(each, arguments=(*each.arguments, "--group", "name"), spans_machines=True)
         for each in ranks(folder)[1:]
     ]
-    with supervised(folder, redis_url, *jobs) as supervisor:
+    with supervised(folder, log, *jobs) as supervisor:
         assert supervisor.wait_until_ready(30)
         os.kill(groups(folder)[0][2], signal.SIGKILL)
         watch_until(supervisor, lambda: len(groups(folder)) == 2)
     assert [(rank, group) for rank, group, _ in groups(folder)] == [("1", "name")] * 2
 
 
-def test_the_ranks_of_an_engine_that_keep_dying_count_as_one(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, *ranks(folder, "broken")) as supervisor:
+def test_the_ranks_of_an_engine_that_keep_dying_count_as_one(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, *ranks(folder, "broken")) as supervisor:
         with pytest.raises(StartFailed, match="5 times"):
             supervisor.wait_until_ready(60)
         assert len({group for _, group, _ in groups(folder)}) == 5
@@ -305,52 +297,51 @@ def test_the_ranks_of_an_engine_that_keep_dying_count_as_one(folder: Path, redis
     ],
 )
 def test_the_rank_that_ended_first_is_named(
-    folder: Path, redis_url: str, modes: tuple[str, str], error: type[Exception], says: str
+    folder: Path, log: RedisLog, modes: tuple[str, str], error: type[Exception], says: str
 ) -> None:
     jobs = [ranks(folder, mode)[rank] for rank, mode in enumerate(modes)]
-    with supervised(folder, redis_url, *jobs) as supervisor, pytest.raises(error, match=says):
+    with supervised(folder, log, *jobs) as supervisor, pytest.raises(error, match=says):
         supervisor.wait_until_ready(60)
 
 
 def test_workers_that_end_together_have_the_same_time(
-    folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines: list[float] = []
-    with supervised(folder, redis_url, *ranks(folder, "slow")) as supervisor:
+    with supervised(folder, log, *ranks(folder, "slow")) as supervisor:
         until(lambda: len(starts(folder)) == 2)
         monkeypatch.setattr(supervisor, "_end", lambda child, deadline_s: deadlines.append(deadline_s))
         supervisor.stop([["generate"]])
     assert len(deadlines) == 2 and len(set(deadlines)) == 1
 
 
-def test_stages_end_in_the_order_given(folder: Path, redis_url: str) -> None:
+def test_stages_end_in_the_order_given(folder: Path, log: RedisLog) -> None:
     stages = ("generate", "tokenize", "web")
-    with supervised(folder, redis_url, *(job(folder, stage) for stage in stages)) as supervisor:
+    with supervised(folder, log, *(job(folder, stage) for stage in stages)) as supervisor:
         assert supervisor.wait_until_ready(30)
         supervisor.stop([["web"], ["tokenize", "generate"]])
     first, *others = (folder / "ends").read_text().split()
     assert first == "web" and sorted(others) == ["generate", "tokenize"]
 
 
-def test_a_worker_that_does_not_end_in_time_is_killed(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, job(folder, "web", "deaf", drain_s=0.2)) as supervisor:
+def test_a_worker_that_does_not_end_in_time_is_killed(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "web", "deaf", drain_s=0.2)) as supervisor:
         assert supervisor.wait_until_ready(30)
         ((pid, _),) = starts(folder)
         supervisor.stop([["web"]])
         assert not psutil.pid_exists(pid)
 
 
-def test_a_signal_ends_the_wait_for_readiness(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, job(folder, "generate", "slow")) as supervisor:
+def test_a_signal_ends_the_wait_for_readiness(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "generate", "slow")) as supervisor:
         supervisor.signals = 1
         began_s = time.monotonic()
         assert not supervisor.wait_until_ready(60)
         assert time.monotonic() - began_s < 60
 
 
-def test_the_children_write_where_they_are_told_to(folder: Path, redis_url: str) -> None:
+def test_the_children_write_where_they_are_told_to(folder: Path, log: RedisLog) -> None:
     (folder / "worker.py").write_text("import os\nos.write(1, b'out ')\nos.write(2, b'err')\nraise SystemExit(2)\n")
-    log = RedisLog(redis_url, Names())
     with (folder / "output").open("wb") as output:
         supervisor = Supervisor(
             lambda: log,
@@ -363,19 +354,18 @@ def test_the_children_write_where_they_are_told_to(folder: Path, redis_url: str)
         supervisor.start()
         with pytest.raises(ChildFailed):
             supervisor.wait_until_ready(30)
-    log.close()
     assert (folder / "output").read_bytes() == b"out err"
 
 
-def test_who_is_late_is_shown_until_nobody_is(folder: Path, redis_url: str) -> None:
+def test_who_is_late_is_shown_until_nobody_is(folder: Path, log: RedisLog) -> None:
     shown: list[list[str]] = []
-    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+    with supervised(folder, log, job(folder, "tokenize")) as supervisor:
         assert supervisor.wait_until_ready(30, lambda late: shown.append(list(late)))
     assert shown[0] == ["tokenize-0 (starting)"] and shown[-1] == []
 
 
-def test_it_runs_until_what_it_is_told(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+def test_it_runs_until_what_it_is_told(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "tokenize")) as supervisor:
         supervisor.run(until=lambda: len(starts(folder)) == 1)
         assert supervisor.signals == 0
 
@@ -390,8 +380,8 @@ def signals_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals_as_before")
-def test_an_interrupt_of_somebody_else_does_not_count_and_a_termination_does(folder: Path, redis_url: str) -> None:
-    with supervised(folder, redis_url) as supervisor:
+def test_an_interrupt_of_somebody_else_does_not_count_and_a_termination_does(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log) as supervisor:
         supervisor.listen()
         with supervisor.without_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
@@ -405,7 +395,7 @@ def test_an_interrupt_of_somebody_else_does_not_count_and_a_termination_does(fol
 @pytest.mark.usefixtures("signals_as_before")
 @pytest.mark.parametrize("ends", ["a child", "itself"])
 def test_once_all_are_ready_it_sleeps_until_a_signal_comes(
-    folder: Path, redis_url: str, ends: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, log: RedisLog, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.stage.supervisor.SETTLED_POLL_S", 600.0)
     asleep, killed = select.select, list[int]()
@@ -416,7 +406,7 @@ def test_once_all_are_ready_it_sleeps_until_a_signal_comes(
             os.kill(killed[0], signal.SIGKILL if ends == "a child" else signal.SIGTERM)
         return asleep(heard, [], [], timeout_s)
 
-    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+    with supervised(folder, log, job(folder, "tokenize")) as supervisor:
         supervisor.listen()
         assert supervisor.wait_until_ready(30)
         monkeypatch.setattr("pipeline.stage.supervisor.select.select", killing)

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from support.engine_rig import Pipeline, counted_on
 from support.log_contract import put
 from support.measured import count_of
+from support.memory_log.log import MemoryLog
 from support.redis_servers import command, until
 from support.selection import by_night
-from support.whole_pipeline import Pipeline, counted_on
 
 from pipeline.errors import NewerVersion
 from pipeline.events import Cancelled, Failed, decode
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, StreamLog
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures

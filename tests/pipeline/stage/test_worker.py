@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from support.calls import failing_once
 from support.redis_servers import command, until
 from support.servers import ROOT
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.stage import worker
@@ -121,22 +122,17 @@ def test_one_read_brings_a_batch(loop: Loop) -> None:
     assert stage.batches == [uids[:4], uids[4:]]
 
 
-def test_what_the_slot_had_read_before_comes_first_and_one_by_one(loop: Loop) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_the_slot_had_read_before_comes_one_by_one_and_before_what_is_new_where_the_order_matters(
+    loop: Loop, in_order: bool
+) -> None:
     uids = loop.submit(5)
     with loop.place() as slot_lease:
         assert len(loop.log.read(loop.inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
         stage = Stage(loop, 5)
-        loop.follow(slot_lease, stage)
-    assert stage.batches == [[uids[0]], [uids[1]], [uids[2]], uids[3:]]
-
-
-def test_new_entries_come_between_those_that_the_slot_had_read_before_if_the_order_does_not_matter(loop: Loop) -> None:
-    uids = loop.submit(5)
-    with loop.place() as slot_lease:
-        assert len(loop.log.read(loop.inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
-        stage = Stage(loop, 5)
-        loop.follow(slot_lease, stage, in_order=False)
-    assert stage.batches == [[uids[0]], uids[3:], [uids[1]], [uids[2]]]
+        loop.follow(slot_lease, stage, in_order=in_order)
+    first, *old = [[uid] for uid in uids[:3]]
+    assert stage.batches == ([first, *old, uids[3:]] if in_order else [first, uids[3:], *old])
 
 
 @pytest.mark.parametrize("is_log_away", [False, True])
@@ -362,19 +358,10 @@ def test_entries_of_a_read_whose_reply_was_lost_are_found_and_count_as_no_death(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uids = loop.submit(2)
-    read, lost = loop.log.read, list[str]()
-
-    def loses_the_first(inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
-        entries = read(inbox, consumer, max_entries=max_entries, block_ms=block_ms)
-        if not lost:
-            lost.extend(uids_of(entries))
-            raise LogUnavailable("connection reset")
-        return entries
-
-    monkeypatch.setattr(loop.log, "read", loses_the_first)
+    lost = failing_once(monkeypatch, loop.log, "read", LogUnavailable("connection reset"), is_done=True)
     tries = Tries(loop, 2)
     loop.run(tries)
-    assert lost == uids and tries.batches == [[uids[0]], [uids[1]]]
+    assert lost and tries.batches == [[uids[0]], [uids[1]]]
     assert tries.times == [1, 1]
 
 
@@ -385,33 +372,15 @@ def test_what_another_died_of_is_counted_also_when_it_was_hard_to_find(
     loop.read_by_the_dead(1, 1)
     loop.submit(1)
     loop.log.read(loop.inbox, "tokenize-7", max_entries=1, block_ms=100)
-    pending, claim, failed = loop.log.pending, loop.log.claim, set()
-
-    def fail_once(what: str) -> None:
-        if what not in failed:
-            failed.add(what)
-            raise LogUnavailable("connection reset")
-
-    def shaky_pending(inbox: Inbox, consumer: str) -> list[Entry]:
-        fail_once("pending")
-        return pending(inbox, consumer)
-
-    def shaky_claim(inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        entries = claim(inbox, owner, max_entries)
-        fail_once("claim")
-        return entries
-
-    monkeypatch.setattr(loop.log, "pending", shaky_pending)
-    monkeypatch.setattr(loop.log, "claim", shaky_claim)
+    reset = LogUnavailable("connection reset")
+    failed = [
+        failing_once(monkeypatch, loop.log, "pending", reset),
+        failing_once(monkeypatch, Tries, "__call__", reset),
+        failing_once(monkeypatch, loop.log, "claim", reset, is_done=True),
+    ]
     tries = Tries(loop, 3)
-
-    def shaky(entries: Sequence[Entry]) -> None:
-        fail_once("commit")
-        tries(entries)
-
-    loop.run(shaky)
-    assert failed == {"pending", "claim", "commit"}
-    assert tries.times == [2, 2, 2]
+    loop.run(tries)
+    assert all(failed) and tries.times == [2, 2, 2]
 
 
 def test_what_a_former_owner_of_the_slot_reads_is_found_also_when_nothing_else_comes(loop: Loop) -> None:

@@ -61,7 +61,7 @@ def step(
         prefill_tokens=sum(count for _, count in chunks),
         waiting=4,
         free_pages=9,
-        forward_ms=5,
+        forward_ms=more.get("forward_ms", 5),
     )
     return JournalStep(
         epoch,
@@ -219,21 +219,15 @@ ADMITTED = Admitted(engine="generate-0", epoch=2, step=1, fingerprint="w")
 AGAIN = "it was preempted because the pages ran out, and computed again"
 
 
-def step_at(ms: int, *, forward_ms: float = 10, chunks: tuple[tuple[str, int], ...] = (), **fields: Any) -> JournalStep:
-    computed = tuple(Chunk(uid=uid, start=0, count=count) for uid, count in chunks)
-    empty: dict[str, Any] = {"rows": (), "events": (), "released": (), "inputs": (), "schedule": ""}
-    return JournalStep(1, ms, ms, figures=StepStats(forward_ms=forward_ms), chunks=computed, **(empty | fields))
-
-
 def preempted(*uids: str) -> dict[str, Any]:
     return {"events": tuple(EventRow(uid=uid, n=3, event=PREEMPTED) for uid in uids)}
 
 
 def test_a_long_prompt_and_preemptions_are_named() -> None:
     steps = [
-        step_at(1600, forward_ms=600, chunks=(("p", 2048),), **preempted("x", "y")),
-        step_at(2200, forward_ms=600, chunks=(("p", 2048),)),
-        step_at(2900, forward_ms=690, chunks=(("p", 1904),)),
+        step(1, 1600, forward_ms=600, chunks=(("p", 2048),), **preempted("x", "y")),
+        step(1, 2200, forward_ms=600, chunks=(("p", 2048),)),
+        step(1, 2900, forward_ms=690, chunks=(("p", 1904),)),
     ]
     wait = why_waited(steps, "a", 212, since_ms=1000)
     assert str(wait) == (
@@ -248,34 +242,34 @@ def test_a_long_prompt_and_preemptions_are_named() -> None:
 )
 def test_times_below_a_second_are_said_in_milliseconds(ms: float, said: str) -> None:
     assert spoken(ms) == said
-    assert f"only {said} of" in str(why_waited([step_at(90_000, forward_ms=ms)], "a", 5, since_ms=0))
+    assert f"only {said} of" in str(why_waited([step(1, 90_000, forward_ms=ms)], "a", 5, since_ms=0))
 
 
 @pytest.mark.parametrize(
     ("steps", "n", "said"),
     [
-        ([step_at(1010)], 5, "nothing else happened in 1 step, the longest of which took 10 ms"),
-        ([step_at(3000)], 5, "the engine computed for only 10 ms of that time"),
-        ([step_at(1300, forward_ms=290, chunks=(("a", 90),))], 1, "90 tokens of its prompt were prefilled in 1 chunk"),
+        ([step(1, 1010, forward_ms=10)], 5, "nothing else happened in 1 step, the longest of which took 10 ms"),
+        ([step(1, 3000, forward_ms=10)], 5, "the engine computed for only 10 ms of that time"),
+        ([step(1, 1300, forward_ms=290, chunks=(("a", 90),))], 1, "90 tokens of its prompt were prefilled in 1 chunk"),
         (
-            [step_at(1300, forward_ms=290, chunks=(("b", 90), ("c", 10))), step_at(1400, chunks=(("c", 1000),))],
+            [step(1, 1300, forward_ms=290, chunks=(("b", 90), ("c", 10))), step(2, 1400, chunks=(("c", 1000),))],
             5,
             "2 prompts of 1,100 tokens were prefilled in 3 chunks",
         ),
         (
-            [step_at(1300, forward_ms=290, **preempted("a")), step_at(1400, forward_ms=90, chunks=(("a", 64),))],
+            [step(1, 1300, forward_ms=290, **preempted("a")), step(1, 1400, forward_ms=90, chunks=(("a", 64),))],
             5,
             f"{AGAIN}, and 64 tokens of its prompt and output were prefilled in 1 chunk",
         ),
         (
             [
-                step_at(1300, forward_ms=290, events=(EventRow(uid="a", n=4, event=TakenOver(engine="e", epoch=2)),)),
-                step_at(1400, events=(EventRow(uid="b", n=0, event=ADMITTED),)),
+                step(1, 1300, forward_ms=290, events=(EventRow(uid="a", n=4, event=TakenOver(engine="e", epoch=2)),)),
+                step(2, 1400, forward_ms=10, events=(EventRow(uid="b", n=0, event=ADMITTED),)),
             ],
             5,
             "its engine was gone, and another one took it over",
         ),
-        ([step_at(1300, forward_ms=290, **preempted("b", "b"))], 5, "1 other request was preempted"),
+        ([step(1, 1300, forward_ms=290, **preempted("b", "b"))], 5, "1 other request was preempted"),
     ],
 )
 def test_what_happened_between_two_tokens_is_said(steps: list[JournalStep], n: int, said: str) -> None:

@@ -103,35 +103,37 @@ def test_a_worker_is_shown_as_it_says_with_its_lease_and_what_it_has() -> None:
     assert shown == SlotView("generate-0", "draining", "d", 0.0, "here", 7, 3, 2000, 5, "", 0)
 
 
-def test_a_slot_that_nobody_holds_is_away_and_still_says_who_it_was() -> None:
-    shown = slot_of(a_slot(lease=Lease("", 0), detail="d"), pending={"generate-0": 5})
-    assert (shown.phase, shown.lease_ms, shown.pid, shown.pending, shown.detail) == ("away", 0, 7, 5, "")
-    assert slot_of(SlotState("4:n", Lease("", 0), "", 0)).phase == "away"
-    assert slot_of(SlotState("4:n", Lease("", 0), "", 0)).epoch == 4
+LOADING: dict[str, Any] = {"owner": "", "phase": "loading", "detail": "weights", "progress": 0.4}
+HOLDER = SlotState("2:n", Lease("2:n", 900), "", 0)
+GUARDED = SlotState(f"2:{GUEST}x", Lease(f"2:{GUEST}x", 900), "", 0)
 
 
-def test_who_loads_before_it_asks_for_its_slot_is_loading() -> None:
-    loading = a_slot(lease=Lease("", 0), owner="", phase="loading", detail="weights", progress=0.4)
-    shown = slot_of(loading)
-    assert (shown.phase, shown.detail, shown.progress, shown.lease_ms) == ("loading", "weights", 0.4, 0)
-    while_guarded = slot_of(replace(loading, lease=Lease(f"2:{GUEST}x", 900)))
-    assert (while_guarded.phase, while_guarded.lease_ms) == ("loading", 900)
-
-
-def test_who_had_a_slot_before_is_not_shown_as_who_has_it() -> None:
-    shown = slot_of(SlotState("2:n", Lease("2:n", 900), a_slot(epoch=1).status, 0))
-    assert (shown.phase, shown.epoch, shown.pid) == ("held", 2, 0)
-
-
-def test_a_guest_and_who_holds_a_slot_and_says_nothing_are_told_apart() -> None:
-    assert slot_of(SlotState(f"2:{GUEST}x", Lease(f"2:{GUEST}x", 900), "", 0)).phase == "guest"
-    assert slot_of(SlotState("2:n", Lease("2:n", 900), "", 0)).phase == "held"
-
-
-def test_a_status_of_another_version_is_as_none() -> None:
-    seen = replace(a_slot(), status='{"slot": 1}')
-    shown = slot_of(seen)
-    assert (shown.phase, shown.pid) == ("held", 0)
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (
+            a_slot(lease=Lease("", 0), detail="d"),
+            {"phase": "away", "lease_ms": 0, "pid": 7, "pending": 5, "detail": ""},
+        ),
+        (SlotState("4:n", Lease("", 0), "", 0), {"phase": "away", "epoch": 4}),
+        (
+            a_slot(lease=Lease("", 0), **LOADING),
+            {"phase": "loading", "detail": "weights", "progress": 0.4, "lease_ms": 0},
+        ),
+        (a_slot(lease=GUARDED.lease, **LOADING), {"phase": "loading", "lease_ms": 900}),
+        (replace(HOLDER, status=a_slot(epoch=1).status), {"phase": "held", "epoch": 2, "pid": 0}),
+        (GUARDED, {"phase": "guest"}),
+        (HOLDER, {"phase": "held"}),
+        (replace(a_slot(), status='{"slot": 1}'), {"phase": "held", "pid": 0}),
+    ],
+    ids=[
+        *("nobody holds it", "nobody who spoke", "who has no slot yet", "who has no slot yet beside a guest"),
+        *("who had it before spoke", "a guest", "who holds it says nothing", "a status of another version"),
+    ],
+)
+def test_a_slot_says_who_has_it_or_had_it(seen: SlotState, expected: dict[str, Any]) -> None:
+    shown = slot_of(seen, pending={"generate-0": 5})
+    assert {name: getattr(shown, name) for name in expected} == expected
 
 
 def test_slots_are_in_the_order_of_a_requests_way() -> None:

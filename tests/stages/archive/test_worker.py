@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import noted
 from support.lived_requests import LivedRequests
 from support.measured import count_of
 from support.redis_servers import command, until
@@ -49,21 +50,12 @@ KILLS_S = by_night(4, 60)
 """How long somebody is killed each second."""
 
 
-@pytest.fixture
-def log(another_log: Callable[[], StreamLog]) -> ArchiverLog:
-    return cast(ArchiverLog, another_log())
-
-
-@pytest.fixture
-def lived(log: ArchiverLog) -> LivedRequests:
-    return LivedRequests(log)
-
-
 class Archiver:
     """An archiver of one slot, which does one thing after the other."""
 
-    def __init__(self, log: ArchiverLog, folder: Path) -> None:
-        self.log, self.measures, self.stop = log, Measures(), Stop()
+    def __init__(self, log: ForgettingLog, folder: Path) -> None:
+        self.log, self.folder, self.measures, self.stop = log, folder, Measures(), Stop()
+        self.lived, self.inbox = LivedRequests(log), ended_inbox(log.names)
         self.id = make_archive(folder, log.names.namespace)
         open_archive(log, self.id)
         self.owner = acquire_slot(log, ARCHIVE, LEASE_MS)
@@ -73,16 +65,29 @@ class Archiver:
 
     def read(self) -> None:
         """Take in what has ended, and do no more."""
-        self.entries = self.log.read(ended_inbox(self.log.names), self.owner.slot, max_entries=100, block_ms=0)
+        self.entries = self.log.read(self.inbox, self.owner.slot, max_entries=100, block_ms=0)
 
     def work(self) -> None:
         self.read()
         self.worker.handle(self.entries)
 
+    def finish(self) -> str:
+        """Have a request end; return its uid."""
+        uid = self.lived.running(prompt="Hi")
+        self.lived.tokens(uid, "He", "llo")
+        self.lived.finished(uid, 2)
+        return uid
+
+    def uids(self) -> list[str]:
+        return uids(self.folder)
+
+    def archived(self, some: Sequence[str]) -> dict[str, Recording]:
+        return Archive(self.folder).read(some)
+
 
 @pytest.fixture
-def archiver(log: ArchiverLog, tmp_path: Path) -> Iterator[Archiver]:
-    archiver = Archiver(log, tmp_path)
+def archiver(another_log: Callable[[], StreamLog], tmp_path: Path) -> Iterator[Archiver]:
+    archiver = Archiver(cast(ForgettingLog, another_log()), tmp_path)
     yield archiver
     archiver.lease.leave()
 
@@ -91,212 +96,175 @@ def uids(folder: Path) -> list[str]:
     return [place.uid for place in Archive(folder).listed(0, FOREVER_MS)]
 
 
-def finish(lived: LivedRequests, uid: str = "", *, prompt: str = "Hi") -> str:
-    uid = lived.running(uid, prompt=prompt)
-    lived.tokens(uid, "He", "llo")
-    lived.finished(uid, 2)
-    return uid
-
-
-def test_whatever_a_request_came_to_it_is_archived_as_the_log_has_it(
-    archiver: Archiver, lived: LivedRequests, log: ArchiverLog, tmp_path: Path
-) -> None:
-    running = lived.running()
-    done = [finish(lived), lived.submitted(), lived.submitted(), lived.dead()]
-    lived.ended(done[1], Cancelled(by="client"))
-    lived.ended(done[2], Failed(status=400, code="invalid_value", message="No."))
+def test_whatever_a_request_came_to_it_is_archived_as_the_log_has_it(archiver: Archiver) -> None:
+    running = archiver.lived.running()
+    done = [archiver.finish(), archiver.lived.submitted(), archiver.lived.submitted(), archiver.lived.dead()]
+    archiver.lived.ended(done[1], Cancelled(by="client"))
+    archiver.lived.ended(done[2], Failed(status=400, code="invalid_value", message="No."))
     archiver.work()
-    histories = log.histories(done)
+    histories = archiver.log.histories(done)
     expected = {uid: Recording(uid, tuple(history)) for uid, history in zip(done, histories, strict=True)}
-    assert Archive(tmp_path).read([*done, running]) == expected
+    assert archiver.archived([*done, running]) == expected
     assert all(recording.is_sealed for recording in expected.values())
-    assert log.backlog(ended_inbox(log.names)) == 0
+    assert archiver.log.backlog(archiver.inbox) == 0
     assert count_of(archiver.measures, ARCHIVED) == 4
 
 
-def test_siblings_are_archived_whole(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
-) -> None:
+def test_siblings_are_archived_whole(archiver: Archiver) -> None:
     long = "What they have in common. " * 50
     event = Submitted(endpoint="e", frontend="web-0", prompt=long, sampling=SamplingParams())
     uid = new_uid()
-    log.submit(uid, [event, event, event])
+    archiver.log.submit(uid, [event, event, event])
     for index in range(3):
-        log.end(f"{uid}.{index}", Cancelled(by="client"), frontend="web-0")
+        archiver.log.end(f"{uid}.{index}", Cancelled(by="client"), frontend="web-0")
     archiver.work()
-    found = Archive(tmp_path).read([f"{uid}.{index}" for index in range(3)])
+    found = archiver.archived([f"{uid}.{index}" for index in range(3)])
     assert [recording.entries[0].fields["prompt"] for recording in found.values()] == [long] * 3
 
 
-def test_probes_and_questions_to_the_tokenizer_are_not_archived(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
-) -> None:
+def test_probes_and_questions_to_the_tokenizer_are_not_archived(archiver: Archiver) -> None:
     for event in (
         Submitted(endpoint=PROBE, frontend="web-0", prompt_ids=(1,), sampling=SamplingParams()),
         Submitted(endpoint="/tokenize", frontend="web-0", prompt="a", sampling=SamplingParams(), task="tokenize"),
     ):
         uid = new_uid()
-        log.submit(uid, [event])
-        log.end(uid, Answered(text="x", by="tokenize-0"), frontend="web-0")
+        archiver.log.submit(uid, [event])
+        archiver.log.end(uid, Answered(text="x", by="tokenize-0"), frontend="web-0")
     archiver.work()
-    assert len(archiver.entries) == 2 and uids(tmp_path) == [] and log.backlog(ended_inbox(log.names)) == 0
-    assert log.num_unarchived() == 0
+    assert len(archiver.entries) == 2 and archiver.uids() == [] and archiver.log.backlog(archiver.inbox) == 0
+    assert archiver.log.num_unarchived() == 0
 
 
-def test_what_was_written_and_not_acknowledged_is_not_written_again(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
-) -> None:
-    first, second = finish(lived), finish(lived)
+def test_what_was_written_and_not_acknowledged_is_not_written_again(archiver: Archiver) -> None:
+    first, second = archiver.finish(), archiver.finish()
     archiver.read()
-    archiver.writer.write([Recording(first, tuple(log.histories([first])[0]))])  # and died
-    log.release(archiver.owner)
-    successor = Archiver(log, tmp_path)
-    successor.entries = log.claim(ended_inbox(log.names), successor.owner, 100) or log.pending(
-        ended_inbox(log.names), successor.owner.slot
-    )
+    archiver.writer.write([Recording(first, tuple(archiver.log.histories([first])[0]))])  # and died
+    archiver.log.release(archiver.owner)
+    successor = Archiver(archiver.log, archiver.folder)
+    log, inbox = archiver.log, archiver.inbox
+    successor.entries = log.claim(inbox, successor.owner, 100) or log.pending(inbox, successor.owner.slot)
     successor.worker.handle(successor.entries)
-    assert sorted(uids(tmp_path)) == sorted([first, second])
+    assert sorted(archiver.uids()) == sorted([first, second])
     assert count_of(successor.measures, ARCHIVED) == 1
-    assert log.backlog(ended_inbox(log.names)) == 0
+    assert archiver.log.backlog(archiver.inbox) == 0
     successor.lease.leave()
 
 
 # requests that are to be forgotten
 
 
-def test_what_is_erased_is_removed_from_the_files_and_is_not_lost(
-    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path
-) -> None:
-    kept, gone, unread = finish(lived), finish(lived), lived.submitted()
+def test_what_is_erased_is_removed_from_the_files_and_is_not_lost(archiver: Archiver) -> None:
+    kept, gone, unread = archiver.finish(), archiver.finish(), archiver.lived.submitted()
     archiver.work()
-    lived.ended(unread, Cancelled(by="client"))
+    archiver.lived.ended(unread, Cancelled(by="client"))
     for uid in (gone, unread):
-        log.erase(uid)
+        archiver.log.erase(uid)
     archiver.work()
     assert len(archiver.entries) == 3
-    assert uids(tmp_path) == [kept] and Archive(tmp_path).read([gone, unread]) == {}
-    assert log.backlog(ended_inbox(log.names)) == log.num_unarchived() == 0
+    assert archiver.uids() == [kept] and archiver.archived([gone, unread]) == {}
+    assert archiver.log.backlog(archiver.inbox) == archiver.log.num_unarchived() == 0
 
 
 def test_what_is_erased_between_the_read_and_the_acknowledgement_is_not_in_the_files(
-    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, gone = finish(lived), finish(lived)
+    kept, gone = archiver.finish(), archiver.finish()
     archiver.read()
     write = archiver.writer.write
 
     def erased_then_written(recordings: list[Recording]) -> int:
-        log.erase(gone)
+        archiver.log.erase(gone)
         return write(recordings)
 
     monkeypatch.setattr(archiver.writer, "write", erased_then_written)
     archiver.worker.handle(archiver.entries)
-    assert uids(tmp_path) == [kept]
-    assert log.backlog(ended_inbox(log.names)) == 1, "the archivers are told of the tombstone"
+    assert archiver.uids() == [kept]
+    assert archiver.log.backlog(archiver.inbox) == 1, "the archivers are told of the tombstone"
 
 
-def test_many_requests_are_forgotten_together(
-    archiver: Archiver,
-    log: ForgettingLog,
-    lived: LivedRequests,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_requests_are_forgotten_together(archiver: Archiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.archive.worker, "MOST_READ", 2)
     monkeypatch.setattr(stages.archive.worker, "READ_AHEAD", 4)
-    asked = list[int]()
-    forget = archiver.writer.forget
-
-    def counted(uids: set[str], report_progress: Callable[[], None]) -> int:
-        asked.append(len(uids))
-        return forget(uids, report_progress)
-
-    monkeypatch.setattr(archiver.writer, "forget", counted)
-    gone = [finish(lived) for _ in range(12)]
+    asked = noted(monkeypatch, archiver.writer, "forget", lambda uids, _: len(uids))
+    gone = [archiver.finish() for _ in range(12)]
     archiver.work()
     for uid in gone:
-        log.erase(uid)
-    kept = [finish(lived) for _ in range(4)]
-    entries = log.read(ended_inbox(log.names), archiver.owner.slot, max_entries=2, block_ms=0)
+        archiver.log.erase(uid)
+    kept = [archiver.finish() for _ in range(4)]
+    entries = archiver.log.read(archiver.inbox, archiver.owner.slot, max_entries=2, block_ms=0)
     archiver.worker.handle(entries)
-    assert asked == [12] and sorted(uids(tmp_path)) == sorted(kept)
-    assert log.backlog(ended_inbox(log.names)) == log.num_unarchived() == 0
-    assert log.pending(ended_inbox(log.names), archiver.owner.slot) == []
+    assert asked == [12] and sorted(archiver.uids()) == sorted(kept)
+    assert archiver.log.backlog(archiver.inbox) == archiver.log.num_unarchived() == 0
+    assert archiver.log.pending(archiver.inbox, archiver.owner.slot) == []
 
 
 def test_what_a_dead_archiver_had_read_and_was_to_forget_is_forgotten_together(
-    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = [finish(lived) for _ in range(3)]
+    gone = [archiver.finish() for _ in range(3)]
     archiver.work()
     for uid in gone:
-        log.erase(uid)
-    kept = finish(lived)
+        archiver.log.erase(uid)
+    kept = archiver.finish()
     archiver.read()  # and died
     archiver.worker.handle(archiver.entries[:1])
-    assert uids(tmp_path) == []
-    assert [entry.fields["uid"] for entry in log.pending(ended_inbox(log.names), archiver.owner.slot)] == [kept]
+    assert archiver.uids() == []
+    assert [entry.fields["uid"] for entry in archiver.log.pending(archiver.inbox, archiver.owner.slot)] == [kept]
 
 
-def test_while_the_disk_is_full_requests_are_forgotten(
-    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_the_disk_is_full_requests_are_forgotten(archiver: Archiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages.archive.worker, "FULL_RETRY_S", 0.01)
-    gone = finish(lived)
+    gone = archiver.finish()
     archiver.work()
-    kept, write = [finish(lived)], archiver.writer.write
+    kept, write = [archiver.finish()], archiver.writer.write
     archiver.read()
-    kept.append(finish(lived))
-    log.erase(gone)
+    kept.append(archiver.finish())
+    archiver.log.erase(gone)
 
     def full_until_it_is_gone(recordings: list[Recording]) -> int:
-        if gone in uids(tmp_path):
+        if gone in archiver.uids():
             raise ArchiveFull("the disk is full")
         return write(recordings)
 
     monkeypatch.setattr(archiver.writer, "write", full_until_it_is_gone)
     archiver.worker.handle(archiver.entries)
-    assert sorted(uids(tmp_path)) == sorted(kept) and log.backlog(ended_inbox(log.names)) == 0
+    assert sorted(archiver.uids()) == sorted(kept) and archiver.log.backlog(archiver.inbox) == 0
 
 
-def test_while_another_archiver_writes_to_a_file_forgetting_waits(
-    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path
-) -> None:
-    gone = finish(lived)
+def test_while_another_archiver_writes_to_a_file_forgetting_waits(archiver: Archiver) -> None:
+    gone = archiver.finish()
     archiver.work()
-    log.erase(gone)
-    (volume,) = volumes(tmp_path)
+    archiver.log.erase(gone)
+    (volume,) = volumes(archiver.folder)
     archiver.read()
     thread = threading.Thread(target=archiver.worker.handle, args=(archiver.entries,))
     with volume.locked():
         thread.start()
         thread.join(0.05)
-        assert thread.is_alive() and uids(tmp_path) == [gone]
+        assert thread.is_alive() and archiver.uids() == [gone]
     thread.join()
-    assert uids(tmp_path) == []
+    assert archiver.uids() == []
 
 
-def test_what_expired_before_it_was_read_is_counted(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
-) -> None:
-    log.limits = RequestLimits(retention_s=0.03)
-    gone = finish(lived)
+def test_what_expired_before_it_was_read_is_counted(archiver: Archiver) -> None:
+    archiver.log.limits = RequestLimits(retention_s=0.03)
+    gone = archiver.finish()
     archiver.read()
-    until(lambda: not log.histories([gone])[0])
-    log.limits = RequestLimits()
+    until(lambda: not archiver.log.histories([gone])[0])
+    archiver.log.limits = RequestLimits()
     with capture_logs() as lines:
         archiver.worker.handle(archiver.entries)
     archiver.worker.look()
     assert [line["requests"] for line in lines if line["event"] == "not_archived"] == [1]
-    assert (log.num_unarchived(), count_of(archiver.measures, ARCHIVE_UNARCHIVED)) == (1, 1)
-    assert uids(tmp_path) == [] and log.backlog(ended_inbox(log.names)) == 0
+    assert (archiver.log.num_unarchived(), count_of(archiver.measures, ARCHIVE_UNARCHIVED)) == (1, 1)
+    assert archiver.uids() == [] and archiver.log.backlog(archiver.inbox) == 0
 
 
 def test_a_full_disk_stops_archiving_with_one_line_and_a_metric_until_there_is_room(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages.archive.worker, "FULL_RETRY_S", 0.01)
-    uid, tries, stopped = finish(lived), 0, list[float]()
+    uid, tries, stopped = archiver.finish(), 0, list[float]()
     write = archiver.writer.write
 
     def full(recordings: list[Recording]) -> int:
@@ -312,13 +280,13 @@ def test_a_full_disk_stops_archiving_with_one_line_and_a_metric_until_there_is_r
         archiver.work()
     assert [line["error"] for line in lines if line["event"] == "archiving_stopped"] == ["the disk is full"]
     assert stopped == [0, 1, 1, 1] and count_of(archiver.measures, ARCHIVE_STOPPED) == 0
-    assert uids(tmp_path) == [uid]
+    assert archiver.uids() == [uid]
 
 
 def test_an_archiver_that_is_to_end_while_the_disk_is_full_leaves_the_rest_pending(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish(lived)
+    archiver.finish()
 
     def full(_: list[Recording]) -> int:
         archiver.stop.set()
@@ -326,64 +294,61 @@ def test_an_archiver_that_is_to_end_while_the_disk_is_full_leaves_the_rest_pendi
 
     monkeypatch.setattr(archiver.writer, "write", full)
     archiver.work()
-    assert log.pending(ended_inbox(log.names), archiver.owner.slot) == archiver.entries != []
+    assert archiver.log.pending(archiver.inbox, archiver.owner.slot) == archiver.entries != []
 
 
-def test_an_entry_that_ends_its_archiver_again_and_again_becomes_a_dead_letter(
-    archiver: Archiver, log: ArchiverLog, lived: LivedRequests
-) -> None:
-    finish(lived)
+def test_an_entry_that_ends_its_archiver_again_and_again_becomes_a_dead_letter(archiver: Archiver) -> None:
+    archiver.finish()
     archiver.read()
     (entry,) = archiver.entries
     archiver.worker.bury(entry, 4)
-    (letter,) = log.dead_letters(10)
+    (letter,) = archiver.log.dead_letters(10)
     assert letter.fields["stage"] == "archive" and "ended its archiver 4 times" in letter.fields["error"]
-    assert log.backlog(ended_inbox(log.names)) == 0
+    assert archiver.log.backlog(archiver.inbox) == 0
 
 
-def test_a_namespace_has_one_archive(archiver: Archiver, log: ArchiverLog, tmp_path: Path) -> None:
-    other = make_archive(tmp_path / "other", "test")
+def test_a_namespace_has_one_archive(archiver: Archiver) -> None:
+    other = make_archive(archiver.folder / "other", "test")
     with pytest.raises(ConfigError, match=rf"is archived in {archiver.id}; name that folder, or end its archiving"):
-        open_archive(log, other)
-    open_archive(log, archiver.id)
-    log.close_archive()
-    open_archive(log, other)
+        open_archive(archiver.log, other)
+    open_archive(archiver.log, archiver.id)
+    archiver.log.close_archive()
+    open_archive(archiver.log, other)
 
 
 def config_of(folder: Path) -> ArchiveConfig:
     return ArchiveConfig(WorkerConfig(), LogConfig(), FilesConfig(str(folder)))
 
 
-def test_an_archiver_that_is_to_end_first_writes_what_is_there(
-    log: ArchiverLog, lived: LivedRequests, archiver: Archiver, tmp_path: Path
-) -> None:
-    expected = sorted(finish(lived) for _ in range(40))
+def test_an_archiver_that_is_to_end_first_writes_what_is_there(archiver: Archiver) -> None:
+    expected = sorted(archiver.finish() for _ in range(40))
     archiver.stop.set()
-    serve(log, archiver.lease, config_of(tmp_path), archiver.id, archiver.stop)
-    assert sorted(uids(tmp_path)) == expected
+    serve(archiver.log, archiver.lease, config_of(archiver.folder), archiver.id, archiver.stop)
+    assert sorted(archiver.uids()) == expected
 
 
 def test_an_archiver_goes_on_when_the_log_has_lost_its_stream(
-    another_log: Callable[[], StreamLog], log: ArchiverLog, lived: LivedRequests, archiver: Archiver, tmp_path: Path
+    another_log: Callable[[], StreamLog], archiver: Archiver
 ) -> None:
     own = cast(ArchiverLog, another_log())
-    thread = threading.Thread(target=serve, args=(own, archiver.lease, config_of(tmp_path), archiver.id, archiver.stop))
+    config = config_of(archiver.folder)
+    thread = threading.Thread(target=serve, args=(own, archiver.lease, config, archiver.id, archiver.stop))
     thread.start()
 
     def has_group() -> bool:
         try:
-            return log.pending(ended_inbox(log.names), archiver.owner.slot) == []
+            return archiver.log.pending(archiver.inbox, archiver.owner.slot) == []
         except GroupLost:
             return False
 
     try:
-        first = finish(lived)
-        until(lambda: uids(tmp_path) == [first])
-        log.close_archive()
+        first = archiver.finish()
+        until(lambda: archiver.uids() == [first])
+        archiver.log.close_archive()
         until(has_group)
-        assert log.open_archive("another") == archiver.id
-        second = finish(lived)
-        until(lambda: sorted(uids(tmp_path)) == sorted([first, second]))
+        assert archiver.log.open_archive("another") == archiver.id
+        second = archiver.finish()
+        until(lambda: sorted(archiver.uids()) == sorted([first, second]))
     finally:
         archiver.stop.set()
         thread.join()

@@ -162,13 +162,14 @@ def test_a_token_that_ends_a_request_met_no_stop_string(reason: FinishReason) ->
     assert (end.reason, end.stop_string) == (reason, "")
 
 
-def test_what_comes_after_a_stop_string_is_dropped_until_the_engine_lets_go() -> None:
-    fold = Fold(stop=["x"])
-    fold.says("x")
-    late = completed(token_row("a", 2, "y"))
+@pytest.mark.parametrize(("n", "stop"), [(1, ["x"]), (3, [])], ids=["a stop string", "a hole"])
+def test_what_comes_after_an_end_is_dropped_and_not_asked_for_until_the_engine_lets_go(n: int, stop: list[str]) -> None:
+    fold = Fold(stop=stop)
+    fold.step(token_row("a", n, "x"))
+    late = completed(token_row("a", n + 1, "y"))
     assert fold.unknown(late) == [] and fold.apply(late, "1-2") == []
     fold.step(released=("a",))
-    assert fold.unknown(late) == ["a"]
+    assert fold.num_known == 0 and fold.unknown(late) == ["a"]
 
 
 def test_a_stop_string_in_the_token_that_ends_anyway_needs_no_word_to_the_engine() -> None:
@@ -217,15 +218,6 @@ def test_a_hole_that_the_history_has_too_ends_the_request(row: StepRow, lost: st
     assert fold.unknown(completed(row)) == ["a"]
     fold.learn("a", moments_of(history("x")))
     assert the_loss(fold.step(row)) == (1, lost)
-
-
-def test_after_a_hole_nothing_is_said_or_asked_until_the_engine_lets_go() -> None:
-    fold = Fold()
-    fold.step(token_row("a", 3, "z"))
-    late = completed(token_row("a", 4, "z"))
-    assert fold.unknown(late) == [] and fold.apply(late, "1-4") == []
-    fold.step(released=("a",))
-    assert fold.num_known == 0
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import failing_once, noted
+from support.folds import bring, prepared
 from support.measured import count_of
 from support.redis_servers import until
 
@@ -20,21 +22,18 @@ from pipeline.events import (
     Failed,
     Finished,
     Mark,
-    SamplingParams,
     StepCompleted,
     StepRow,
-    Submitted,
     TakenOver,
-    Tokenized,
     TokenRow,
     TokensProduced,
     decode,
     new_uid,
 )
-from pipeline.log.protocol import GUEST, Entry, Inbox, StreamLog
+from pipeline.log.protocol import GUEST, Entry, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
-from pipeline.names import SEAL, slot_name
+from pipeline.names import SEAL, slot_index, slot_name
 from pipeline.serving import Serving
 from pipeline.stage.slots import SlotLease, acquire_guest, acquire_slot
 from pipeline.stage.worker import Stop
@@ -68,25 +67,17 @@ class Engine:
     def __init__(self, another_log: Callable[[], StreamLog], index: int = 0) -> None:
         self.log = another_log()
         self.slot = slot_name("generate", index)
-        self.inbox = Inbox.steps(self.log.names, self.slot)
-        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
-            self.log.prepare(inbox)
-        self.log.open_replies("web-0")
+        self.inbox = prepared(self.log, self.slot)
         self.start()
 
     def start(self) -> None:
         """Be the next owner of the slot."""
-        owner = self.log.acquire(self.slot, f"{self.slot} {new_uid()}", LEASE_MS)
-        assert owner is not None
-        self.owner = owner
+        self.owner = acquire_slot(self.log, "generate", LEASE_MS, preferred=slot_index(self.slot))
         self._numbers = itertools.count(1)
 
     def send(self, **sampling: object) -> str:
-        uid, params = new_uid(), SamplingParams.model_validate(sampling)
-        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)
-        self.log.submit(uid, [event])
-        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=100)
-        self.log.tokenized(entry, Tokenized(token_ids=(32,), fingerprint="f", by="tokenize-0"))
+        uid = new_uid()
+        bring(self.log, uid, [32], **sampling)
         return uid
 
     def step(self, *rows: StepRow) -> None:
@@ -255,8 +246,7 @@ def test_steps_that_a_dead_engine_left_are_written_by_a_guest(scene: Scene) -> N
 def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_look(scene: Scene) -> None:
     """It is late now and then, or gave its slot back to ask for it again."""
     engine, log = scene.engine(), scene.another_log()
-    worker = engine.log.acquire("detokenize-0", "worker", LEASE_MS)
-    assert worker is not None
+    worker = acquire_slot(engine.log, "detokenize", LEASE_MS)
     engine.log.release(worker)
     unattended, seen = log.unattended, []
 
@@ -276,41 +266,20 @@ def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_
     assert engine.log.renew(worker, LEASE_MS, ""), "nobody else has the slot"
 
 
-def test_a_log_that_is_away_delays_a_guest(scene: Scene) -> None:
+def test_a_log_that_is_away_delays_a_guest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, log = scene.engine(), scene.another_log()
     uid = engine.send()
     engine.says(uid, "abc")
-    failed: set[str] = set()
-
-    def shaky(name: str) -> None:
-        work = getattr(log, name)
-
-        def fails_once(*arguments: object) -> object:
-            if name not in failed:
-                failed.add(name)
-                raise LogUnavailable("connection refused")
-            return work(*arguments)
-
-        setattr(log, name, fails_once)
-
     logs = [log, log]  # of the look round, then of the first guest
-    shaky("unattended")
-    shaky("acquire")
+    away = LogUnavailable("connection refused")
+    failed = [failing_once(monkeypatch, log, name, away) for name in ("unattended", "acquire")]
     with scene.looking_after_others(lambda: logs.pop() if logs else scene.another_log()):
         until(lambda: engine.text(uid) == "abc")
-    assert failed == {"unattended", "acquire"}
+    assert all(failed)
 
 
 def test_a_guest_that_breaks_is_logged_and_the_next_one_goes_on(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, broken = DetokenizeWorker.handle, list[int]()
-
-    def breaks_once(worker: DetokenizeWorker, entries: Sequence[Entry]) -> None:
-        if not broken:
-            broken.append(len(entries))
-            raise ZeroDivisionError
-        handle(worker, entries)
-
-    monkeypatch.setattr(DetokenizeWorker, "handle", breaks_once)
+    broken = failing_once(monkeypatch, DetokenizeWorker, "handle", ZeroDivisionError())
     engine, uid = scene.request(1)
     engine.says(uid, "abc")
     with capture_logs() as lines, scene.looking_after_others():
@@ -415,16 +384,10 @@ def test_what_was_read_before_is_folded_first_also_by_who_is_new(scene: Scene) -
     assert engine.text(uid) == "abcd"
 
 
-def test_steps_that_follow_each_other_cost_no_look(scene: Scene) -> None:
+def test_steps_that_follow_each_other_cost_no_look(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, uid = scene.request()
     worker = scene.detokenizer(engine)
-    pending, looks = worker.log.pending, []
-
-    def counted(inbox: Inbox, consumer: str) -> list[Entry]:
-        looks.append(consumer)
-        return pending(inbox, consumer)
-
-    worker.log.pending = counted  # type: ignore[method-assign]  # this instance's alone
+    looks = noted(monkeypatch, worker.log, "pending")
     engine.says(uid, "abcdef")
     worker.handle(2)
     worker.handle()
@@ -483,8 +446,7 @@ def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(scene: Scene) 
 def killed_by(engine: Engine, times: int) -> Entry:
     """Have the next step read, and tried in vain, by workers of slot detokenize-0, so often in all."""
     (entry,) = engine.log.read(engine.inbox, "detokenize-0", max_entries=1, block_ms=0)
-    owner = engine.log.acquire("detokenize-0", new_uid(), LEASE_MS)
-    assert owner is not None
+    owner = acquire_slot(engine.log, "detokenize", LEASE_MS)
     for _ in range(times - 1):
         engine.log.retry(engine.inbox, owner, entry)
     engine.log.release(owner)

@@ -12,27 +12,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from support.folds import DECODER, admitted
+from support.folds import DECODER, admitted, bring, prepared
+from support.memory_log.log import MemoryLog
 from support.selection import by_night
 
 from pipeline.events import (
     AnyEvent,
     Failed,
     FinishReason,
-    SamplingParams,
     StepCompleted,
     StepRow,
-    Submitted,
-    Tokenized,
     TokenRow,
     TokensProduced,
     decode,
 )
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
-from pipeline.names import Names, new_uid
-from pipeline.stage.slots import SlotLease
+from pipeline.names import Names
+from pipeline.stage.slots import SlotLease, acquire_slot
 from pipeline.stage.worker import Stop
 from pipeline.walk import Moment
 from stages.detokenize.fold import DetokenizeFold
@@ -118,22 +115,15 @@ class Histories:
 
     def __init__(self, seed: int) -> None:
         self.log = MemoryLog(Names())
-        self.inbox = Inbox.steps(self.log.names, "generate-0")
-        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
-            self.log.prepare(inbox)
-        self.log.open_replies("web-0")
+        self.inbox = prepared(self.log)
         self.random = random.Random(seed)
         self.uids = [f"{number:032x}" for number in range(NUM_REQUESTS)]
         self.lengths = {uid: self.random.randint(3, 12) for uid in self.uids}
         self.measures = Measures()
         self.deaths = 0
         for uid in self.uids:
-            sampling = SamplingParams(stop=("cab", "bb"), min_tokens=self.random.randint(0, 8))
-            self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=sampling)])
-            (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
-            self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-        owner = self.log.acquire("generate-0", "nonce", LEASE_MS)
-        assert owner is not None
+            bring(self.log, uid, stop=("cab", "bb"), min_tokens=self.random.randint(0, 8))
+        owner = acquire_slot(self.log, "generate", LEASE_MS)
         for number, rows in enumerate(self._rows(), start=1):
             self.log.step(owner, {number: StepCompleted(rows=rows)}, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
 
@@ -157,9 +147,7 @@ class Histories:
         log: Any = KillingLog(self.log, kills)
         while self.log.backlog(self.inbox):
             assert self.deaths < 100
-            owner = self.log.acquire("detokenize-0", new_uid(), LEASE_MS)
-            assert owner is not None
-            slot_lease = SlotLease(self.log, owner, LEASE_MS)
+            slot_lease = SlotLease(self.log, acquire_slot(self.log, "detokenize", LEASE_MS), LEASE_MS)
             worker = DetokenizeWorker(log, slot_lease, fold(), "generate-0", self.measures)
             stop = UntilAllIsSaid(self.log, self.inbox)
             try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from support.work import lines_run
+from support.measured import lines_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import stages.detokenize.text
@@ -256,6 +256,12 @@ class PlainStops:
 )
 @example([("xab", False), ("", True)], ["ab", "abc"], False)
 @example([("ab", True), ("c", True)], ["abcd", "bc"], False)
+@example([("one STOP two", True)], ["STOP"], False)
+@example([("one S", True), ("TO", True), ("P two", True)], ["STOP"], False)
+@example([("a ST", True), ("A", True), ("STO", True)], ["STOP"], False)
+@example([("a b c", True)], ["c", "b"], False)
+@example([("abc", True)], ["bc", "b"], False)
+@example([("xENDy", False), ("END", True)], ["END"], False)
 def test_a_text_is_cut_as_the_plain_definition_cuts_it(
     parts: list[tuple[str, bool]], stops: list[str], include: bool
 ) -> None:
@@ -302,38 +308,6 @@ def stopped(parts: Sequence[str], stops: Sequence[str]) -> tuple[str, bool]:
         if met:
             return shown, True
     return shown + strings.flush(), False
-
-
-@pytest.mark.parametrize("parts", [["one STOP two"], ["one S", "TO", "P two"], list("one STOP two")])
-def test_a_stop_string_is_never_shown_wherever_its_borders_are(parts: list[str]) -> None:
-    assert stopped(parts, ["STOP"]) == ("one ", True)
-
-
-def test_what_might_become_a_stop_string_is_held_back_only_as_long_as_it_may() -> None:
-    strings = StopStrings(["STOP"])
-    assert strings.push("a ST") == ("a ", False)
-    assert strings.push("A") == ("STA", False)
-
-
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    assert stopped(["a b c"], ["c", "b"]) == ("a ", True)
-
-
-@pytest.mark.parametrize(("stops", "met"), [(["c", "b"], "b"), (["bc", "b"], "b"), (["z"], "")])
-def test_it_is_known_which_stop_string_was_met(stops: list[str], met: str) -> None:
-    strings = StopStrings(stops)
-    strings.push("abc")
-    assert strings.met == met
-
-
-def test_a_stop_string_that_never_completes_is_shown_at_the_end() -> None:
-    assert stopped(["a ", "STO"], ["STOP"]) == ("a STO", False)
-
-
-def test_before_min_tokens_a_stop_string_is_text() -> None:
-    strings = StopStrings(["END"])
-    assert strings.push("xENDy", armed=False) == ("xENDy", False)
-    assert strings.push("END", armed=True) == ("", True)
 
 
 @given(

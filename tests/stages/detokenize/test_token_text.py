@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from support.checkpoints import STOP, train_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 
 from stages.detokenize.text import token_text_of
 
@@ -31,14 +30,3 @@ def test_an_added_word_is_told_as_it_is_written() -> None:
     tokenizer = train_tokenizer(400, with_bos=False).backend_tokenizer
     tokenizer.add_tokens([AddedToken("Ġ raw", special=False)])
     assert token_text_of(tokenizer)(tokenizer.get_vocab()["Ġ raw"]) == "Ġ raw"
-
-
-SPACE = "\u2581"
-
-
-@pytest.mark.parametrize(("token", "told"), [(f"{SPACE}the", " the"), ("<0xE4>", "bytes:\\xe4"), ("<0x41>", "A")])
-def test_a_vocabulary_with_byte_fallback_is_understood(token: str, told: str) -> None:
-    tokenizer = Tokenizer(models.BPE({"a": 0, token: 1}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert token_text_of(tokenizer)(1) == told

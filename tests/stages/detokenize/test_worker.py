@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import failing_once
 from support.dialects import make_tokenizer
-from support.folds import DECODER, token_row
+from support.folds import DECODER, bring, prepared, token_row
 from support.log_contract import put
 from support.measured import count_of
+from support.memory_log.log import MemoryLog
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -22,16 +24,12 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
-    SamplingParams,
     StepCompleted,
-    Submitted,
-    Tokenized,
     TokenRow,
     TokensProduced,
     decode,
 )
-from pipeline.log.memory.log import MemoryLog
-from pipeline.log.protocol import Entry, Inbox, Owner
+from pipeline.log.protocol import Entry
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
@@ -42,7 +40,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
-from pipeline.stage.slots import SlotLease
+from pipeline.stage.slots import SlotLease, acquire_slot
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import LEARNT_TOGETHER, DetokenizeWorker, load_decoder
 
@@ -55,26 +53,12 @@ class Rig:
 
     def __init__(self) -> None:
         self.log = MemoryLog(Names())
-        self.inbox = Inbox.steps(self.log.names, "generate-0")
-        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
-            self.log.prepare(inbox)
-        self.log.open_replies("web-0")
-        self.submit(UID)
-        self.engine = self.acquire("generate-0")
-        self.slot_lease = SlotLease(self.log, self.acquire("detokenize-0"), LEASE_MS)
+        self.inbox = prepared(self.log)
+        bring(self.log, UID)
+        self.engine = acquire_slot(self.log, "generate", LEASE_MS)
+        self.slot_lease = SlotLease(self.log, acquire_slot(self.log, "detokenize", LEASE_MS), LEASE_MS)
         self.measures = Measures()
         self.worker = self.another_worker()
-
-    def submit(self, uid: str) -> None:
-        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
-        self.log.submit(uid, [event])
-        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
-        self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-
-    def acquire(self, slot: str) -> Owner:
-        owner = self.log.acquire(slot, "nonce", LEASE_MS)
-        assert owner is not None
-        return owner
 
     def another_worker(self) -> DetokenizeWorker:
         return DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), "generate-0", self.measures)
@@ -154,7 +138,7 @@ def test_of_steps_of_which_one_was_consumed_before_the_others_are_said(rig: Rig)
 def test_a_step_that_needs_a_history_is_not_committed_with_those_before(rig: Rig) -> None:
     """The history of a request that comes in the second step may be written by the first."""
     other = "1" * 32
-    rig.submit(other)
+    bring(rig.log, other)
     entries = [rig.step(1, row(1, "a")), rig.step(2, row(2, "b"), row(1, "x", uid=other)), rig.step(3, row(3, "c"))]
     rig.worker.handle(entries)
     assert (rig.text(), rig.text(other)) == ("abc", "x") and rig.counted()[2] == 2
@@ -178,17 +162,9 @@ def test_steps_before_one_that_cannot_be_told_are_said(rig: Rig) -> None:
 @pytest.mark.parametrize("is_done", [True, False], ids=["its reply was lost", "it never took place"])
 def test_a_step_whose_commit_failed_is_said_once(rig: Rig, is_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = rig.step(1, row(1, "a"))
-    produced = rig.log.produced
-
-    def fails(*arguments: object, **options: object) -> bool:
-        if is_done:
-            produced(*arguments, **options)  # type: ignore[arg-type]  # passed on as they came
-        raise LogUnavailable("connection reset")
-
-    monkeypatch.setattr(rig.log, "produced", fails)
+    failing_once(monkeypatch, rig.log, "produced", LogUnavailable("connection reset"), is_done=is_done)
     with pytest.raises(LogUnavailable):
         rig.worker.handle([entry])
-    monkeypatch.undo()
     rig.worker.handle([entry] if is_done else rig.log.pending(rig.inbox, "detokenize-0"))
     rig.worker.handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab"
@@ -230,7 +206,7 @@ def test_a_history_that_does_not_decode_fails_its_request_alone(
     rig: Rig, damaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "1" * 32
-    rig.submit(other)
+    bring(rig.log, other)
     histories = rig.log.histories
 
     def broken(uids: Sequence[str]) -> list[list[Entry]]:
@@ -292,7 +268,7 @@ def test_what_its_engine_cannot_have_written_is_left_to_nobody(rig: Rig, epoch: 
 
 def test_a_row_that_cannot_be_told_ends_its_request_and_no_other_of_its_step(rig: Rig) -> None:
     other, strange = "1" * 32, TokenRow(uid=UID, n=1, token=-1)
-    rig.submit(other)
+    bring(rig.log, other)
     with capture_logs() as lines:
         for number in (1, 2, 3):
             rows = [strange, row(2, "b", uid=other)] if number == 2 else [row(number, "abc"[number - 1], uid=other)]
@@ -312,7 +288,7 @@ def test_who_learns_long_histories_shows_progress_all_the_time(rig: Rig, monkeyp
     uids = [f"{number:032x}" for number in range(1, 20)]
     tokens = {"kind": "tokens", "v": "1", "ms": "1", "count": "1", "tokens": "97", "text": "a", "step": "1-1"}
     for uid in uids:
-        rig.submit(uid)
+        bring(rig.log, uid)
         for n in range(1, 1 + 500 * (uid == uids[0])):
             put(rig.log, rig.log.names.request(uid), tokens, f"{n}-0")
     work: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,14 @@ from support.selection import rest_at_night
 
 from pipeline.log.protocol import StreamLog
 from stages.generate.kernels import library
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """An engine sets the number of torch's threads: keep it from the other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -18,46 +18,10 @@ from stages.tokenize.borders import Borders
 TEXT = (
     "the quick brown fox, the lazy dog. 12345 the dog's 3.14!\n\n  def f(x1):\n\treturn x1\n字中文字，中。가나다 é " * 3
 )
-PIECES = (
-    *(
-        "the",
-        "Quick",
-        "'s",
-        "don't",
-        "x1y22",
-        "12345",
-        "3.14",
-        "中文",
-        "字。字",
-        "，",
-        "かな",
-        "가나",
-        "각",
-        "é",
-        "e\u0301",
-    ),
-    *(
-        " ",
-        "  ",
-        "   \t",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\r\n",
-        "=\u0338",
-        ".\u0301",
-        "😀",
-        "👩‍👧",
-        "\0",
-        "_",
-        "--",
-        "==",
-        "<",
-        "▁",
-        "a▁b",
-    ),
-    *("\u00a0", "\u3000", "ᄀ", "ᅡ", "ᆨ", "Ａ", "；", "ﬁ", "ß", "İ", "²", "हि", "(a)", "[]", "/", "\\", "!", "?", "..."),
-)
+WORDS = "the Quick 's don't x1y22 12345 3.14 中文 字。字 ， かな 가나 각 é e\u0301 .\u0301 😀 👩‍👧 \0 _ -- == < ▁ a▁b"
+LETTERS = "=\u0338 ᄀ ᅡ ᆨ Ａ ； ﬁ ß İ ² हि (a) [] / \\ ! ? ..."
+BLANKS = (" ", "  ", "   \t", "\n", "\n\n", " \n ", "\r\n", "\u00a0", "\u3000")
+PIECES = (*WORDS.split(), *LETTERS.split(), *BLANKS)
 FEW = ("a", "b", " ", "1", ".", "\n", "中", "'s")
 TOKENS = (
     AddedToken("<|end|>", special=True, normalized=False),

@@ -122,22 +122,6 @@ def encoded(encoder: PromptEncoder, event: Submitted) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def test_a_conversation_gives_the_ids_that_transformers_gives(folder: Path, encoder: PromptEncoder) -> None:
-    event = asked(messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好, 🙂?"}))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = tokenizer.apply_chat_template(
-        [dict(message) for message in event.messages], add_generation_prompt=True, return_dict=True
-    )
-    assert encoded(encoder, event) == tuple(expected["input_ids"])
-
-
-@pytest.mark.parametrize("event", [chat("hello"), plain("hello")], ids=["template", "plain"])
-def test_a_prompt_begins_with_one_bos_token_and_not_two(folder: Path, encoder: PromptEncoder, event: Submitted) -> None:
-    bos = PreTrainedTokenizerFast.from_pretrained(folder).convert_tokens_to_ids(BOS)
-    ids = encoded(encoder, event)
-    assert ids[0] == bos and ids.count(bos) == 1
-
-
 def test_a_tokenizer_tells_which_text_it_puts_before_a_prompt(encoder: PromptEncoder, tmp_path: Path) -> None:
     train_tokenizer(300, with_bos=False).save_pretrained(tmp_path)
     assert (encoder.bos, PromptEncoder(tmp_path).bos) == (BOS, "")

@@ -41,7 +41,7 @@ from pipeline.metrics.families import (
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.sampling import Constraint
-from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status
+from pipeline.stage.slots import WATCHDOG_S, GiveUp, SlotLease, Status, acquire_slot
 from stages.tokenize.constraints.asked import Asked, asked_of
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import BRIEF_TOKENS, CHECK_LOOK_S, LONGEST_BATCH_S, TokenizeWorker
@@ -158,9 +158,7 @@ class Rig:
         self.inbox = Inbox.submitted(self.log.names)
         self.log.prepare(self.inbox)
         self.log.prepare(Inbox.tokenized(self.log.names))
-        engine = self.log.acquire("generate-0", "n", 60_000)
-        owner = self.log.acquire("tokenize-0", "n", 60_000)
-        assert engine is not None and owner is not None
+        engine, owner = acquire_slot(self.log, "generate", 60_000), acquire_slot(self.log, "tokenize", 60_000)
         status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=CONTEXT)
         self.log.renew(engine, 60_000, status.model_dump_json())
         self.slot_lease = SlotLease(open_log(), owner, 60_000)
@@ -378,22 +376,23 @@ def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("truncate", "max_tokens", "kept"),
-    [(None, None, "abcdef"), (3, None, "def"), (-1, 12, "cdef"), (-1, None, "abcdef"), (9, None, "abcdef")],
+    ("truncate", "side", "max_tokens", "kept"),
+    [
+        (None, "left", None, "abcdef"),
+        (3, "left", None, "def"),
+        (-1, "left", 12, "cdef"),
+        (-1, "left", None, "abcdef"),
+        (9, "left", None, "abcdef"),
+        (2, "right", None, "ab"),
+    ],
 )
-def test_the_last_tokens_of_a_prompt_are_kept(
-    rig: Rig, truncate: int | None, max_tokens: int | None, kept: str
+def test_the_last_tokens_of_a_prompt_are_kept_or_the_first_where_the_end_is_to_go(
+    rig: Rig, truncate: int | None, side: str, max_tokens: int | None, kept: str
 ) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, sampling=sampling)
+    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, truncation_side=side, sampling=sampling)
     rig.handle()
     assert rig.last(uid)[1].token_ids == tuple(map(ord, kept))
-
-
-def test_the_first_tokens_of_a_prompt_are_kept_where_the_end_is_to_go(rig: Rig) -> None:
-    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=2, truncation_side="right")
-    rig.handle()
-    assert rig.last(uid)[1].token_ids == (97, 98)
 
 
 def test_a_limit_that_does_not_fit_beside_the_prompt_is_refused_by_the_clients_name_of_it(rig: Rig) -> None:

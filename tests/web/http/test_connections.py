@@ -93,6 +93,14 @@ class Scene:
         end = self.end_of(uid)
         return (end.get("kind"), end.get("by")) == ("cancelled", "client")
 
+    @contextmanager
+    def endless(self, behind: bytes = b"") -> Iterator[tuple[Client, Iterator[bytes]]]:
+        """Give a client whose endless stream is open, with another request behind it, and the chunks of that."""
+        with self.client() as client:
+            client.send(request(chat("endless", stream=True)) + behind)
+            assert client.head().status == 200
+            yield client, client.chunks()
+
     def get(self, path: str) -> Answer:
         with self.client() as client:
             client.send(request(path=path))
@@ -147,21 +155,24 @@ def scene(running: Scene) -> Iterator[Scene]:
 @pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("words", ["silent", "endless"])
-def test_a_client_that_leaves_while_it_waits_cancels_its_request(
-    scene: Scene, words: str, stream: bool, how: str
+@pytest.mark.parametrize("behind", [0, 2], ids=["alone", "before others"])
+def test_a_client_that_leaves_while_it_waits_cancels_its_request_and_those_behind_it_never_begin(
+    scene: Scene, behind: int, words: str, stream: bool, how: str
 ) -> None:
     """Who half-closes has left: its FIN is all that a client sends that was killed, or whose user went away. It gets
     nothing more, though the other half is open: `nc -N` and the like have to wait for the answer before they close."""
     with scene.client() as client:
-        client.send(request(chat(words, stream=stream)))
+        client.send(request(chat(words, stream=stream)) + behind * request(chat()))
         uid = scene.uid()
-        if words == "endless" and stream:
+        if words == "endless" and stream and not behind:
             assert client.head().status == 200
             assert b"assistant" in next(client.chunks())
         client.leave(how)
         until(lambda: scene.is_cancelled(uid))
         if how == "half-closes":
             assert b"[DONE]" not in client.file.read()
+    until(scene.holds_nothing)
+    assert scene.uids() == [uid]
 
 
 @pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
@@ -305,6 +316,37 @@ def test_http_1_0_gets_its_answer_and_then_the_end(scene: Scene) -> None:
             client.sees_the_end()
 
 
+PROBE = head("GET /health HTTP/1.1", "Host: localhost", "Connection: close")
+PLAIN_PATHS = {"a thread": PROBE, "the application": PROBE.replace(b"Host", b"X-Other: 1\r\nHost")}
+"""Who answers a probe -> one that it answers."""
+
+
+def test_a_probe_gets_the_same_answer_from_the_thread_and_the_application(scene: Scene) -> None:
+    answers = []
+    for probe in PLAIN_PATHS.values():
+        with scene.client() as client:
+            client.send(probe)
+            answer = client.answer()
+            client.sees_the_end()
+        assert answer.headers.pop("x-request-id") and answer.headers.pop("date")
+        answers.append((answer.status, sorted(answer.headers.items()), answer.body))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("who", PLAIN_PATHS)
+def test_each_probe_is_counted(scene: Scene, who: str) -> None:
+    def counts() -> list[float]:
+        lines = [line for line in scene.get("/metrics").body.decode().splitlines() if 'endpoint="/health"' in line]
+        return [sum(float(line.split()[-1]) for line in lines if name in line) for name in ("_requests", "_responses")]
+
+    before = counts()
+    for _ in range(3):
+        with scene.client() as client:
+            client.send(PLAIN_PATHS[who])
+            assert client.answer().status == 200
+    until(lambda: [after - first for after, first in zip(counts(), before, strict=True)] == [3, 3])
+
+
 def test_head_gets_the_headers_alone(scene: Scene) -> None:
     with scene.client() as client:
         for path, status in (("/health", 200), ("/nothing", 404), ("/health", 200)):
@@ -330,11 +372,18 @@ def test_a_body_longer_than_its_length_is_no_second_request(scene: Scene) -> Non
         assert client.refusal(400)["code"] == "invalid_http"
 
 
-def test_a_body_that_does_not_come_gets_408(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (request(b"{", length=50), 408, "request_timeout"),
+        (request(b"", "Expect: 100-continue", length=MAX_BODY_BYTES + 1), 413, "request_too_large"),
+    ],
+    ids=["it does not come", "it is not sent before the server agrees"],
+)
+def test_a_body_that_is_not_taken_gets_its_refusal_whole(scene: Scene, sent: bytes, status: int, code: str) -> None:
     with scene.client() as client:
-        client.send(request(b"{", length=50))
-        error = client.refusal(408)
-        assert error["code"] == "request_timeout"
+        client.send(sent)
+        assert client.refusal(status)["code"] == code
 
 
 def test_a_body_that_ends_too_early_gets_400(scene: Scene) -> None:
@@ -395,12 +444,6 @@ def test_a_client_that_asks_first_is_told_to_go_on(scene: Scene) -> None:
             assert client.answer().text == "Hello\u2028!"
 
 
-def test_a_client_that_asks_first_is_spared_to_send_what_is_too_large(scene: Scene) -> None:
-    with scene.client() as client:
-        client.send(request(b"", "Expect: 100-continue", length=MAX_BODY_BYTES + 1))
-        assert client.refusal(413)["code"] == "request_too_large"
-
-
 def test_curl_has_20_megabytes_answered_and_40_refused(scene: Scene, tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     for megabytes, status in ((20, "200"), (40, "413")):
@@ -430,10 +473,7 @@ def test_an_error_among_pipelined_requests_is_the_answer_of_its_own(scene: Scene
 
 
 def test_a_request_behind_an_open_stream_waits_for_its_end(scene: Scene) -> None:
-    with scene.client() as client:
-        client.send(request(chat("endless", stream=True)) + request(chat()))
-        assert client.head().status == 200
-        chunks = client.chunks()
+    with scene.endless(request(chat())) as (client, chunks):
         next(chunks)
         scene.cancel(scene.uid())
         *_, last = chunks
@@ -457,10 +497,7 @@ def what_is_not_taken(client: Client, data: bytes, chunks: Iterator[bytes]) -> m
 
 
 def test_of_a_large_request_behind_an_open_stream_little_is_taken_before_its_end(scene: Scene) -> None:
-    with scene.client() as client:
-        client.send(request(chat("endless", stream=True)))
-        assert client.head().status == 200
-        chunks = client.chunks()
+    with scene.endless() as (client, chunks):
         rest = what_is_not_taken(client, request(large(30)), chunks)
         assert len(rest) > 10 * MEGABYTE  # the others are on their way, in the buffers of the two sockets
         scene.cancel(scene.uid())
@@ -471,29 +508,10 @@ def test_of_a_large_request_behind_an_open_stream_little_is_taken_before_its_end
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
 def test_a_client_that_leaves_a_stream_with_a_large_request_behind_it_leaves_nothing(scene: Scene, how: str) -> None:
-    with scene.client() as client:
-        client.send(request(chat("endless", stream=True)))
-        assert client.head().status == 200
-        what_is_not_taken(client, request(large(30)), client.chunks())
+    with scene.endless() as (client, chunks):
+        what_is_not_taken(client, request(large(30)), chunks)
         client.leave(how)
     until(lambda: scene.is_cancelled(scene.uid()))
-
-
-@pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("words", ["silent", "endless"])
-def test_a_client_that_leaves_with_requests_waiting_cancels_the_first_and_the_others_never_begin(
-    scene: Scene, words: str, stream: bool, how: str
-) -> None:
-    with scene.client() as client:
-        client.send(request(chat(words, stream=stream)) + 2 * request(chat()))
-        uid = scene.uid()
-        client.leave(how)
-        until(lambda: scene.is_cancelled(uid))
-        if how == "half-closes":
-            assert b"[DONE]" not in client.file.read()
-    until(scene.holds_nothing)
-    assert scene.uids() == [uid]
 
 
 def test_a_connection_goes_on_after_an_error(scene: Scene) -> None:

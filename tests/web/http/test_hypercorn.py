@@ -40,7 +40,8 @@ SETTINGS = ("include_server_header", "accesslog", "errorlog", "max_app_queue_siz
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "hypercorn" in text else ():
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

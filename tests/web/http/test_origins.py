@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from support.selection import by_night
 from support.stand_in_stages import StandIn
-from support.web_site import CHAT, chat, error_of, request_lines, site
+from support.web_site import CHAT, away, chat, error_of, request_lines, site
 
 import web.routes.cache
 from ops.serve.command import _check_origins
 from ops.serve.config import parse_command
 from pipeline.errors import ConfigError
-from pipeline.log.redis import AsyncRedisLog
-from pipeline.names import Names
-from web.app import OPEN_PATHS, create_app
+from web.app import OPEN_PATHS
 from web.config import OriginConfig, WebStageConfig
 from web.http.keys import read_keys
 from web.http.origins import Origins, read_origins
-from web.live.frontend import Frontend
 
 KEY = "sk-ann-0123456789"
 PAGE = "https://chat.example.com"
@@ -46,14 +44,14 @@ def allowed(*origins: str, hosts: tuple[str, ...] = (), host: str = "127.0.0.1")
 
 @asynccontextmanager
 async def client_of(tmp_path: Path, origins: Origins | None = None, *, has_key: bool = False) -> AsyncIterator[Any]:
-    """Give a client of an application whose log is away: what is let in gets no further than its route."""
-    log = AsyncRedisLog(f"unix://{tmp_path}/nothing.sock", Names())
-    keys = read_keys([KEY], "") if has_key else None
-    try:
-        app = create_app(Frontend("web-0", log, lambda **_: None), keys, origins=origins)
-        yield app.test_client()
-    finally:
-        await log.close()
+    async with away(tmp_path, keys=read_keys([KEY], "") if has_key else None, origins=origins) as there:
+        yield there.client
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> AbstractAsyncContextManager[Any]:
+    """One of a server without flags."""
+    return client_of(tmp_path)
 
 
 async def status(client: Any, method: str, path: str, headers: dict[str, str], address: str = "") -> int:
@@ -100,9 +98,8 @@ async def status(client: Any, method: str, path: str, headers: dict[str, str], a
         (JSON | {"origin": EVIL, "authorization": "Bearer none"}, 403),
     ],
 )
-async def test_a_request_of_a_foreign_page_is_refused(tmp_path: Path, headers: dict[str, str], expected: int) -> None:
-    async with client_of(tmp_path) as client:
-        assert await status(client, "POST", CHAT, headers) == expected
+async def test_a_request_of_a_foreign_page_is_refused(client: Any, headers: dict[str, str], expected: int) -> None:
+    assert await status(client, "POST", CHAT, headers) == expected
 
 
 JSON_TYPES = ("application/json", "application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json")
@@ -164,20 +161,19 @@ IMAGE = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch
 
 
 async def test_probes_may_use_any_name_and_links_lead_to_the_same_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.0)
-    async with client_of(tmp_path) as client:
-        rules = [(method, str(rule)) for rule in client.app.url_map.iter_rules() for method in rule.methods or ()]
-        tried = sorted({*rules, ("GET", "/nothing"), ("DELETE", CHAT), ("GET", "/flush_cache"), ("GET", "/health/")})
-        for method, path in tried:
-            is_open = path.rstrip("/") in OPEN_PATHS or path in OPEN_PAGES
-            for headers in (REBOUND, LINK):
-                assert (await status(client, method, path, headers) == 403) is not is_open, (method, path)
-            for headers in (FRAME, IMAGE, {"origin": EVIL}, {"origin": "null"}):
-                assert await status(client, method, path, headers) == 403, (method, path)
-        page = await client.get("/docs", headers=LINK)
-        assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
+    rules = [(method, str(rule)) for rule in client.app.url_map.iter_rules() for method in rule.methods or ()]
+    tried = sorted({*rules, ("GET", "/nothing"), ("DELETE", CHAT), ("GET", "/flush_cache"), ("GET", "/health/")})
+    for method, path in tried:
+        is_open = path.rstrip("/") in OPEN_PATHS or path in OPEN_PAGES
+        for headers in (REBOUND, LINK):
+            assert (await status(client, method, path, headers) == 403) is not is_open, (method, path)
+        for headers in ({"origin": EVIL}, *by_night((), (FRAME, IMAGE, {"origin": "null"}))):
+            assert await status(client, method, path, headers) == 403, (method, path)
+    page = await client.get("/docs", headers=LINK)
+    assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
 
 
 @pytest.mark.parametrize(
@@ -193,14 +189,13 @@ async def test_probes_may_use_any_name_and_links_lead_to_the_same_paths(
     ],
 )
 async def test_a_refusal_says_what_was_seen_and_what_to_do_before_it_reads_the_body(
-    tmp_path: Path, headers: dict[str, str], words: tuple[str, ...]
+    client: Any, headers: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    async with client_of(tmp_path) as client:
-        with capture_logs() as lines:
-            async with client.request(CHAT, method="POST", headers=headers) as connection:
-                await connection.send(b"{")  # the rest of the body never comes
-                async with asyncio.timeout(5):
-                    told = (await connection.receive()).decode()
+    with capture_logs() as lines:
+        async with client.request(CHAT, method="POST", headers=headers) as connection:
+            await connection.send(b"{")  # the rest of the body never comes
+            async with asyncio.timeout(5):
+                told = (await connection.receive()).decode()
     assert all(word in told for word in words), told
     assert len(told) < 700
     (line,) = request_lines(lines)
@@ -283,13 +278,12 @@ async def test_headers_that_are_asked_for_are_allowed_if_they_are_names(
         assert response.headers.get("Access-Control-Allow-Headers") == answered
 
 
-async def test_without_the_flag_no_page_is_told_anything(tmp_path: Path) -> None:
-    async with client_of(tmp_path) as client:
-        for method in ("GET", "OPTIONS"):
-            response = await client.open("/health", method=method, headers={"origin": "http://localhost"})
-            assert response.status_code == 200
-            assert not {name for name, _ in response.headers if name.startswith("Access-Control") or name == "Vary"}
-        assert await status(client, "OPTIONS", CHAT, ASKS | {"origin": PAGE}) == 403
+async def test_without_the_flag_no_page_is_told_anything(client: Any) -> None:
+    for method in ("GET", "OPTIONS"):
+        response = await client.open("/health", method=method, headers={"origin": "http://localhost"})
+        assert response.status_code == 200
+        assert not {name for name, _ in response.headers if name.startswith("Access-Control") or name == "Vary"}
+    assert await status(client, "OPTIONS", CHAT, ASKS | {"origin": PAGE}) == 403
 
 
 async def test_any_page_may_come_where_the_flag_says_so(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.stand_in_stages import StandIn
-from support.web_site import chat, site
+from support.web_site import Site, chat
 
 from web.http.turns import HOLDERS_AT_ONCE, LARGE_BODY, RoundRobin
 from web.wire.openai.schemas import parse_chat
@@ -21,7 +20,7 @@ STEP_S = 0.005
 
 
 async def test_between_the_steps_with_large_bodies_others_have_as_long_and_a_small_body_never_waits(
-    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    here: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[float, float]] = []
     asked: list[int] = []
@@ -41,9 +40,8 @@ async def test_between_the_steps_with_large_bodies_others_have_as_long_and_a_sma
 
     monkeypatch.setattr("web.routes.generations.parse_chat", watched(parse_chat))
     monkeypatch.setattr("web.routes.generations.chat_events", watched(chat_events))
-    async with site(redis_url) as here:
-        words = "a" * LARGE_BODY
-        answers = await asyncio.gather(*(here.post(chat(f"hello {more}")) for more in (words, words, words, "")))
+    words = "a" * LARGE_BODY
+    answers = await asyncio.gather(*(here.post(chat(f"hello {more}")) for more in (words, words, words, "")))
     assert [answer.status_code for answer in answers] == [200] * 4
     assert len(steps) == 6
     for (began_s, ended_s), (next_s, _) in itertools.pairwise(steps):

@@ -166,16 +166,15 @@ async def test_over_the_budget_what_runs_goes_on_and_what_was_sent_before_is_ans
 
 
 async def test_a_refused_request_whose_history_is_gone_is_refused_anew_under_its_idempotency_key(
-    redis_url: str, stand_in: StandIn
+    here: Site, redis_url: str, stand_in: StandIn
 ) -> None:
     stand_in.stages.log.limits = RequestLimits(retention_s=0.02)
-    async with site(redis_url) as here:
-        first = await here.post(chat("refuse"), headers=KEY)
-        uid = first.headers["x-minisgl-uid"]
-        await until(lambda: not command(redis_url, "EXISTS", Names().request(uid)))
-        again = await here.post(chat("refuse"), headers=KEY)
-        assert (first.status_code, again.status_code) == (400, 400)
-        assert again.headers["x-minisgl-uid"] != uid
+    first = await here.post(chat("refuse"), headers=KEY)
+    uid = first.headers["x-minisgl-uid"]
+    await until(lambda: not command(redis_url, "EXISTS", Names().request(uid)))
+    again = await here.post(chat("refuse"), headers=KEY)
+    assert (first.status_code, again.status_code) == (400, 400)
+    assert again.headers["x-minisgl-uid"] != uid
 
 
 class Clock:
@@ -186,9 +185,17 @@ class Clock:
         return self.now_s
 
 
-def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def retry_after(clock: Clock) -> RetryAfter:
+    return RetryAfter(clock)
+
+
+def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end(clock: Clock, retry_after: RetryAfter) -> None:
     assert retry_after.estimate_s() == 1  # nothing runs here
     for request in range(100):
         retry_after.begun(request)
@@ -205,9 +212,7 @@ def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
     assert retry_after.estimate_s() == 1
 
 
-def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely(clock: Clock, retry_after: RetryAfter) -> None:
     for request in range(4):
         retry_after.begun(request)
     retry_after.ended(0)
@@ -218,9 +223,7 @@ def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> Non
     assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
 
 
-def test_what_was_before_a_pause_does_not_count() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_what_was_before_a_pause_does_not_count(clock: Clock, retry_after: RetryAfter) -> None:
     retry_after.begun("a")
     clock.now_s += 20
     retry_after.ended("a")
@@ -231,9 +234,7 @@ def test_what_was_before_a_pause_does_not_count() -> None:
     assert retry_after.estimate_s() == 2
 
 
-def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
-    clock = Clock()
-    retry_after = RetryAfter(clock)
+def test_after_many_fast_ends_a_pause_is_noticed_at_once(clock: Clock, retry_after: RetryAfter) -> None:
     for request in range(1000):
         retry_after.begun(request)
     for request in range(900):

@@ -58,7 +58,7 @@ def publish(url: str, slot: str, metrics: str, **said: Any) -> None:
         log.renew(owner, LEASE_MS, status.model_copy(update=said).model_dump_json())
 
 
-async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: StandIn) -> None:
+async def test_one_text_shows_what_every_process_measured(here: Site, redis_url: str) -> None:
     engine, detokenizer, tokenizer, frontend = (Measures() for _ in range(4))
     engine.set(NUM_RUNNING, 3)
     engine.set(NUM_WAITING, 2)
@@ -74,8 +74,7 @@ async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_
     publish(redis_url, "tokenize-1", tokenizer.snapshot())
     publish(redis_url, "web-1", frontend.snapshot())
 
-    async with site(redis_url) as here:
-        seen = await scrape(here)
+    seen = await scrape(here)
     at = {"slot": "generate-1", "model_name": "m"}
     assert seen.total("num_requests_running", **at) == 3
     assert seen.total("num_requests_waiting", **at) == seen.total("num_requests_waiting") == 2
@@ -96,12 +95,11 @@ async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_
     assert seen.total("worker_ready") == 7, "the three stand-ins, too; a frontend says itself what it is"
 
 
-async def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_in: StandIn) -> None:
+async def test_what_has_not_happened_yet_is_there_as_zero(here: Site, redis_url: str) -> None:
     for stage in ("tokenize", "generate", "detokenize", "archive"):
         publish(redis_url, f"{stage}-1", Measures().snapshot())
 
-    async with site(redis_url) as here:
-        seen = await scrape(here)
+    seen = await scrape(here)
     measured = [one for one in FAMILIES if one.stages and not one.bare and (one.known or not one.labels)]
     for family in measured:
         suffix = "_count" if family.kind == "histogram" else ""
@@ -115,7 +113,7 @@ async def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_
     assert of_log == {frozenset({("slot", "generate-1"), ("model_name", MODEL)})}, "generate-0 measures nothing"
 
 
-async def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in: StandIn) -> None:
+async def test_workers_of_other_versions_break_nothing(here: Site, redis_url: str) -> None:
     known, other = Measures(), Measures()
     known.add(GENERATION_TOKENS, amount=7)
     other.add(GENERATION_TOKENS, amount=8)
@@ -130,8 +128,7 @@ async def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in:
             assert owner is not None
             log.renew(owner, LEASE_MS, '{"slot": "s", "owner": "o", "pid": 1, "host": "h", "of_tomorrow": []}')
 
-    async with site(redis_url) as here:
-        seen = await scrape(here)
+    seen = await scrape(here)
     tokens = {slot: seen.total("generation_tokens_total", slot=slot) for slot in ("generate-1", "generate-2")}
     assert tokens == {"generate-1": 7, "generate-2": 8}
     assert seen.total("generation_tokens_total", slot="generate-3") == 0
@@ -139,22 +136,21 @@ async def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in:
     assert not any("tomorrow" in name for name, _ in seen.samples)
 
 
-async def test_the_own_counts_are_those_of_the_moment_and_shown_once(redis_url: str, stand_in: StandIn) -> None:
+async def test_the_own_counts_are_those_of_the_moment_and_shown_once(here: Site, redis_url: str) -> None:
     older = Measures()
     older.add(HTTP_REQUESTS, "/health", "GET", amount=2)
     publish(redis_url, "web-0", older.snapshot())
 
-    async with site(redis_url) as here:
-        for _ in range(3):
-            await here.get("/health")
-        assert (await scrape(here)).total("http_requests_total", slot="web-0", endpoint="/health") == 3
+    for _ in range(3):
+        await here.get("/health")
+    assert (await scrape(here)).total("http_requests_total", slot="web-0", endpoint="/health") == 3
 
 
 # what the log holds
 
 
-async def test_the_streams_show_what_waits_and_what_is_worked_on(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here, here.connection(chat("silent")), here.connection(chat("silent")):
+async def test_the_streams_show_what_waits_and_what_is_worked_on(here: Site, redis_url: str, stand_in: StandIn) -> None:
+    async with here.connection(chat("silent")), here.connection(chat("silent")):
         await until(lambda: len(stand_in.requests()) == 2)
         stand_in.close()
         answers = [asyncio.create_task(here.post(chat("silent"))) for _ in range(3)]
@@ -218,32 +214,28 @@ async def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_pa
             assert (await scrape(here)).total("log_up") == 1
 
 
-async def test_who_asks_while_a_text_is_made_gets_that_one(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        times = 0
-        occupancy = here.log.occupancy
+async def test_who_asks_while_a_text_is_made_gets_that_one(here: Site) -> None:
+    times = 0
+    occupancy = here.log.occupancy
 
-        async def counted() -> Occupancy:
-            nonlocal times
-            times += 1
-            return await occupancy()
+    async def counted() -> Occupancy:
+        nonlocal times
+        times += 1
+        return await occupancy()
 
-        here.log.occupancy = counted  # type: ignore[method-assign]  # this instance's alone
-        texts = [await each.get_data() for each in await asyncio.gather(*(here.get("/metrics") for _ in range(5)))]
-        assert len(set(texts)) == 1 and times == 1
-        await scrape(here)
-        assert times == 2
+    here.log.occupancy = counted  # type: ignore[method-assign]  # this instance's alone
+    texts = [await each.get_data() for each in await asyncio.gather(*(here.get("/metrics") for _ in range(5)))]
+    assert len(set(texts)) == 1 and times == 1
+    await scrape(here)
+    assert times == 2
 
 
-async def test_a_process_is_measured_by_the_names_of_prometheus_own_libraries(
-    redis_url: str, stand_in: StandIn
-) -> None:
+async def test_a_process_is_measured_by_the_names_of_prometheus_own_libraries(here: Site, redis_url: str) -> None:
     before = ProcessMeasures()
     sum(range(2_000_000))
     text = before.snapshot()
     publish(redis_url, "generate-1", text)
-    async with site(redis_url) as here:
-        seen = await scrape(here)
+    seen = await scrape(here)
     this = psutil.Process()
     assert seen.values("process_open_fds", "slot") == {"generate-1"}, "who cannot tell says nothing"
     assert {name: kind for name, kind in seen.kinds.items() if name.startswith("process_")} == {
@@ -265,18 +257,15 @@ async def test_a_process_is_measured_by_the_names_of_prometheus_own_libraries(
 # the frontend
 
 
-async def test_what_clients_ask_for_is_counted_once_for_each_request_that_finished(
-    redis_url: str, stand_in: StandIn
-) -> None:
-    async with site(redis_url) as here:
-        for body in (chat(), {**chat(), "max_tokens": 7}, {**chat(), "n": 3, "max_tokens": 7, "stream": True}):
-            await (await here.client.post("/v1/chat/completions", json=body)).get_data()
-        two = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5}
-        assert (await here.client.post("/v1/completions", json=two)).status_code == 200
-        await error_of(here.post(chat("break")))
-        assert (await here.client.post("/tokenize", json={"prompt": "ab"})).status_code == 200
-        await until(lambda: not here.is_busy)
-        seen = await scrape(here)
+async def test_what_clients_ask_for_is_counted_once_for_each_request_that_finished(here: Site) -> None:
+    for body in (chat(), {**chat(), "max_tokens": 7}, {**chat(), "n": 3, "max_tokens": 7, "stream": True}):
+        await (await here.client.post("/v1/chat/completions", json=body)).get_data()
+    two = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5}
+    assert (await here.client.post("/v1/completions", json=two)).status_code == 200
+    await error_of(here.post(chat("break")))
+    assert (await here.client.post("/tokenize", json={"prompt": "ab"})).status_code == 200
+    await until(lambda: not here.is_busy)
+    seen = await scrape(here)
 
     def counted(name: str) -> tuple[float, float]:
         at = {"slot": "web-0", "model_name": MODEL}
@@ -287,19 +276,18 @@ async def test_what_clients_ask_for_is_counted_once_for_each_request_that_finish
     assert counted("request_max_num_generation_tokens") == (5, 5 * 3)
 
 
-async def test_requests_and_responses_are_counted_by_route_and_never_by_path(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        uids = [(await here.post(chat())).headers["x-minisgl-uid"] for _ in range(2)]
-        await here.chunks(chat())
-        await error_of(here.post(chat("refuse")))
-        await error_of(here.post({"messages": 3}))
-        for uid in uids:
-            await here.get(f"/v1/requests/{uid}")
-        for path in ("/nothing", "/nothing/else?a=1"):
-            await error_of(here.get(path))
-        await here.client.open("/health", method="BREW", json={})
-        await here.client.head("/health")
-        seen = await scrape(here)
+async def test_requests_and_responses_are_counted_by_route_and_never_by_path(here: Site) -> None:
+    uids = [(await here.post(chat())).headers["x-minisgl-uid"] for _ in range(2)]
+    await here.chunks(chat())
+    await error_of(here.post(chat("refuse")))
+    await error_of(here.post({"messages": 3}))
+    for uid in uids:
+        await here.get(f"/v1/requests/{uid}")
+    for path in ("/nothing", "/nothing/else?a=1"):
+        await error_of(here.get(path))
+    await here.client.open("/health", method="BREW", json={})
+    await here.client.head("/health")
+    seen = await scrape(here)
 
     def counted(name: str, *labels: str) -> dict[tuple[str, ...], float]:
         found = seen.of(name, slot="web-0")
@@ -330,42 +318,38 @@ def reasons(seen: Scrape, name: str, label: str = "reason") -> dict[str, float]:
     return {dict(has)[label]: value for has, value in seen.of(name, slot="web-0").items() if value}
 
 
-async def test_streams_are_counted_while_they_are_open_and_clients_that_leave(
-    redis_url: str, stand_in: StandIn
-) -> None:
-    async with site(redis_url) as here:
-        async with here.connection(chat("endless", stream=True)) as one, here.connection(chat("silent")):
-            await one.receive()
-            await until(lambda: len(stand_in.requests()) == 2)
-            uid = stand_in.requests()[0][0]
-            async with here.reading(f"/v1/requests/{uid}/events") as reader:
-                await reader.receive()
-                assert (await scrape(here)).total("streams_open", slot="web-0") == 2
-        await until(lambda: not here.is_busy)
-        seen = await scrape(here)
+async def test_streams_are_counted_while_they_are_open_and_clients_that_leave(here: Site, stand_in: StandIn) -> None:
+    async with here.connection(chat("endless", stream=True)) as one, here.connection(chat("silent")):
+        await one.receive()
+        await until(lambda: len(stand_in.requests()) == 2)
+        uid = stand_in.requests()[0][0]
+        async with here.reading(f"/v1/requests/{uid}/events") as reader:
+            await reader.receive()
+            assert (await scrape(here)).total("streams_open", slot="web-0") == 2
+    await until(lambda: not here.is_busy)
+    seen = await scrape(here)
     assert seen.total("streams_open", slot="web-0") == 0
     assert reasons(seen, "disconnects_total") == {"client": 3}
     assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 2}
 
 
 async def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_the_reason(
-    redis_url: str, stand_in: StandIn
+    here: Site, stand_in: StandIn
 ) -> None:
-    async with site(redis_url) as here:
-        assert (await here.chunks(chat("break")))[-1]["error"]["code"] == "engine_error"
-        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
-        await until(lambda: len(stand_in.requests()) == 2)
-        assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
-        assert (await answer)[0] == 499
-        here.log.limits = RequestLimits(timeout_s=0.1)
-        assert await code_of(here.post(chat("silent"))) == (504, "timeout")
-        here.log.limits = RequestLimits()
-        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
-        await until(lambda: len(stand_in.requests()) == 4)
-        await here.frontend.drain(0)
-        assert (await answer)[0] == 503
-        assert (await error_of(here.post(chat())))[1]["code"] == "shutting_down"
-        seen = await scrape(here)
+    assert (await here.chunks(chat("break")))[-1]["error"]["code"] == "engine_error"
+    answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+    await until(lambda: len(stand_in.requests()) == 2)
+    assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
+    assert (await answer)[0] == 499
+    here.log.limits = RequestLimits(timeout_s=0.1)
+    assert await code_of(here.post(chat("silent"))) == (504, "timeout")
+    here.log.limits = RequestLimits()
+    answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+    await until(lambda: len(stand_in.requests()) == 4)
+    await here.frontend.drain(0)
+    assert (await answer)[0] == 503
+    assert (await error_of(here.post(chat())))[1]["code"] == "shutting_down"
+    seen = await scrape(here)
     assert reasons(seen, "disconnects_total") == {"error": 1, "cancelled": 1, "deadline": 1, "shutdown": 1}
     assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 1, "error": 2}
     assert reasons(seen, "admission_rejections_total") == {"shutting_down": 1}

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.redis_servers import RunningServer, command
 from support.stand_in_stages import Stages, StandIn, finished, tokens
-from support.web_site import CHAT, DONE, chat, code_of, one_request, received, request_lines, seal_of, site, until
+from support.web_site import CHAT, DONE, Site, chat, code_of, one_request, received, request_lines, seal_of, site, until
 
 import web.live.listener
 import web.live.open_request
@@ -20,29 +20,11 @@ from pipeline.names import Names
 from web.live.open_request import open_request
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("words", ["endless", "silent"])
-async def test_a_client_that_leaves_cancels_its_request(
-    redis_url: str, stand_in: StandIn, words: str, stream: bool
-) -> None:
-    async with site(redis_url) as here:
-        async with here.connection(chat(words, stream=stream)) as connection:
-            await until(stand_in.requests)
-            if words == "endless" and stream:
-                assert b"assistant" in await connection.receive()
-        uid = await one_request(stand_in)
+async def test_a_client_that_leaves_at_once_cancels_what_it_had_submitted(here: Site, redis_url: str) -> None:
+    for _ in range(20):
+        async with here.connection(chat("endless")):
+            await until(lambda: here.frontend.tail.listeners)
         await until(lambda: not here.is_busy)
-        assert here.frontend.tail.listeners == ()
-    end = seal_of(stand_in.stages.log, uid)
-    assert (end["kind"], end["by"]) == ("cancelled", "client")
-
-
-async def test_a_client_that_leaves_at_once_cancels_what_it_had_submitted(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        for _ in range(20):
-            async with here.connection(chat("endless")):
-                await until(lambda: here.frontend.tail.listeners)
-            await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
 
 
@@ -65,19 +47,18 @@ async def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the
     assert [line["tries"] for line in lines if line["event"] == "request_never_ended"] == [2]
 
 
-async def test_our_own_bug_before_the_submit_is_logged_as_ours(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        unsayable = Submitted(
-            endpoint="test", frontend="web-0", prompt="p", sampling=SamplingParams(), labels={"user": 10**30}
-        )
-        with capture_logs() as lines:
-            (error,) = await asyncio.gather(open_request(here.frontend, [unsayable]), return_exceptions=True)
-            await until(lambda: not here.is_busy)
-        assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
-        (broke,) = [line for line in lines if line["event"] == "request_broke"]
-        (line,) = request_lines(lines)
-        assert broke["exc_info"] and broke["uid"] == line["uid"]
-        assert (line["status"], line["error"]) == (500, "internal_error")
+async def test_our_own_bug_before_the_submit_is_logged_as_ours(here: Site) -> None:
+    unsayable = Submitted(
+        endpoint="test", frontend="web-0", prompt="p", sampling=SamplingParams(), labels={"user": 10**30}
+    )
+    with capture_logs() as lines:
+        (error,) = await asyncio.gather(open_request(here.frontend, [unsayable]), return_exceptions=True)
+        await until(lambda: not here.is_busy)
+    assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
+    (broke,) = [line for line in lines if line["event"] == "request_broke"]
+    (line,) = request_lines(lines)
+    assert broke["exc_info"] and broke["uid"] == line["uid"]
+    assert (line["status"], line["error"]) == (500, "internal_error")
 
 
 async def test_a_request_is_cancelled_when_its_clients_grace_is_over(redis_url: str, stand_in: StandIn) -> None:
@@ -134,23 +115,23 @@ async def test_a_request_that_the_log_lost_before_its_first_token_is_submitted_a
     assert len([line for line in lines if line["event"] == "submitted_again"]) == 1
 
 
-async def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(redis_url: str, stages: Stages) -> None:
-    async with site(redis_url, ready=False) as here:
-        stages.say_phase("ready")
-        await until(lambda: here.frontend.readiness.models)
-        async with here.connection(chat(n=2, stream=True)) as connection:
-            uids = await chats(stages, 2)
-            stages.say(uids[0], 1, tokens(1, "a"), frontend="web-0")
-            assert b"assistant" in await connection.receive()
-            command(redis_url, "DEL", Names().request(uids[1]))
-            assert b'"code":"log_lost"' in await connection.receive()
+async def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(
+    bare: Site, redis_url: str, stages: Stages
+) -> None:
+    stages.say_phase("ready")
+    await until(lambda: bare.frontend.readiness.models)
+    async with bare.connection(chat(n=2, stream=True)) as connection:
+        uids = await chats(stages, 2)
+        stages.say(uids[0], 1, tokens(1, "a"), frontend="web-0")
+        assert b"assistant" in await connection.receive()
+        command(redis_url, "DEL", Names().request(uids[1]))
+        assert b'"code":"log_lost"' in await connection.receive()
 
 
-async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        body = {"prompt": ["silent", "refuse", "silent"]}
-        assert (await here.client.post("/v1/completions", json=body)).status_code == 400
-        await until(lambda: not here.is_busy)
+async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(here: Site, redis_url: str) -> None:
+    body = {"prompt": ["silent", "refuse", "silent"]}
+    assert (await here.client.post("/v1/completions", json=body)).status_code == 400
+    await until(lambda: not here.is_busy)
     keys = command(redis_url, "KEYS", Names().request("*.*"))
     assert len(keys) == 3
     assert all(command(redis_url, "PTTL", key) <= 60_000 for key in keys)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ async def pictures_of(url: str) -> AsyncIterator[Pictures]:
         await log.close()
 
 
+@pytest.fixture
+def pictures(redis_url: str) -> AbstractAsyncContextManager[Pictures]:
+    return pictures_of(redis_url)
+
+
 def everybody(_: str) -> bool:
     return True
 
@@ -50,22 +55,21 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pictures"]
 
 
-async def test_all_who_look_share_one_reader_which_ends_with_the_last_of_them(redis_url: str) -> None:
-    async with pictures_of(redis_url) as pictures:
-        assert not pictures.is_reading and not readers()
-        async with watched(pictures) as first:
-            one = await next_of(first)
-            async with watched(pictures, "other") as second:
-                assert (await next_of(second))["at_ms"] >= one["at_ms"], "it need not wait for the next picture"
-                assert len(readers()) == 1 and pictures.is_reading
-            await next_of(first)
-            assert len(readers()) == 1
-        assert not pictures.is_reading
-        await until(lambda: not readers())
+async def test_all_who_look_share_one_reader_which_ends_with_the_last_of_them(pictures: Pictures) -> None:
+    assert not pictures.is_reading and not readers()
+    async with watched(pictures) as first:
+        one = await next_of(first)
+        async with watched(pictures, "other") as second:
+            assert (await next_of(second))["at_ms"] >= one["at_ms"], "it need not wait for the next picture"
+            assert len(readers()) == 1 and pictures.is_reading
+        await next_of(first)
+        assert len(readers()) == 1
+    assert not pictures.is_reading
+    await until(lambda: not readers())
 
 
 async def test_nothing_is_read_while_nobody_looks_and_whoever_comes_back_sees_again(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
     read = Reader.read
@@ -75,16 +79,15 @@ async def test_nothing_is_read_while_nobody_looks_and_whoever_comes_back_sees_ag
         return read(reader)
 
     monkeypatch.setattr(Reader, "read", counted)
-    async with pictures_of(redis_url) as pictures:
-        for _ in range(2):
-            async with watched(pictures) as stream:
-                await next_of(stream)
-            await until(lambda: not readers())
+    for _ in range(2):
+        async with watched(pictures) as stream:
+            await next_of(stream)
+        await until(lambda: not readers())
     assert len({*map(id, reads)}) == 2
 
 
-async def test_there_are_at_most_two_pictures_a_second(redis_url: str) -> None:
-    async with pictures_of(redis_url) as pictures, watched(pictures) as stream:
+async def test_there_are_at_most_two_pictures_a_second(pictures: Pictures) -> None:
+    async with watched(pictures) as stream:
         await next_of(stream)
         began_s = time.monotonic()
         for _ in range(2):
@@ -93,7 +96,7 @@ async def test_there_are_at_most_two_pictures_a_second(redis_url: str) -> None:
 
 
 async def test_where_a_picture_is_much_work_they_come_more_seldom(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = []
 
@@ -104,7 +107,7 @@ async def test_where_a_picture_is_much_work_they_come_more_seldom(
 
     worked = iter(range(1000))
     monkeypatch.setattr(time, "thread_time", lambda: next(worked) * 0.005)
-    async with pictures_of(redis_url) as pictures, watched(pictures) as stream:
+    async with watched(pictures) as stream:
         await next_of(stream)
         reading = pictures._reading
         assert reading is not None
@@ -115,7 +118,9 @@ async def test_where_a_picture_is_much_work_they_come_more_seldom(
     assert pauses[0] == pytest.approx(1.0), "5 ms of work are 0.5 % of a second"
 
 
-async def test_a_picture_is_made_once_for_all_who_see_the_same(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_picture_is_made_once_for_all_who_see_the_same(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     def noted(*given: Any) -> Any:
@@ -124,12 +129,7 @@ async def test_a_picture_is_made_once_for_all_who_see_the_same(redis_url: str, m
 
     monkeypatch.setattr(web.live.pictures, "view_of", noted)
     monkeypatch.setattr(web.live.pictures, "APART_S", 3600.0)
-    async with (
-        pictures_of(redis_url) as pictures,
-        watched(pictures) as first,
-        watched(pictures) as second,
-        watched(pictures, "ann") as third,
-    ):
+    async with watched(pictures) as first, watched(pictures) as second, watched(pictures, "ann") as third:
         assert await next_of(first) == await next_of(second) == await next_of(third)
     assert len(made) == 2
 
@@ -160,7 +160,7 @@ async def test_whoever_comes_while_redis_is_away_is_told_so_and_stays(tmp_path: 
             assert await next_of(other) == {"error": HIDDEN}
 
 
-async def test_a_redis_that_says_nothing_is_an_error_too(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_says_nothing_is_an_error_too(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web.live.pictures, "SILENT_S", 0.05)
     goes_on, read = threading.Event(), Reader.read
 
@@ -169,7 +169,7 @@ async def test_a_redis_that_says_nothing_is_an_error_too(redis_url: str, monkeyp
         return read(reader)
 
     monkeypatch.setattr(Reader, "read", stuck)
-    async with pictures_of(redis_url) as pictures, watched(pictures) as stream:
+    async with watched(pictures) as stream:
         told = await next_of(stream)
         assert told["error"].startswith("Redis has not answered for ")
         goes_on.set()
@@ -178,7 +178,7 @@ async def test_a_redis_that_says_nothing_is_an_error_too(redis_url: str, monkeyp
         assert told["at_ms"]
 
 
-async def test_a_bug_in_a_picture_does_not_end_the_stream(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_a_picture_does_not_end_the_stream(pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     read, broken = Reader.read, iter([True])
 
     def read_or_break(reader: Reader) -> Any:
@@ -187,15 +187,15 @@ async def test_a_bug_in_a_picture_does_not_end_the_stream(redis_url: str, monkey
         return read(reader)
 
     monkeypatch.setattr(Reader, "read", read_or_break)
-    async with pictures_of(redis_url) as pictures, watched(pictures) as stream:
+    async with watched(pictures) as stream:
         assert await next_of(stream) == {"error": web.live.pictures.BUG}
         while (told := await next_of(stream))["error"]:
             pass
         assert told["at_ms"]
 
 
-async def test_all_streams_end_when_the_process_stops(redis_url: str) -> None:
-    async with pictures_of(redis_url) as pictures, watched(pictures) as stream:
+async def test_all_streams_end_when_the_process_stops(pictures: Pictures) -> None:
+    async with watched(pictures) as stream:
         await next_of(stream)
         pictures.close()
         async with asyncio.timeout(10):

@@ -47,30 +47,30 @@ def probes(stand_in: StandIn) -> list[str]:
 OK: dict[str, Any] = {"status": "ok", "waiting_for": [], "detail": ""}
 
 
-async def test_each_time_a_token_goes_through_every_stage(redis_url: str, stand_in: StandIn, always_new: None) -> None:
-    async with site(redis_url) as here:
-        for num_probes in (2, 3):  # the first one was that of the start
-            assert await health(here) == (200, OK)
-            assert len(probes(stand_in)) == num_probes
-        _, event = stand_in.seen[-1]
-        assert (event.sampling.max_tokens, event.sampling.temperature) == (1, 0)
+async def test_each_time_a_token_goes_through_every_stage(
+    here: Site, redis_url: str, stand_in: StandIn, always_new: None
+) -> None:
+    for num_probes in (2, 3):  # the first one was that of the start
+        assert await health(here) == (200, OK)
+        assert len(probes(stand_in)) == num_probes
+    _, event = stand_in.seen[-1]
+    assert (event.sampling.max_tokens, event.sampling.temperature) == (1, 0)
     assert command(redis_url, "ZCARD", Names().live) == 0
 
 
 async def test_those_who_ask_at_once_share_one_token_and_none_who_leaves_takes_it_along(
-    redis_url: str, stages: Stages, always_new: None
+    bare: Site, stages: Stages, always_new: None
 ) -> None:
     stages.say_phase("ready")
-    async with site(redis_url, ready=False) as here:
-        await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
-        await asyncio.to_thread(answer_one, stages)  # that of the start
-        await until(lambda: here.frontend.readiness.probed)
-        async with here.reading(PATH):
-            asking = [asyncio.create_task(health(here)) for _ in range(5)]
-            await until(lambda: here.frontend.tail.listeners)
-        await asyncio.to_thread(answer_one, stages)
-        assert await asyncio.gather(*asking) == 5 * [(200, OK)]
-        assert await asyncio.to_thread(stages.take_in) == []
+    await until(lambda: bare.frontend.readiness.waiting_for == ("probe",))
+    await asyncio.to_thread(answer_one, stages)  # that of the start
+    await until(lambda: bare.frontend.readiness.probed)
+    async with bare.reading(PATH):
+        asking = [asyncio.create_task(health(bare)) for _ in range(5)]
+        await until(lambda: bare.frontend.tail.listeners)
+    await asyncio.to_thread(answer_one, stages)
+    assert await asyncio.gather(*asking) == 5 * [(200, OK)]
+    assert await asyncio.to_thread(stages.take_in) == []
 
 
 def answer_one(stages: Stages) -> None:
@@ -80,42 +80,42 @@ def answer_one(stages: Stages) -> None:
     stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
 
 
-async def test_a_token_of_the_last_second_counts_whoever_it_was_for(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
+async def test_a_token_of_the_last_second_counts_whoever_it_was_for(here: Site, stand_in: StandIn) -> None:
+    async with here.connection(chat("endless", stream=True)) as connection:
         await connection.receive()
         assert await health(here) == (200, OK)
     assert len(probes(stand_in)) == 1
 
 
-async def test_a_stage_that_is_not_there_is_named_at_once(redis_url: str, stand_in: StandIn, always_new: None) -> None:
-    async with site(redis_url) as here:
-        command(redis_url, "DEL", Names().status("generate-0"))
-        await until(lambda: here.frontend.readiness.missing)
-        assert await health(here) == (503, {"status": "loading", "waiting_for": ["generate"], "detail": ""})
+async def test_a_stage_that_is_not_there_is_named_at_once(
+    here: Site, redis_url: str, stand_in: StandIn, always_new: None
+) -> None:
+    command(redis_url, "DEL", Names().status("generate-0"))
+    await until(lambda: here.frontend.readiness.missing)
+    assert await health(here) == (503, {"status": "loading", "waiting_for": ["generate"], "detail": ""})
     assert len(probes(stand_in)) == 1
 
 
 async def test_a_token_that_does_not_come_is_waited_for_and_cancelled_and_nobody_asks_for_another_at_once(
-    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
-    async with site(redis_url) as here:
-        stand_in.answers_probes = False
-        expected = {"status": "failing", "waiting_for": ["probe"], "detail": "nothing within 0.2 s"}
-        for counts_s in (0.0, 60.0):
-            monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", counts_s)
-            assert await health(here) == (503, expected)
-        _, uid = probes(stand_in)
-        await until(lambda: not here.is_busy)
-        assert (await here.client.get("/health")).status_code == 200, "the process lives all the same"
+    stand_in.answers_probes = False
+    expected = {"status": "failing", "waiting_for": ["probe"], "detail": "nothing within 0.2 s"}
+    for counts_s in (0.0, 60.0):
+        monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", counts_s)
+        assert await health(here) == (503, expected)
+    _, uid = probes(stand_in)
+    await until(lambda: not here.is_busy)
+    assert (await here.client.get("/health")).status_code == 200, "the process lives all the same"
     assert seal_of(stand_in.stages.log, uid)["by"] == "web"
 
 
 async def test_behind_much_work_the_tokens_of_others_show_that_every_stage_works(
-    redis_url: str, stand_in: StandIn, always_new: None, monkeypatch: pytest.MonkeyPatch
+    here: Site, stand_in: StandIn, always_new: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
-    async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
+    async with here.connection(chat("endless", stream=True)) as connection:
         await connection.receive()
         stand_in.answers_probes = False
         assert await health(here) == (200, OK)
@@ -131,10 +131,9 @@ async def test_a_server_that_takes_nothing_more_is_not_well(
         assert (status, body["detail"]) == (503, "too many requests are waiting")
 
 
-async def test_a_server_that_goes_down_says_so(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        await here.frontend.drain(0.1)
-        assert await health(here) == (503, {"status": "draining", "waiting_for": [], "detail": ""})
+async def test_a_server_that_goes_down_says_so(here: Site) -> None:
+    await here.frontend.drain(0.1)
+    assert await health(here) == (503, {"status": "draining", "waiting_for": [], "detail": ""})
 
 
 async def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_it_is(
@@ -154,7 +153,7 @@ async def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_
 # the probe, and what is ready
 
 
-async def test_while_no_engine_is_ready_the_ranks_that_are_not_are_named(redis_url: str, stages: Stages) -> None:
+async def test_while_no_engine_is_ready_the_ranks_that_are_not_are_named(bare: Site, stages: Stages) -> None:
     owners = [stages.log.acquire(f"rank-{rank}-0", "here", 60_000) for rank in range(2)]
 
     def say(rank: int, phase: Phase) -> None:
@@ -163,16 +162,15 @@ async def test_while_no_engine_is_ready_the_ranks_that_are_not_are_named(redis_u
         status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase, group="g", num_ranks=3)
         assert stages.log.renew(owner, 60_000, status.model_dump_json())
 
-    async with site(redis_url, ready=False) as here:
-        readiness = here.frontend.readiness
-        stages.say_phase("ready", "tokenize", "detokenize")
-        say(0, "waiting")
-        say(1, "ready")
-        await until(lambda: readiness.waiting_for == ("generate", "rank-0", "rank-2"))
-        phases = [each["phase"] for name, each in readiness.stages().items() if name.startswith("rank")]
-        assert phases == ["waiting", "ready", "absent"]
-        stages.say_phase("ready", "generate")
-        await until(lambda: readiness.waiting_for == ("probe",))
+    readiness = bare.frontend.readiness
+    stages.say_phase("ready", "tokenize", "detokenize")
+    say(0, "waiting")
+    say(1, "ready")
+    await until(lambda: readiness.waiting_for == ("generate", "rank-0", "rank-2"))
+    phases = [each["phase"] for name, each in readiness.stages().items() if name.startswith("rank")]
+    assert phases == ["waiting", "ready", "absent"]
+    stages.say_phase("ready", "generate")
+    await until(lambda: readiness.waiting_for == ("probe",))
 
 
 async def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str, stages: Stages) -> None:
@@ -247,55 +245,52 @@ async def test_a_probe_that_cannot_be_submitted_is_sent_again(
 
 
 async def test_stages_are_looked_at_while_the_probe_is_under_way_and_again_before_ready_is_said(
-    redis_url: str, stages: Stages
+    bare: Site, stages: Stages
 ) -> None:
-    async with site(redis_url, ready=False) as here:
-        readiness = here.frontend.readiness
-        stages.say_phase("ready")
-        await until(lambda: readiness.waiting_for == ("probe",) and here.frontend.tail.listeners)
-        stages.say_phase("loading", "detokenize")
-        await until(lambda: readiness.waiting_for == ("detokenize",))
-        stages.say_phase("ready", "detokenize")
-        await until(lambda: readiness.waiting_for == ("probe",))
-        ((uid, _),) = stages.take_in()
-        stages.say_phase("loading", "generate")  # what was said before was of the server before
-        stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
-        await until(lambda: readiness.probed)
-        assert readiness.waiting_for == ("generate",)
-        assert [said["phase"] for said in here.said if said["phase"] != "waiting"] == []
+    readiness = bare.frontend.readiness
+    stages.say_phase("ready")
+    await until(lambda: readiness.waiting_for == ("probe",) and bare.frontend.tail.listeners)
+    stages.say_phase("loading", "detokenize")
+    await until(lambda: readiness.waiting_for == ("detokenize",))
+    stages.say_phase("ready", "detokenize")
+    await until(lambda: readiness.waiting_for == ("probe",))
+    ((uid, _),) = stages.take_in()
+    stages.say_phase("loading", "generate")  # what was said before was of the server before
+    stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
+    await until(lambda: readiness.probed)
+    assert readiness.waiting_for == ("generate",)
+    assert [said["phase"] for said in bare.said if said["phase"] != "waiting"] == []
 
 
 async def test_the_model_of_the_server_before_is_not_served_while_the_next_one_loads(
-    redis_url: str, stages: Stages
+    bare: Site, stages: Stages
 ) -> None:
-    async with site(redis_url, ready=False) as here:
-        stages.say_phase("ready")
-        await until(lambda: here.frontend.readiness.models)
-        stages.say_phase("loading", "generate")
-        await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
-        assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
-        assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
+    stages.say_phase("ready")
+    await until(lambda: bare.frontend.readiness.models)
+    stages.say_phase("loading", "generate")
+    await until(lambda: bare.frontend.readiness.waiting_for == ("generate",))
+    assert (await error_of(bare.post(chat(model="the-next"))))[1]["code"] == "loading"
+    assert (await (await bare.client.get("/v1/models")).get_json())["data"] == []
 
 
-async def test_no_request_sees_half_of_a_poll(redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_request_sees_half_of_a_poll(bare: Site, stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool]] = []
-    async with site(redis_url, ready=False) as here:
-        readiness = here.frontend.readiness
+    readiness = bare.frontend.readiness
 
-        async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
-            seen.append(("generate" in readiness.missing, not readiness.models))
-            return {}
+    async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
+        seen.append(("generate" in readiness.missing, not readiness.models))
+        return {}
 
-        monkeypatch.setattr(web.live.ready, "statuses_of_ranks", statuses_of_ranks)
-        stages.say_phase("ready")
-        await until(lambda: readiness.models)
-        stages.say_phase("loading", "generate")
-        await until(lambda: not readiness.models)
+    monkeypatch.setattr(web.live.ready, "statuses_of_ranks", statuses_of_ranks)
+    stages.say_phase("ready")
+    await until(lambda: readiness.models)
+    stages.say_phase("loading", "generate")
+    await until(lambda: not readiness.models)
     assert all(without_engine == without_model for without_engine, without_model in seen)
 
 
 async def test_a_model_whose_engines_died_is_not_served_beside_the_one_that_came_after_it(
-    redis_url: str, stages: Stages
+    bare: Site, stages: Stages
 ) -> None:
     """Statuses stay for 10 s. The next engine has the lowest slot that is free, or announces itself there."""
     dead = Status(slot="generate-1", owner="1:n", pid=1, host="h", phase="ready", models=("dead",), context=8)
@@ -304,20 +299,18 @@ async def test_a_model_whose_engines_died_is_not_served_beside_the_one_that_came
         assert owner is not None
         status = dead.model_copy(update={"slot": slot, "fingerprint": "w0"})
         assert stages.log.renew(owner, 60_000, status.model_dump_json())
-    async with site(redis_url, ready=False) as here:
-        await until(lambda: here.frontend.readiness.models == ("dead",))
-        stages.say_phase("ready")
-        await until(lambda: "demo" in here.frontend.readiness.models)
-        assert (here.frontend.readiness.models, here.frontend.readiness.context) == (MODELS, CONTEXT)
+    await until(lambda: bare.frontend.readiness.models == ("dead",))
+    stages.say_phase("ready")
+    await until(lambda: "demo" in bare.frontend.readiness.models)
+    assert (bare.frontend.readiness.models, bare.frontend.readiness.context) == (MODELS, CONTEXT)
 
 
-async def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        for stage in ("generate-0", "tokenize-0"):
-            command(redis_url, "DEL", Names().status(stage))
-        await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
-        assert (await here.client.get("/ready")).status_code == 503
-        assert (await here.post(chat(model="demo"))).status_code == 200
+async def test_a_stage_that_is_down_for_a_moment_refuses_no_request(here: Site, redis_url: str) -> None:
+    for stage in ("generate-0", "tokenize-0"):
+        command(redis_url, "DEL", Names().status(stage))
+    await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
+    assert (await here.client.get("/ready")).status_code == 503
+    assert (await here.post(chat(model="demo"))).status_code == 200
 
 
 async def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redis_url: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 
 import pytest
@@ -103,29 +103,37 @@ async def listening(url: str, stages: Stages, *, follows: bool = False, room: in
         assert tail.listeners == ()
 
 
-async def test_events_reach_their_listener_in_order_until_the_end(redis_url: str, stages: Stages) -> None:
-    async with listening(redis_url, stages) as first:
-        other = new_uid()
-        with closing(first.tail.listen(other)) as second:
-            stages.begin(other, WEB)
-            for n in (1, 2):
-                await first.say(n, tokens(n, f"a{n}"))
-                await say(stages, other, n, tokens(n, f"b{n}"))
-            await first.say(2, finished(2))
-            await say(stages, other, 3, tokens(3, "b3"), finished(3))
-            assert await heard(first.listener) == [(1, "a1"), (2, "a2"), (2, "finished")]
-            assert await heard(second) == [(1, "b1"), (2, "b2"), (3, "b3"), (3, "finished")]
-        assert gap_fills(first.tail) == {}
+@pytest.fixture
+def scene(redis_url: str, stages: Stages) -> AbstractAsyncContextManager[Scene]:
+    return listening(redis_url, stages)
 
 
-async def test_a_gap_in_the_replies_is_filled_from_the_history(redis_url: str, stages: Stages) -> None:
-    async with listening(redis_url, stages) as scene:
-        await scene.say(1, tokens(1, "a"))
-        await scene.say(2, tokens(2, "b"), frontend=NOBODY)
-        await scene.say(4, tokens(4, "cd", count=2), frontend=NOBODY)
-        await scene.say(5, tokens(5, "e"), finished(5))
-        assert await heard(scene.listener) == [(1, "a"), (2, "b"), (4, "cd"), (5, "e"), (5, "finished")]
-        assert gap_fills(scene.tail) == {"gap": 1}
+@pytest.fixture
+def follower(redis_url: str, stages: Stages) -> AbstractAsyncContextManager[Scene]:
+    return listening(redis_url, stages, follows=True)
+
+
+async def test_events_reach_their_listener_in_order_until_the_end(scene: Scene, stages: Stages) -> None:
+    other = new_uid()
+    with closing(scene.tail.listen(other)) as second:
+        stages.begin(other, WEB)
+        for n in (1, 2):
+            await scene.say(n, tokens(n, f"a{n}"))
+            await say(stages, other, n, tokens(n, f"b{n}"))
+        await scene.say(2, finished(2))
+        await say(stages, other, 3, tokens(3, "b3"), finished(3))
+        assert await heard(scene.listener) == [(1, "a1"), (2, "a2"), (2, "finished")]
+        assert await heard(second) == [(1, "b1"), (2, "b2"), (3, "b3"), (3, "finished")]
+    assert gap_fills(scene.tail) == {}
+
+
+async def test_a_gap_in_the_replies_is_filled_from_the_history(scene: Scene) -> None:
+    await scene.say(1, tokens(1, "a"))
+    await scene.say(2, tokens(2, "b"), frontend=NOBODY)
+    await scene.say(4, tokens(4, "cd", count=2), frontend=NOBODY)
+    await scene.say(5, tokens(5, "e"), finished(5))
+    assert await heard(scene.listener) == [(1, "a"), (2, "b"), (4, "cd"), (5, "e"), (5, "finished")]
+    assert gap_fills(scene.tail) == {"gap": 1}
 
 
 async def test_a_slow_client_is_fed_from_its_history_and_holds_a_bounded_queue(redis_url: str, stages: Stages) -> None:
@@ -175,12 +183,11 @@ async def test_while_a_long_history_is_taken_in_others_have_turns_of_the_loop(re
     assert most <= TAKEN_AT_ONCE
 
 
-async def test_a_lost_last_reply_is_found_after_a_second_of_silence(redis_url: str, stages: Stages) -> None:
-    async with listening(redis_url, stages) as scene:
-        await scene.say(1, tokens(1, "a"))
-        await scene.say(1, finished(1), frontend=NOBODY)
-        assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
-        assert gap_fills(scene.tail) == {}
+async def test_a_lost_last_reply_is_found_after_a_second_of_silence(scene: Scene) -> None:
+    await scene.say(1, tokens(1, "a"))
+    await scene.say(1, finished(1), frontend=NOBODY)
+    assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
+    assert gap_fills(scene.tail) == {}
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -195,12 +202,11 @@ async def test_a_lost_connection_loses_no_event(redis_url: str, stages: Stages, 
         assert gap_fills(scene.tail) == ({} if follows else {"unreadable": 1})
 
 
-async def test_a_reply_that_does_not_decode_costs_nobody_an_event(redis_url: str, stages: Stages) -> None:
-    async with listening(redis_url, stages) as scene:
-        bad = '[{"uid":"x","id":"1-0","n":1,"event":{"kind":"tokens","of":"tomorrow"}}]'
-        command(redis_url, "XADD", Names().replies(WEB), "*", "events", bad)
-        await scene.say(1, tokens(1, "a"), finished(1))
-        assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
+async def test_a_reply_that_does_not_decode_costs_nobody_an_event(scene: Scene, redis_url: str) -> None:
+    bad = '[{"uid":"x","id":"1-0","n":1,"event":{"kind":"tokens","of":"tomorrow"}}]'
+    command(redis_url, "XADD", Names().replies(WEB), "*", "events", bad)
+    await scene.say(1, tokens(1, "a"), finished(1))
+    assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
 
 
 async def test_the_replies_live_as_long_as_somebody_listens_to_them(redis_url: str) -> None:
@@ -215,22 +221,21 @@ async def test_the_replies_live_as_long_as_somebody_listens_to_them(redis_url: s
 
 
 async def test_a_history_is_followed_as_it_comes_and_not_looked_at_again_and_again(
-    redis_url: str, stages: Stages, no_polling: None
+    follower: Scene, no_polling: None
 ) -> None:
-    async with listening(redis_url, stages, follows=True) as first:
-        with closing(first.tail.follow(first.uid, whole=True)) as second:
-            await first.say(1, tokens(1, "a"), frontend=NOBODY)
-            assert [_short(event) for event in await first.listener.next()] == [(1, "a")]
-            kinds: list[str] = []
-            while "tokens" not in kinds:
-                kinds += [event.event.kind for event in await second.next()]
-            assert kinds == ["submitted", "tokenized", "tokens"]
-            for n in (2, 3):
-                await first.say(n, tokens(n, str(n)), frontend=NOBODY)
-                for listener in (first.listener, second):
-                    assert [_short(event) for event in await listener.next()] == [(n, str(n))]
-            await first.say(3, finished(3), frontend=NOBODY)
-            assert await heard(first.listener) == await heard(second) == [(3, "finished")]
+    with closing(follower.tail.follow(follower.uid, whole=True)) as second:
+        await follower.say(1, tokens(1, "a"), frontend=NOBODY)
+        assert [_short(event) for event in await follower.listener.next()] == [(1, "a")]
+        kinds: list[str] = []
+        while "tokens" not in kinds:
+            kinds += [event.event.kind for event in await second.next()]
+        assert kinds == ["submitted", "tokenized", "tokens"]
+        for n in (2, 3):
+            await follower.say(n, tokens(n, str(n)), frontend=NOBODY)
+            for listener in (follower.listener, second):
+                assert [_short(event) for event in await listener.next()] == [(n, str(n))]
+        await follower.say(3, finished(3), frontend=NOBODY)
+        assert await heard(follower.listener) == await heard(second) == [(3, "finished")]
 
 
 async def test_who_comes_later_and_who_is_slow_is_fed_beside_who_is_up_to_date(
@@ -272,28 +277,27 @@ async def test_a_reader_that_does_not_read_costs_no_reads(redis_url: str, stages
 
 
 async def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
-    redis_url: str, stages: Stages, no_polling: None
+    scene: Scene, redis_url: str, stages: Stages, no_polling: None
 ) -> None:
     unsubmitted, after = new_uid(), new_uid()
-    async with listening(redis_url, stages) as before:
-        tail = before.tail
-        with closing(tail.listen(unsubmitted)) as waiting:
-            await before.say(1, tokens(1, "a"))
-            assert [_short(event) for event in await before.listener.next()] == [(1, "a")]
-            command(redis_url, "DEL", Names().replies(WEB))
-            tail.rename("web-7")
-            tail.rename("web-7")
-            assert tail.frontend == "web-7"
-            with closing(tail.listen(after)) as new:
-                while not command(redis_url, "EXISTS", Names().replies("web-7")):
-                    await asyncio.sleep(0.01)
-                for uid, frontend in ((unsubmitted, WEB), (after, "web-7")):
-                    stages.begin(uid, frontend)
-                    await say(stages, uid, 1, tokens(1, "b"), frontend=frontend)
-                    await say(stages, uid, 1, finished(1), frontend=frontend)
-                await before.say(2, tokens(2, "c"), finished(2))
-                assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
-                assert await heard(before.listener) == [(2, "c"), (2, "finished")]
+    tail = scene.tail
+    with closing(tail.listen(unsubmitted)) as waiting:
+        await scene.say(1, tokens(1, "a"))
+        assert [_short(event) for event in await scene.listener.next()] == [(1, "a")]
+        command(redis_url, "DEL", Names().replies(WEB))
+        tail.rename("web-7")
+        tail.rename("web-7")
+        assert tail.frontend == "web-7"
+        with closing(tail.listen(after)) as new:
+            while not command(redis_url, "EXISTS", Names().replies("web-7")):
+                await asyncio.sleep(0.01)
+            for uid, frontend in ((unsubmitted, WEB), (after, "web-7")):
+                stages.begin(uid, frontend)
+                await say(stages, uid, 1, tokens(1, "b"), frontend=frontend)
+                await say(stages, uid, 1, finished(1), frontend=frontend)
+            await scene.say(2, tokens(2, "c"), finished(2))
+            assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
+            assert await heard(scene.listener) == [(2, "c"), (2, "finished")]
 
 
 GARBAGE = (

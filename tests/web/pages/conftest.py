@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support.browser import Browser, browsing
 from support.stand_in_stages import Stages, StandIn
-from support.web_process import Server, serving
+from support.web_process import Server, Starts, serving
 
 
 @pytest.fixture
@@ -32,3 +33,9 @@ def server(redis_url: str, lasting: StandIn, browser: Browser) -> Iterator[Serve
     with serving(redis_url) as server:
         yield server
         browser.leave()
+
+
+@pytest.fixture
+def starts(request: pytest.FixtureRequest) -> Starts:
+    """Starts the stand-in stages and the server, when the log is as a test wants it."""
+    return lambda: cast("Server", request.getfixturevalue("server"))

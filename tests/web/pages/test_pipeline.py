@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
 from selenium.webdriver.common.keys import Keys
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import StandIn
-from support.web_process import Server, serving
+from support.web_process import Server, Starts, serving
 
-from pipeline.log.redis import RedisLog
-from pipeline.names import Names
-
-Starts = Callable[[], Server]
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 KEY = "sk-pipeline-0123456789"
@@ -87,19 +80,6 @@ return pipeline.happenings.map(({ says }) => says);
 COSTS = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
-@pytest.fixture
-def lived(redis_url: str) -> Iterator[LivedRequests]:
-    """Makes requests in the log before the server starts: then it is the turn of the stand-in stages."""
-    with closing(RedisLog(redis_url, Names())) as log:
-        yield LivedRequests(log)
-
-
-@pytest.fixture
-def starts(request: pytest.FixtureRequest) -> Starts:
-    """Starts the stand-in stages and the server, when the log is as a test wants it."""
-    return lambda: cast("Server", request.getfixturevalue("server"))
-
-
 def url(server: Server) -> str:
     return f"http://127.0.0.1:{server.port}/pipeline"
 
@@ -107,6 +87,13 @@ def url(server: Server) -> str:
 def opened(browser: Browser, server: Server) -> None:
     browser.open(url(server))
     browser.has("[data-slot='generate-0']", "ready")
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Browser:
+    """A browser whose page shows that the engine is ready."""
+    opened(browser, server)
+    return browser
 
 
 def test_the_page_shows_workers_streams_and_requests_and_finds_them(
@@ -129,15 +116,9 @@ def test_the_page_shows_workers_streams_and_requests_and_finds_them(
     for slot in ("web-0", "tokenize-0", "detokenize-0"):
         browser.has(f"[data-slot='{slot}']", "ready")
     browser.has("[data-stream='submitted']", "empty")
-    browser.run(
-        "const field = arguments[0]; field.value = 'failed,unreadable'; field.dispatchEvent(new Event('change'))",
-        browser.find("#state"),
-    )
+    browser.fill("#state", "failed,unreadable")
     browser.until(lambda: _listed(browser) == [uids[2]], "the failed one alone")
-    browser.run(
-        "const field = arguments[0]; field.value = 'all'; field.dispatchEvent(new Event('change'))",
-        browser.find("#state"),
-    )
+    browser.fill("#state", "all")
     browser.type("#search", "SAY: TWO")
     browser.until(lambda: _listed(browser) == [uids[1]], "the one with this label")
     browser.button(uids[1])
@@ -152,10 +133,7 @@ def _listed(browser: Browser) -> list[str]:
     return found
 
 
-def test_a_takeover_is_told_once_with_both_processes_whenever_the_new_one_is_seen(
-    browser: Browser, server: Server
-) -> None:
-    opened(browser, server)
+def test_a_takeover_is_told_once_with_both_processes_whenever_the_new_one_is_seen(page: Browser) -> None:
     before, named = [0, 1, 7, 900], "epoch 2, taken over by process 8, before it was 7"
     told = {
         "at once": ([before, [500, 2, 8, 900], [900, 2, 8, 900]], [named]),
@@ -164,13 +142,12 @@ def test_a_takeover_is_told_once_with_both_processes_whenever_the_new_one_is_see
         "never": ([before, [500, 2, 0, 900], [900, 2, 0, 900], [2500, 2, 0, 900]], ["epoch 2, taken over"]),
         "the same one": ([before, [500, 2, 7, 900]], ["epoch 2, taken over"]),
     }
-    found = browser.wait(TAKEOVERS, [story for story, _ in told.values()])
+    found = page.wait(TAKEOVERS, [story for story, _ in told.values()])
     assert dict(zip(told, found, strict=True)) == {name: lines for name, (_, lines) in told.items()}
 
 
-def test_phases_of_a_slot_are_told_in_plain_words(browser: Browser, server: Server) -> None:
-    opened(browser, server)
-    assert browser.wait(PHASES) == ["no worker", "active", "ready"]
+def test_phases_of_a_slot_are_told_in_plain_words(page: Browser) -> None:
+    assert page.wait(PHASES) == ["no worker", "active", "ready"]
 
 
 def test_a_dead_letter_is_shown_and_sent_again(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
@@ -257,21 +234,20 @@ def test_nothing_that_a_request_says_is_executed(browser: Browser, lived: LivedR
     assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
 
 
-def test_a_list_of_ten_thousand_scrolls_within_a_frame(browser: Browser, server: Server, lasting: StandIn) -> None:
-    opened(browser, server)
-    browser.driver.execute_cdp_cmd("Performance.enable", {})
+def test_a_list_of_ten_thousand_scrolls_within_a_frame(page: Browser, lasting: StandIn) -> None:
+    page.driver.execute_cdp_cmd("Performance.enable", {})
 
     def cost_ms() -> float:
-        metrics = browser.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        metrics = page.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
         return 1000 * sum(float(one["value"]) for one in metrics if one["name"] in COSTS)
 
-    assert browser.wait(LIST, ROWS) == ROWS
+    assert page.wait(LIST, ROWS) == ROWS
     costs = []
     for _ in range(5):
         before = cost_ms()
-        browser.wait(SCROLL, FRAMES)
+        page.wait(SCROLL, FRAMES)
         costs.append((cost_ms() - before) / FRAMES)
-    assert browser.run("return document.querySelectorAll('.view .body .request').length") < 60
+    assert page.run("return document.querySelectorAll('.view .body .request').length") < 60
     assert min(costs) < FRAME_MS, costs
 
 

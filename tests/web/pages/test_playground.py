@@ -14,8 +14,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 from support import stand_in_stages
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.stand_in_stages import SAY, StandIn
 from support.web_process import Server, serving
@@ -130,6 +129,13 @@ def opened(browser: Browser, server: Server) -> None:
     browser.until(lambda: browser.run("return !!document.querySelector('#field-temperature')"), "the form is there")
 
 
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Browser:
+    """A browser whose page has read what the server takes."""
+    opened(browser, server)
+    return browser
+
+
 def put(browser: Browser, selector: str, text: str) -> None:
     """Make *text* the value of a field as a paste does; typing has no line breaks, and few signs."""
     browser.find(selector)
@@ -141,10 +147,15 @@ def put(browser: Browser, selector: str, text: str) -> None:
     )
 
 
-def asked(browser: Browser, text: str) -> None:
-    """Ask, and wait until every column has its answer."""
+def sent(browser: Browser, text: str) -> None:
+    """Send a question."""
     put(browser, "#question", text)
     browser.find("#question").send_keys(Keys.ENTER)
+
+
+def asked(browser: Browser, text: str) -> None:
+    """Ask, and wait until every column has its answer."""
+    sent(browser, text)
     ended(browser)
 
 
@@ -167,28 +178,25 @@ def uids(browser: Browser) -> list[str]:
     return [link.removeprefix("/requests/") for link in links]
 
 
-def test_a_conversation_of_three_turns_tells_its_figures_and_survives_a_reload(
-    browser: Browser, server: Server, lasting: StandIn
-) -> None:
-    opened(browser, server)
+def test_a_conversation_of_three_turns_tells_its_figures_and_survives_a_reload(page: Browser, lasting: StandIn) -> None:
     for text in ("say: first", f"{SAY}{RICH}", "third"):
-        asked(browser, text)
+        asked(page, text)
     submitted = [event for _, event in lasting.requests()]
     assert [len(event.messages) for event in submitted] == [1, 3, 5]
     assert submitted[2].messages[1] == {"role": "assistant", "content": "first"}
     assert submitted[2].messages[3]["content"] == RICH
-    assert uids(browser) == [uid for uid, _ in lasting.requests()]
+    assert uids(page) == [uid for uid, _ in lasting.requests()]
     for words in ("first token", "prompt 5", "cached 2", "tokens 3"):
-        browser.has(".answer:last-child .meta", words)
+        page.has(".answer:last-child .meta", words)
 
-    assert texts(browser, ".answer h3") == ["Title"] and texts(browser, ".answer li") == ["one", "two"]
-    assert texts(browser, ".answer pre code") == ["print(1 < 2)"] and texts(browser, ".answer td") == ["1", "2"]
-    assert browser.run("return document.querySelector('.answer .markdown a').href") == "https://example.org/"
-    before = texts(browser, ".said, .body .markdown")
+    assert texts(page, ".answer h3") == ["Title"] and texts(page, ".answer li") == ["one", "two"]
+    assert texts(page, ".answer pre code") == ["print(1 < 2)"] and texts(page, ".answer td") == ["1", "2"]
+    assert page.run("return document.querySelector('.answer .markdown a').href") == "https://example.org/"
+    before = texts(page, ".said, .body .markdown")
 
-    browser.driver.refresh()
-    browser.has("#conversations li", "say: first")
-    assert texts(browser, ".said, .body .markdown") == before
+    page.driver.refresh()
+    page.has("#conversations li", "say: first")
+    assert texts(page, ".said, .body .markdown") == before
 
 
 GROWN = """
@@ -202,33 +210,28 @@ return [early, grown.element.outerHTML, whole.element.outerHTML, whole.element.t
 """
 
 
-def test_markdown_that_grows_looks_like_markdown_that_is_there_at_once(browser: Browser, server: Server) -> None:
-    opened(browser, server)
+def test_markdown_that_grows_looks_like_markdown_that_is_there_at_once(page: Browser) -> None:
     text = "\n\n".join((RICH, "1. one\n\n   more of one\n2. two", "a\r\nb", RICH, "[link][to]", "end", "```\nopen"))
     for step in (1, 7, 100):
-        early, grown, whole, shown = browser.wait(GROWN, text, step)
+        early, grown, whole, shown = page.wait(GROWN, text, step)
         assert early == shown and grown == whole and whole.count("<table") == 2
-        _, grown, whole, _ = browser.wait(GROWN, f"{text}\n```\n\n[to]: https://example.org/to", step)
+        _, grown, whole, _ = page.wait(GROWN, f"{text}\n```\n\n[to]: https://example.org/to", step)
         assert grown == whole and "https://example.org/to" in whole
 
 
-def test_escape_stops_a_stream_and_the_server_ends_its_request(
-    browser: Browser, server: Server, lasting: StandIn
-) -> None:
-    opened(browser, server)
-    put(browser, "#question", "endless")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".answer .markdown", "5 ")
-    browser.button("Show the request", ".composer")
-    browser.button("JSON")
-    assert json.loads(browser.text(".dialog pre"))["messages"] == [{"role": "user", "content": "endless"}]
-    browser.button("Close")
-    browser.press(Keys.ESCAPE)
-    browser.has(".answer .badge", "stopped")
+def test_escape_stops_a_stream_and_the_server_ends_its_request(page: Browser, lasting: StandIn) -> None:
+    sent(page, "endless")
+    page.has(".answer .markdown", "5 ")
+    page.button("Show the request", ".composer")
+    page.button("JSON")
+    assert json.loads(page.text(".dialog pre"))["messages"] == [{"role": "user", "content": "endless"}]
+    page.button("Close")
+    page.press(Keys.ESCAPE)
+    page.has(".answer .badge", "stopped")
     ((uid, _),) = lasting.requests()
-    browser.until(lambda: lasting.stages.ends(uid) is not None, "the request has ended")
-    said = texts(browser, ".answer .body .markdown")
-    asked(browser, "say: and then")
+    page.until(lambda: lasting.stages.ends(uid) is not None, "the request has ended")
+    said = texts(page, ".answer .body .markdown")
+    asked(page, "say: and then")
     assert lasting.requests()[-1][1].messages[1]["content"].strip() == said[0].strip()
 
 
@@ -239,8 +242,7 @@ def test_a_stop_asks_for_no_key_where_the_conversation_needs_none(
     browser.before_each_page(NOTES_DELETE)
     with serving(redis_url, "--admin-key", KEY) as server:
         opened(browser, server)
-        put(browser, "#question", "endless")
-        browser.find("#question").send_keys(Keys.ENTER)
+        sent(browser, "endless")
         browser.has(".answer .markdown", "5 ")
         browser.press(Keys.ESCAPE)
         browser.has(".answer .badge", "stopped")
@@ -251,59 +253,54 @@ def test_a_stop_asks_for_no_key_where_the_conversation_needs_none(
         browser.leave()
 
 
-def test_an_answer_can_be_had_again_and_a_question_changed(browser: Browser, server: Server, lasting: StandIn) -> None:
-    opened(browser, server)
-    asked(browser, "say: one")
-    browser.button("Regenerate")
-    browser.has(".versions", "2 / 2")
-    ended(browser)
+def test_an_answer_can_be_had_again_and_a_question_changed(page: Browser, lasting: StandIn) -> None:
+    asked(page, "say: one")
+    page.button("Regenerate")
+    page.has(".versions", "2 / 2")
+    ended(page)
     assert len(lasting.requests()) == 2
-    browser.button("Previous answer")
-    browser.has(".versions", "1 / 2")
-    asked(browser, "say: two")
+    page.button("Previous answer")
+    page.has(".versions", "1 / 2")
+    asked(page, "say: two")
 
-    browser.run("document.querySelector('.message.user .actions button').click()")
-    put(browser, ".editor textarea", "say: other")
-    browser.button("Send again")
-    browser.until(lambda: texts(browser, ".body .markdown") == ["other"], "the new answer")
-    ended(browser)
-    assert texts(browser, ".said") == ["say: other"]
+    page.run("document.querySelector('.message.user .actions button').click()")
+    put(page, ".editor textarea", "say: other")
+    page.button("Send again")
+    page.until(lambda: texts(page, ".body .markdown") == ["other"], "the new answer")
+    ended(page)
+    assert texts(page, ".said") == ["say: other"]
     assert [event.messages[-1]["content"] for _, event in lasting.requests()] == ["say: one"] * 2 + [
         "say: two",
         "say: other",
     ]
 
 
-def test_two_columns_ask_side_by_side_with_settings_of_their_own(
-    browser: Browser, server: Server, lasting: StandIn
-) -> None:
-    opened(browser, server)
-    asked(browser, "say: before")
-    browser.button("Side by side")
-    browser.button("B", "#settings")
-    put(browser, "#field-temperature", "0.5")
-    put(browser, "#system", "Be short.")
-    asked(browser, "say: both")
-    assert len(browser.all(".side")) == 2 and texts(browser, ".body .markdown") == ["before", "both"] * 2
+def test_two_columns_ask_side_by_side_with_settings_of_their_own(page: Browser, lasting: StandIn) -> None:
+    asked(page, "say: before")
+    page.button("Side by side")
+    page.button("B", "#settings")
+    put(page, "#field-temperature", "0.5")
+    put(page, "#system", "Be short.")
+    asked(page, "say: both")
+    assert len(page.all(".side")) == 2 and texts(page, ".body .markdown") == ["before", "both"] * 2
     one, other = [event for _, event in lasting.requests()[1:]]
     if one.sampling.temperature == 0.5:
         one, other = other, one
     assert [message["role"] for message in one.messages] == ["user", "assistant", "user"]
     assert other.messages[0] == {"role": "system", "content": "Be short."} and other.sampling.temperature == 0.5
-    browser.button("Side by side")
-    browser.button("Close column B")
-    browser.until(lambda: len(browser.all(".side")) == 1, "one column")
+    page.button("Side by side")
+    page.button("Close column B")
+    page.until(lambda: len(page.all(".side")) == 1, "one column")
 
 
-def test_the_form_has_every_field_and_sends_what_it_says(browser: Browser, server: Server, lasting: StandIn) -> None:
-    opened(browser, server)
+def test_the_form_has_every_field_and_sends_what_it_says(page: Browser, server: Server, lasting: StandIn) -> None:
     schema = httpx.get(f"{url(server)}/openapi.json").json()["components"]["schemas"]["ChatRequest"]
     fields = set(schema["properties"]) - {"messages", "model", "prompt", "stream_options"}
-    labels = browser.run(
+    labels = page.run(
         "return [...document.querySelectorAll('#settings .fields label')].map(label => label.textContent)"
     )
     assert set(labels) == fields and len(labels) == len(fields)
-    hints = browser.run(
+    hints = page.run(
         "return Object.fromEntries([...document.querySelectorAll('#settings .fields .field')]"
         ".map(field => [field.querySelector('label').textContent, field.querySelector('.hint').textContent]))"
     )
@@ -312,49 +309,44 @@ def test_the_form_has_every_field_and_sends_what_it_says(browser: Browser, serve
             hints[name].split()
         )
     for name in ("tools", "response_format"):
-        example = browser.run("return document.getElementById(`field-${arguments[0]}`).placeholder", name)
+        example = page.run("return document.getElementById(`field-${arguments[0]}`).placeholder", name)
         assert example and [json.loads(example)] == schema["properties"][name]["examples"]
 
-    browser.button(f"All other fields ({len(fields) - 10})")
+    page.button(f"All other fields ({len(fields) - 10})")
     values = {
         "temperature": "0.25", "top_k": "7", "seed": "42", "stop": "a b\n\\n\\n", "logit_bias": '{"7": -1.5}',
         "bad_words": "one\ntwo", "stop_token_ids": "3, 4", "user": "ann", "metadata": '{"a": "b"}', "n": "2",
     }  # fmt: skip
     for name, value in values.items():
-        put(browser, f"#field-{name}", value)
-    browser.run(
-        "const field = document.querySelector('#field-ignore_eos'); field.value = 'true';"
-        "field.dispatchEvent(new Event('change', {bubbles: true}));"
-    )
-    asked(browser, "say: x")
+        put(page, f"#field-{name}", value)
+    page.fill("#field-ignore_eos", "true")
+    asked(page, "say: x")
     event = lasting.requests()[0][1]
     sampling = event.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.ignore_eos) == (0.25, 7, 42, True)
     assert set(sampling.stop) == {"a b", "\n\n"} and dict(sampling.logit_bias) == {7: -1.5}
-    assert len(lasting.requests()) == 2 and texts(browser, ".versions .number") == ["1 / 2"]
+    assert len(lasting.requests()) == 2 and texts(page, ".versions .number") == ["1 / 2"]
 
-    put(browser, "#field-top_p", "7")
-    browser.has("#field-top_p-wrong", "7 is outside of the range")
-    put(browser, "#question", "say: y")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".composer .notice", "Settings, top_p: 7 is outside of the range")
+    put(page, "#field-top_p", "7")
+    page.has("#field-top_p-wrong", "7 is outside of the range")
+    sent(page, "say: y")
+    page.has(".composer .notice", "Settings, top_p: 7 is outside of the range")
     assert len(lasting.requests()) == 2
-    put(browser, "#field-search", "penal")
-    shown = [label.text for label in browser.all("#settings .fields label")]
+    put(page, "#field-search", "penal")
+    shown = [label.text for label in page.all("#settings .fields label")]
     assert shown == [name for name in sorted(fields) if "penal" in name]
 
 
-def test_the_request_is_shown_as_curl_python_and_json(browser: Browser, server: Server, lasting: StandIn) -> None:
-    opened(browser, server)
-    asked(browser, 'say: it\'s "quoted" \\ and $HOME')
-    browser.button("Show the request", ".answer")
-    curl = browser.text(".dialog pre")
-    browser.button("JSON")
-    body = json.loads(browser.text(".dialog pre"))
+def test_the_request_is_shown_as_curl_python_and_json(page: Browser, server: Server, lasting: StandIn) -> None:
+    asked(page, 'say: it\'s "quoted" \\ and $HOME')
+    page.button("Show the request", ".answer")
+    curl = page.text(".dialog pre")
+    page.button("JSON")
+    body = json.loads(page.text(".dialog pre"))
     assert body["messages"] == [{"role": "user", "content": 'say: it\'s "quoted" \\ and $HOME'}]
-    browser.button("Python")
-    program = browser.text(".dialog pre")
-    browser.button("Close")
+    page.button("Python")
+    program = page.text(".dialog pre")
+    page.button("Close")
     assert compile(program, "shown", "exec") and "OpenAI(" in program
     assert curl.startswith("curl -N ") and f"{url(server)}/v1/chat/completions" in curl
 
@@ -402,8 +394,7 @@ def test_a_stream_whose_connection_breaks_goes_on_where_it_stopped(
     with serving(redis_url, "--disconnect-grace", "60") as server, cutting(server.port) as relay:
         browser.open(f"http://127.0.0.1:{relay.port}/")
         browser.find("#settings")
-        put(browser, "#question", "held")
-        browser.find("#question").send_keys(Keys.ENTER)
+        sent(browser, "held")
         browser.has(".answer .body", "Hel")
         relay.close()
         browser.has(".answer .badge", "Connecting again")
@@ -420,8 +411,7 @@ def test_an_answer_that_the_page_left_is_read_to_its_end_when_it_is_opened_again
 ) -> None:
     with serving(redis_url, "--disconnect-grace", "60") as server:
         opened(browser, server)
-        put(browser, "#question", "held")
-        browser.find("#question").send_keys(Keys.ENTER)
+        sent(browser, "held")
         browser.has(".answer .body", "Hel")
         browser.driver.refresh()
         browser.has(".answer .body", "Hel")
@@ -433,20 +423,16 @@ def test_an_answer_that_the_page_left_is_read_to_its_end_when_it_is_opened_again
         browser.leave()
 
 
-def test_an_answer_in_one_piece_is_shown_as_it_came(browser: Browser, server: Server, lasting: StandIn) -> None:
-    opened(browser, server)
-    browser.run("document.querySelector('.more').open = true")
-    browser.run(
-        "const field = document.querySelector('#field-stream'); field.value = 'false';"
-        "field.dispatchEvent(new Event('change', {bubbles: true}));"
-    )
-    asked(browser, "say: whole")
-    assert texts(browser, ".body .markdown") == ["whole"]
-    browser.button("Show the request", ".answer")
-    assert "-N" not in browser.text(".dialog pre")
-    browser.button("Answer")
-    body = json.loads(browser.text(".dialog pre"))
-    browser.button("Close")
+def test_an_answer_in_one_piece_is_shown_as_it_came(page: Browser, lasting: StandIn) -> None:
+    page.run("document.querySelector('.more').open = true")
+    page.fill("#field-stream", "false")
+    asked(page, "say: whole")
+    assert texts(page, ".body .markdown") == ["whole"]
+    page.button("Show the request", ".answer")
+    assert "-N" not in page.text(".dialog pre")
+    page.button("Answer")
+    body = json.loads(page.text(".dialog pre"))
+    page.button("Close")
     assert body["object"] == "chat.completion" and body["choices"][0]["message"]["content"] == "whole"
 
 
@@ -477,45 +463,41 @@ window.fetch = async (path, options) => {
 """Answers of a model that thinks, calls two tools, and says two tokens, for every question."""
 
 
-def test_reasoning_is_folded_up_and_calls_of_tools_get_results(
-    browser: Browser, server: Server, lasting: StandIn
-) -> None:
-    opened(browser, server)
-    browser.run(CALLING)
-    asked(browser, "What time is it?")
-    assert texts(browser, ".reasoning .markdown") == ["I need the time."]
-    assert browser.run("return document.querySelector('.reasoning').open") is False
-    assert texts(browser, ".call strong") == ["clock", "moon"]
-    assert [json.loads(text) for text in texts(browser, ".call code")] == [{"zone": "UTC"}, {}]
-    put(browser, ".call:nth-child(1) textarea", "say: noon")
-    put(browser, ".call:nth-child(2) textarea", "say: full moon")
-    browser.button("Send the results")
-    browser.until(lambda: texts(browser, ".body .markdown") == ["So:", "full moon"], "the answer to the results")
-    ended(browser)
+def test_reasoning_is_folded_up_and_calls_of_tools_get_results(page: Browser, lasting: StandIn) -> None:
+    page.run(CALLING)
+    asked(page, "What time is it?")
+    assert texts(page, ".reasoning .markdown") == ["I need the time."]
+    assert page.run("return document.querySelector('.reasoning').open") is False
+    assert texts(page, ".call strong") == ["clock", "moon"]
+    assert [json.loads(text) for text in texts(page, ".call code")] == [{"zone": "UTC"}, {}]
+    put(page, ".call:nth-child(1) textarea", "say: noon")
+    put(page, ".call:nth-child(2) textarea", "say: full moon")
+    page.button("Send the results")
+    page.until(lambda: texts(page, ".body .markdown") == ["So:", "full moon"], "the answer to the results")
+    ended(page)
     ((_, event),) = lasting.requests()
     assert [message["role"] for message in event.messages] == ["user", "assistant", "tool", "tool"]
     assert [call["function"]["name"] for call in event.messages[1]["tool_calls"]] == ["clock", "moon"]
     assert [message["tool_call_id"] for message in event.messages[2:]] == ["call_1", "call_2"]
 
 
-def test_the_arrow_keys_tell_the_probability_of_each_token(browser: Browser, server: Server) -> None:
-    opened(browser, server)
-    browser.run(CALLING)
-    asked(browser, "What time is it?")
-    browser.button("Tokens")
-    assert texts(browser, ".token") == ["So", ":"]
-    browser.run("document.querySelector('.tokens').focus()")
-    browser.press(Keys.HOME)
-    browser.has(".tip", '"So"')
-    assert [row.split() for row in browser.text(".tip table").splitlines()] == [
+def test_the_arrow_keys_tell_the_probability_of_each_token(page: Browser) -> None:
+    page.run(CALLING)
+    asked(page, "What time is it?")
+    page.button("Tokens")
+    assert texts(page, ".token") == ["So", ":"]
+    page.run("document.querySelector('.tokens').focus()")
+    page.press(Keys.HOME)
+    page.has(".tip", '"So"')
+    assert [row.split() for row in page.text(".tip table").splitlines()] == [
         ['"So"', "77.9", "%"],
         ['"Oh"', "22.3", "%"],
     ]
-    browser.press(Keys.ARROW_RIGHT)
-    browser.has(".tip", "log-probability -4.5000")
-    assert [row.split()[0] for row in browser.text(".tip table").splitlines()] == ['":"', '"!"']
-    browser.press(Keys.TAB)
-    browser.gone(".tip")
+    page.press(Keys.ARROW_RIGHT)
+    page.has(".tip", "log-probability -4.5000")
+    assert [row.split()[0] for row in page.text(".tip table").splitlines()] == ['":"', '"!"']
+    page.press(Keys.TAB)
+    page.gone(".tip")
 
 
 NO_TEMPLATE = """
@@ -568,22 +550,19 @@ window.fetch = (path, options) => path === "/v1/chat/completions" && left-- > 0
 
 
 def test_a_question_that_the_server_cannot_take_yet_is_asked_again_until_it_is_stopped(
-    browser: Browser, server: Server, lasting: StandIn
+    page: Browser, server: Server, lasting: StandIn
 ) -> None:
-    opened(browser, server)
-    browser.run(NOT_YET, 1)
-    put(browser, "#question", "say: at last")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".answer .badge", "The server cannot take it yet. Trying again.")
-    ended(browser)
-    assert texts(browser, ".body .markdown") == ["at last"] and texts(browser, ".answer .notice") == [""]
+    page.run(NOT_YET, 1)
+    sent(page, "say: at last")
+    page.has(".answer .badge", "The server cannot take it yet. Trying again.")
+    ended(page)
+    assert texts(page, ".body .markdown") == ["at last"] and texts(page, ".answer .notice") == [""]
 
-    browser.run(NOT_YET, 1000)
-    put(browser, "#question", "say: never")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".answer:last-child .badge", "The server cannot take it yet.")
-    browser.press(Keys.ESCAPE)
-    browser.has(".answer:last-child .badge", "stopped")
+    page.run(NOT_YET, 1000)
+    sent(page, "say: never")
+    page.has(".answer:last-child .badge", "The server cannot take it yet.")
+    page.press(Keys.ESCAPE)
+    page.has(".answer:last-child .badge", "stopped")
     assert len(lasting.requests()) == 1
 
 
@@ -606,33 +585,29 @@ window.fetch = async (path, options) => {
 
 
 def test_a_question_whose_connection_breaks_before_an_answer_is_asked_again_under_its_key(
-    browser: Browser, server: Server, lasting: StandIn
+    page: Browser, lasting: StandIn
 ) -> None:
-    opened(browser, server)
-    browser.run(BREAKS, 2)
-    put(browser, "#question", "say: once")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".answer .badge", "The connection broke. Asking again.")
-    ended(browser)
-    assert texts(browser, ".body .markdown") == ["once"] and texts(browser, ".answer .notice") == [""]
-    asked(browser, "say: more")
-    *same, other = browser.run("return window.keys")
+    page.run(BREAKS, 2)
+    sent(page, "say: once")
+    page.has(".answer .badge", "The connection broke. Asking again.")
+    ended(page)
+    assert texts(page, ".body .markdown") == ["once"] and texts(page, ".answer .notice") == [""]
+    asked(page, "say: more")
+    *same, other = page.run("return window.keys")
     assert len(same) == 3 and len(set(same)) == 1 and other not in same
     assert len(lasting.requests()) == 2
 
-    browser.run(BREAKS, 1000)
-    put(browser, "#question", "say: never")
-    browser.find("#question").send_keys(Keys.ENTER)
-    browser.has(".answer:last-child .badge", "The connection broke. Asking again.")
-    browser.press(Keys.ESCAPE)
-    browser.has(".answer:last-child .badge", "stopped")
+    page.run(BREAKS, 1000)
+    sent(page, "say: never")
+    page.has(".answer:last-child .badge", "The connection broke. Asking again.")
+    page.press(Keys.ESCAPE)
+    page.has(".answer:last-child .badge", "stopped")
 
 
-def test_conversations_are_exported_and_imported(browser: Browser, server: Server, tmp_path: Path) -> None:
-    opened(browser, server)
-    asked(browser, f"{SAY}{RICH}")
-    browser.button("Export")
-    files: list[Path] = browser.until(lambda: list((tmp_path / "downloads").glob("*.json")), "a file")
+def test_conversations_are_exported_and_imported(page: Browser, tmp_path: Path) -> None:
+    asked(page, f"{SAY}{RICH}")
+    page.button("Export")
+    files: list[Path] = page.until(lambda: list((tmp_path / "downloads").glob("*.json")), "a file")
     (file,) = files
     said = json.loads(file.read_text())
     assert said["conversations"][0]["sides"][0]["messages"][1]["answers"][0]["content"] == RICH
@@ -652,27 +627,27 @@ def test_conversations_are_exported_and_imported(browser: Browser, server: Serve
     answer["tokens"] = [{"text": HOSTILE[19], "logprob": -1, "top": [{"text": HOSTILE[20], "logprob": -2}]}]
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(said))
-    browser.before_each_page(TRAP)
-    browser.driver.refresh()
-    browser.until(lambda: browser.run("return !!document.querySelector('#import')"), "the page is there")
-    browser.run("return document.querySelector('#import')").send_keys(str(changed))
-    browser.has(".toast", "Imported 1 conversation.")
-    browser.has("#conversations li.open", HOSTILE[10])
-    assert texts(browser, ".said") == [HOSTILE[11]]
-    browser.button("Tokens")
-    assert texts(browser, ".token") == [HOSTILE[19]]
-    assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+    page.before_each_page(TRAP)
+    page.driver.refresh()
+    page.until(lambda: page.run("return !!document.querySelector('#import')"), "the page is there")
+    page.run("return document.querySelector('#import')").send_keys(str(changed))
+    page.has(".toast", "Imported 1 conversation.")
+    page.has("#conversations li.open", HOSTILE[10])
+    assert texts(page, ".said") == [HOSTILE[11]]
+    page.button("Tokens")
+    assert texts(page, ".token") == [HOSTILE[19]]
+    assert page.run("return trapped") == [] and page.run(CENSUS) == []
 
     hostile["sides"][0]["fields"] = {"stop": [5], "logit_bias": 7, "temperature": 0.5}
     changed.write_text(json.dumps(said))
-    browser.run("return document.querySelector('#import')").send_keys(str(changed))
-    browser.has(".settings-line", "temperature 0.5")
+    page.run("return document.querySelector('#import')").send_keys(str(changed))
+    page.has(".settings-line", "temperature 0.5")
 
     damaged = tmp_path / "damaged.json"
     answer["tokens"] = "x"
     damaged.write_text(json.dumps(said))
-    browser.run("return document.querySelector('#import')").send_keys(str(damaged))
-    browser.has("dialog .notice", "damaged.json: conversation 1 is damaged. Nothing was imported.")
+    page.run("return document.querySelector('#import')").send_keys(str(damaged))
+    page.has("dialog .notice", "damaged.json: conversation 1 is damaged. Nothing was imported.")
 
 
 def test_nothing_that_a_prompt_or_an_answer_says_is_executed(browser: Browser, server: Server) -> None:
@@ -703,10 +678,7 @@ def test_nothing_that_a_model_is_called_is_executed(
         opened(browser, server)
         options = texts(browser, ".side-head option")
         assert options == names
-        browser.run(
-            "const field = document.querySelector('.side-head select'); field.selectedIndex = 3;"
-            "field.dispatchEvent(new Event('change', {bubbles: true}));"
-        )
+        browser.fill(".side-head select", names[3])
         asked(browser, "say: x")
         assert texts(browser, ".fact.model") == [names[3]]
         assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
@@ -755,23 +727,22 @@ def test_on_a_phone_panels_lie_over_the_chat_one_at_a_time(browser: Browser, ser
     assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
 
 
-def test_the_keyboard_alone_is_enough(browser: Browser, server: Server) -> None:
-    opened(browser, server)
-    browser.until(lambda: browser.focused().get_attribute("id") == "question", "the question has the focus")
-    browser.press("say: by key", Keys.SHIFT, Keys.ENTER, Keys.NULL, "alone", Keys.ENTER)
-    browser.has(".answer .markdown", "by key")
-    ended(browser)
+def test_the_keyboard_alone_is_enough(page: Browser) -> None:
+    page.until(lambda: page.focused().get_attribute("id") == "question", "the question has the focus")
+    page.press("say: by key", Keys.SHIFT, Keys.ENTER, Keys.NULL, "alone", Keys.ENTER)
+    page.has(".answer .markdown", "by key")
+    ended(page)
     reached: list[tuple[Any, Any]] = []
     for _ in range(60):
-        browser.press(Keys.TAB)
-        reached.append((browser.focused().accessible_name, browser.focused().tag_name))
+        page.press(Keys.TAB)
+        reached.append((page.focused().accessible_name, page.focused().tag_name))
     names = [name for name, _ in reached]
     missing = [name for name in REACHED if not any(name in found for found in names)]
     assert not missing, names
     assert all(name for name, tag in reached if tag not in ("html", "body")), reached
-    while browser.focused().accessible_name != "Regenerate":
-        browser.press(Keys.TAB)
-    browser.press(Keys.ENTER)
-    browser.has(".versions", "2 / 2")
-    ended(browser)
-    assert browser.focused().get_attribute("id") == "question"
+    while page.focused().accessible_name != "Regenerate":
+        page.press(Keys.TAB)
+    page.press(Keys.ENTER)
+    page.has(".versions", "2 / 2")
+    ended(page)
+    assert page.focused().get_attribute("id") == "question"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from typing import cast
-
 import pytest
 from selenium.webdriver.common.keys import Keys
-from support.accessibility import problems
-from support.browser import PHONE, Browser
+from support.browser import PHONE, Browser, problems
 from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import SAY, StandIn
-from support.web_process import Server
+from support.web_process import Server, Starts
 
 from pipeline.events import (
     Admitted,
@@ -27,8 +22,6 @@ from pipeline.events import (
     Tokenized,
     TokensProduced,
 )
-from pipeline.log.redis import RedisLog
-from pipeline.names import Names
 from web.wire.frames import ClientEvent
 from web.wire.story import StoryFrames
 
@@ -69,23 +62,9 @@ window.fetch = (path, ...given) => String(path).includes("format=story") && left
 """
 """The first stream of the page is one of a server that shuts down."""
 
-Starts = Callable[[], Server]
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 WORDS = ("one ", "two ", "three ", "four")
-
-
-@pytest.fixture
-def lived(redis_url: str) -> Iterator[LivedRequests]:
-    """Makes requests in the log before the server starts: then it is the turn of the stand-in stages."""
-    with closing(RedisLog(redis_url, Names())) as log:
-        yield LivedRequests(log)
-
-
-@pytest.fixture
-def starts(request: pytest.FixtureRequest) -> Starts:
-    """Starts the stand-in stages and the server, when the log is as a test wants it."""
-    return lambda: cast("Server", request.getfixturevalue("server"))
 
 
 def url(server: Server, uid: str) -> str:

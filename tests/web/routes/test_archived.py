@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ from pipeline.recording import Recording
 from web.http.keys import read_keys
 
 
+@pytest.fixture
+def here(redis_url: str, stand_in: StandIn, tmp_path: Path) -> AbstractAsyncContextManager[Site]:
+    return site(redis_url, archive=str(tmp_path))
+
+
 async def archive(here: Site, folder: Path, *uids: str) -> None:
     """Do what an archiver does, and what time does then."""
     histories = await here.log.histories(dict.fromkeys(uids, ""))
@@ -32,69 +37,59 @@ def expire(url: str, *uids: str) -> None:
     assert command(url, "DEL", *map(Names().request, uids)) == len(uids)
 
 
-async def shown(here: Site, path: str, **headers: str) -> bytes:
-    response = await here.client.get(path, headers=headers)
-    assert response.status_code == 200
-    body: bytes = await response.get_data(as_text=False)
-    return body
-
-
 async def test_an_archived_request_is_told_and_streamed_as_before(
-    redis_url: str, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Site, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.routes.answers, "FRAMED_AT_ONCE", 2)
-    async with site(redis_url, archive=str(tmp_path)) as here:
-        for body in (chat(model="demo"), chat("break", stream_options={"include_usage": True})):
-            response = await here.post(body | {"stream": True}, headers=IDS)
-            uid = response.headers["x-minisgl-uid"]
-            full = await response.get_data(as_text=False)
-            stream = f"/v1/requests/{uid}/events?format="
-            paths = [f"/v1/requests/{uid}", f"{stream}events", f"{stream}story", f"{stream}story&starting_after=1-0"]
-            before = [await shown(here, path) for path in paths]
-            resumed = await shown(here, f"/v1/requests/{uid}/events?starting_after=1-0")
-            await archive(here, tmp_path, uid)
-            expire(redis_url, uid)
-            assert [await shown(here, path) for path in paths] == before
-            assert await shown(here, f"/v1/requests/chatcmpl-{uid}/events") == full
-            assert await shown(here, f"/v1/requests/{uid}/events?starting_after=1-0") == resumed
-            assert await shown(here, f"/v1/requests/{uid}/events", **{"Last-Event-ID": SEAL}) == DONE
-            assert await code_of(here.get(f"/v1/requests/{uid}/events?starting_after=9-9")) == (400, "invalid_value")
-            deleted = await here.client.delete(f"/v1/requests/{uid}")
-            assert await deleted.get_json() == {"id": uid, "object": "request", "cancelled": False}
+    for body in (chat(model="demo"), chat("break", stream_options={"include_usage": True})):
+        response = await here.post(body | {"stream": True}, headers=IDS)
+        uid = response.headers["x-minisgl-uid"]
+        full = await response.get_data(as_text=False)
+        stream = f"/v1/requests/{uid}/events?format="
+        paths = [f"/v1/requests/{uid}", f"{stream}events", f"{stream}story", f"{stream}story&starting_after=1-0"]
+        before = [await here.read(path) for path in paths]
+        resumed = await here.read(f"/v1/requests/{uid}/events?starting_after=1-0")
+        await archive(here, tmp_path, uid)
+        expire(redis_url, uid)
+        assert [await here.read(path) for path in paths] == before
+        assert await here.read(f"/v1/requests/chatcmpl-{uid}/events") == full
+        assert await here.read(f"/v1/requests/{uid}/events?starting_after=1-0") == resumed
+        assert await here.read(f"/v1/requests/{uid}/events", **{"Last-Event-ID": SEAL}) == DONE
+        assert await code_of(here.get(f"/v1/requests/{uid}/events?starting_after=9-9")) == (400, "invalid_value")
+        deleted = await here.client.delete(f"/v1/requests/{uid}")
+        assert await deleted.get_json() == {"id": uid, "object": "request", "cancelled": False}
     async with site(redis_url) as without:
         assert await code_of(without.get(f"/v1/requests/{uid}")) == (404, "request_not_found")
 
 
 async def test_archived_siblings_are_told_together_also_where_redis_still_has_some(
-    redis_url: str, stand_in: StandIn, tmp_path: Path
+    here: Site, redis_url: str, tmp_path: Path
 ) -> None:
-    async with site(redis_url, archive=str(tmp_path)) as here:
-        response = await here.post(chat(n=3))
-        uid = response.headers["x-minisgl-uid"]
-        uids = sibling_uids(uid, 3)
-        before = await shown(here, f"/v1/requests/{uid}")
-        await archive(here, tmp_path, *uids)
-        for expired in (uids[1], uids[0], uids[2]):
-            expire(redis_url, expired)
-            assert await shown(here, f"/v1/requests/{uid}") == before
-        assert DONE in await shown(here, f"/v1/requests/{uids[1]}/events")
+    response = await here.post(chat(n=3))
+    uid = response.headers["x-minisgl-uid"]
+    uids = sibling_uids(uid, 3)
+    before = await here.read(f"/v1/requests/{uid}")
+    await archive(here, tmp_path, *uids)
+    for expired in (uids[1], uids[0], uids[2]):
+        expire(redis_url, expired)
+        assert await here.read(f"/v1/requests/{uid}") == before
+    assert DONE in await here.read(f"/v1/requests/{uids[1]}/events")
 
 
 async def test_what_was_erased_does_not_exist_though_the_archive_may_still_have_it(
-    redis_url: str, stand_in: StandIn, tmp_path: Path
+    here: Site, redis_url: str, tmp_path: Path
 ) -> None:
-    async with site(redis_url, archive=str(tmp_path)) as here:
-        uids = []
-        for body in (chat(), chat(n=2)):
-            uid = (await here.post(body)).headers["x-minisgl-uid"]
-            uids += [uid, *sibling_uids(uid, 2)] if "n" in body else [uid]
-        histories = [uid for uid in uids if "." in uid or f"{uid}.0" not in uids]
-        await archive(here, tmp_path, *histories)
-        with closing(RedisLog(redis_url, Names())) as log:
-            assert all(log.erase(uid) for uid in histories)
-        for uid in uids:
-            for path in (f"/v1/requests/{uid}", f"/v1/requests/{uid}/events"):
-                assert await code_of(here.get(path)) == (404, "request_not_found")
+    uids = []
+    for body in (chat(), chat(n=2)):
+        uid = (await here.post(body)).headers["x-minisgl-uid"]
+        uids += [uid, *sibling_uids(uid, 2)] if "n" in body else [uid]
+    histories = [uid for uid in uids if "." in uid or f"{uid}.0" not in uids]
+    await archive(here, tmp_path, *histories)
+    with closing(RedisLog(redis_url, Names())) as log:
+        assert all(log.erase(uid) for uid in histories)
+    for uid in uids:
+        for path in (f"/v1/requests/{uid}", f"/v1/requests/{uid}/events"):
+            assert await code_of(here.get(path)) == (404, "request_not_found")
 
 
 async def test_an_archived_request_of_another_owner_does_not_exist(
@@ -108,21 +103,20 @@ async def test_an_archived_request_of_another_owner_does_not_exist(
         await archive(here, tmp_path, uid)
         expire(redis_url, uid)
         for path in (f"/v1/requests/{uid}", f"/v1/requests/{uid}/events"):
-            assert await shown(here, path, **as_ann) == await shown(here, path, **as_root)
+            assert await here.read(path, **as_ann) == await here.read(path, **as_root)
             assert await code_of(here.client.get(path, headers=as_bob)) == (404, "request_not_found")
 
 
 async def test_an_archive_that_cannot_be_read_is_an_error_of_the_server(
-    redis_url: str, stand_in: StandIn, tmp_path: Path
+    here: Site, redis_url: str, tmp_path: Path
 ) -> None:
-    async with site(redis_url, archive=str(tmp_path)) as here:
-        response: Any = await here.post(chat())
-        uid = response.headers["x-minisgl-uid"]
-        await archive(here, tmp_path, uid)
-        expire(redis_url, uid)
-        (volume,) = volumes(tmp_path)
-        content = bytearray(volume.frames.read_bytes())
-        content[30] ^= 1
-        volume.frames.write_bytes(content)
-        assert await code_of(here.get(f"/v1/requests/{uid}")) == (503, "overloaded")
-        assert await code_of(here.get(f"/v1/requests/{uid[:-1]}{int(uid[-1], 16) ^ 1:x}")) == (404, "request_not_found")
+    response: Any = await here.post(chat())
+    uid = response.headers["x-minisgl-uid"]
+    await archive(here, tmp_path, uid)
+    expire(redis_url, uid)
+    (volume,) = volumes(tmp_path)
+    content = bytearray(volume.frames.read_bytes())
+    content[30] ^= 1
+    volume.frames.write_bytes(content)
+    assert await code_of(here.get(f"/v1/requests/{uid}")) == (503, "overloaded")
+    assert await code_of(here.get(f"/v1/requests/{uid[:-1]}{int(uid[-1], 16) ^ 1:x}")) == (404, "request_not_found")

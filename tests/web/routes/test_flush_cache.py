@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from quart import Response
 from support.redis_servers import command
+from support.web_site import Site, away, code_of, error_of
 
 import web.routes.cache
-from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE, Names, slot_name
 from pipeline.stage.slots import Phase, Status
-from web.app import create_app
-from web.live.frontend import Frontend
-
-if TYPE_CHECKING:
-    from quart.typing import TestClientProtocol as Client
 
 LEASE_MS = 60_000
 PAGES = 7
@@ -78,68 +73,51 @@ def engine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield started
 
 
-@asynccontextmanager
-async def client_of(url: str) -> AsyncIterator[Client]:
-    log = AsyncRedisLog(url, Names())
-    try:
-        yield create_app(Frontend("web-0", log, lambda **_: None)).test_client()
-    finally:
-        await log.close()
-
-
-async def refusal(response: Response) -> tuple[int, str, str]:
-    error = (await response.get_json())["error"]
-    return response.status_code, error["code"], error["message"]
-
-
 async def test_it_answers_when_every_engine_has_done_it_and_says_what_that_freed(
-    redis_url: str, engine: Callable[..., Engine]
+    bare: Site, engine: Callable[..., Engine]
 ) -> None:
     engine(0)
     engine(1)
-    async with client_of(redis_url) as client:
-        response = await client.post("/flush_cache")
-        assert response.status_code == 200
-        assert await response.get_json() == {"flushed_pages": 2 * PAGES, "engines": ["generate-0", "generate-1"]}
+    response = await bare.client.post("/flush_cache")
+    assert response.status_code == 200
+    assert await response.get_json() == {"flushed_pages": 2 * PAGES, "engines": ["generate-0", "generate-1"]}
 
 
-async def test_a_link_flushes_nothing(redis_url: str) -> None:
-    async with client_of(redis_url) as client:
-        response = await client.get("/flush_cache")
-        assert (response.status_code, response.headers["Allow"]) == (405, "OPTIONS, POST")
+async def test_a_link_flushes_nothing(bare: Site) -> None:
+    response = await bare.client.get("/flush_cache")
+    assert (response.status_code, response.headers["Allow"]) == (405, "OPTIONS, POST")
 
 
 async def test_an_engine_that_has_not_done_it_in_time_is_named(
-    redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    bare: Site, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.5)
     engine(0)
     engine(1, deaf_to=1000)
-    async with client_of(redis_url) as client:
-        response = await client.post("/flush_cache")
-        status, code, message = await refusal(response)
-        assert (status, code, response.headers["Retry-After"]) == (503, "flush_incomplete", "1")
-        assert "generate-1" in message and "generate-0" not in message
+    response = await bare.client.post("/flush_cache")
+    status, error = await error_of(response)
+    assert (status, error["code"], response.headers["Retry-After"]) == (503, "flush_incomplete", "1")
+    assert "generate-1" in error["message"] and "generate-0" not in error["message"]
 
 
 async def test_what_control_lost_is_asked_again_and_an_engine_that_loads_is_not_waited_for(
-    redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    bare: Site, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.routes.cache, "ASK_AGAIN_S", 0.05)
     engine(0, deaf_to=2)
     engine(1, phase="loading", deaf_to=1000)
-    async with client_of(redis_url) as client:
-        response = await client.post("/flush_cache")
-        assert (response.status_code, (await response.get_json())["engines"]) == (200, ["generate-0"])
+    response = await bare.client.post("/flush_cache")
+    assert (response.status_code, (await response.get_json())["engines"]) == (200, ["generate-0"])
 
 
-async def test_without_a_ready_engine_it_is_refused_at_once(redis_url: str, engine: Callable[..., Engine]) -> None:
+async def test_without_a_ready_engine_it_is_refused_at_once(
+    bare: Site, redis_url: str, engine: Callable[..., Engine]
+) -> None:
     engine(0, phase="loading")
-    async with client_of(redis_url) as client:
-        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "loading")
+    assert await code_of(bare.client.post("/flush_cache")) == (503, "loading")
     assert command(redis_url, "EXISTS", Names().control) == 0
 
 
 async def test_without_a_log_it_is_refused(tmp_path: Path) -> None:
-    async with client_of(f"unix://{tmp_path}/nothing.sock") as client:
-        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "overloaded")
+    async with away(tmp_path) as without:
+        assert await code_of(without.client.post("/flush_cache")) == (503, "overloaded")

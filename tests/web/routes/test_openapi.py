@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.web_site import site
+from support.web_site import Site, site
 
 from web.routes.openapi import METHODS, PATHS
 
@@ -77,10 +77,9 @@ async def test_every_error_has_the_one_shape_and_no_reference_leads_nowhere(redi
             assert error == {"$ref": "#/components/schemas/Error"}
 
 
-async def test_the_page_needs_no_network(redis_url: str) -> None:
-    async with site(redis_url, ready=False) as here:
-        response = await here.client.get("/docs")
-        page = await response.get_data(as_text=True)
-        assert response.content_type == "text/html; charset=utf-8"
-        assert "http://" not in page and "https://" not in page and "//cdn" not in page
-        assert 'fetch("/openapi.json")' in page
+async def test_the_page_needs_no_network(bare: Site) -> None:
+    response = await bare.client.get("/docs")
+    page = await response.get_data(as_text=True)
+    assert response.content_type == "text/html; charset=utf-8"
+    assert "http://" not in page and "https://" not in page and "//cdn" not in page
+    assert 'fetch("/openapi.json")' in page

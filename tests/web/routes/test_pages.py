@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.stand_in_stages import StandIn
 from support.web_process import serving
-from support.web_site import code_of, site
+from support.web_site import Site, code_of, site
 
 from web.http.keys import read_keys
 from web.http.page_files import POLICY, policy_of
@@ -36,6 +37,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "pages"
 
 
+@pytest.fixture
+def here(redis_url: str, folder: Path) -> AbstractAsyncContextManager[Site]:
+    return site(redis_url, ready=False, pages=folder)
+
+
 async def test_each_path_shows_its_file_to_anybody_with_all_headers(redis_url: str, folder: Path) -> None:
     async with site(redis_url, ready=False, pages=folder, keys=read_keys([KEY], "")) as here:
         for path, name in PATHS.items():
@@ -53,13 +59,12 @@ async def test_each_path_shows_its_file_to_anybody_with_all_headers(redis_url: s
             assert head.headers["Content-Length"] == str(len(name))
 
 
-async def test_a_browser_that_has_a_file_is_not_sent_it_again(redis_url: str, folder: Path) -> None:
-    async with site(redis_url, ready=False, pages=folder) as here:
-        tag = (await here.get("/pages/app.js")).headers["ETag"]
-        for known, status in ((tag, 304), (f'"x", W/{tag}', 304), ("*", 304), ('"x"', 200)):
-            response = await here.get("/pages/app.js", **{"If-None-Match": known})
-            assert response.status_code == status, known
-            assert response.headers["ETag"] == tag and "Content-Security-Policy" in response.headers
+async def test_a_browser_that_has_a_file_is_not_sent_it_again(here: Site, folder: Path) -> None:
+    tag = (await here.get("/pages/app.js")).headers["ETag"]
+    for known, status in ((tag, 304), (f'"x", W/{tag}', 304), ("*", 304), ('"x"', 200)):
+        response = await here.get("/pages/app.js", **{"If-None-Match": known})
+        assert response.status_code == status, known
+        assert response.headers["ETag"] == tag and "Content-Security-Policy" in response.headers
 
 
 @pytest.mark.parametrize(
@@ -78,30 +83,27 @@ async def test_a_browser_that_has_a_file_is_not_sent_it_again(redis_url: str, fo
         "/pages",
     ],
 )
-async def test_nothing_but_the_files_of_the_folder_is_sent(redis_url: str, folder: Path, path: str) -> None:
-    async with site(redis_url, ready=False, pages=folder) as here:
-        assert await code_of(here.get(path)) == (404, "not_found")
+async def test_nothing_but_the_files_of_the_folder_is_sent(here: Site, folder: Path, path: str) -> None:
+    assert await code_of(here.get(path)) == (404, "not_found")
 
 
-async def test_a_client_of_the_api_at_the_wrong_path_is_told_so_and_no_page(redis_url: str, folder: Path) -> None:
-    async with site(redis_url, ready=False, pages=folder) as here:
-        for accepted, status in (
-            ("application/json", 404),
-            ("text/event-stream, application/json;q=0.9", 404),
-            ("*/*", 200),
-            ("text/html,application/xhtml+xml,*/*;q=0.8", 200),
-        ):
-            assert (await here.get("/", accept=accepted)).status_code == status, accepted
-        client: Any = here.client
-        assert await code_of(client.post("/", json={})) == (405, "method_not_allowed")
+async def test_a_client_of_the_api_at_the_wrong_path_is_told_so_and_no_page(here: Site, folder: Path) -> None:
+    for accepted, status in (
+        ("application/json", 404),
+        ("text/event-stream, application/json;q=0.9", 404),
+        ("*/*", 200),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", 200),
+    ):
+        assert (await here.get("/", accept=accepted)).status_code == status, accepted
+    client: Any = here.client
+    assert await code_of(client.post("/", json={})) == (405, "method_not_allowed")
 
 
-async def test_without_pages_their_paths_are_not_there_and_the_documentation_is(redis_url: str) -> None:
-    async with site(redis_url, ready=False) as here:
-        for path in PATHS:
-            assert await code_of(here.get(path)) == (404, "not_found")
-        response = await here.get("/docs")
-        assert response.status_code == 200 and "sha256-" in response.headers["Content-Security-Policy"]
+async def test_without_pages_their_paths_are_not_there_and_the_documentation_is(bare: Site) -> None:
+    for path in PATHS:
+        assert await code_of(bare.get(path)) == (404, "not_found")
+    response = await bare.get("/docs")
+    assert response.status_code == 200 and "sha256-" in response.headers["Content-Security-Policy"]
 
 
 async def test_a_page_that_is_missing_is_not_found(redis_url: str, tmp_path: Path) -> None:

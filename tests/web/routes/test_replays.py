@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
 from structlog.testing import capture_logs
 from support.lived_requests import LivedRequests
 from support.log_contract import CANCELLED
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
-from support.web_site import Site, chat, code_of, request_lines, site
+from support.web_site import ADMIN, ANN, BOB, KEYS, Site, bearer, chat, code_of, request_lines, site
 
 from pipeline.archive.writer import Writer
 from pipeline.events import Failed, Submitted, Tokenized, decode, encode, new_uid
@@ -24,20 +22,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
 from pipeline.recording import Recording
 from pipeline.replaying import LOWEST
-from web.http.keys import Caller, Keys, hash_of, read_keys
-
-ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
-KEYS = read_keys([ANN, BOB], "", ADMIN)
-
-
-@pytest.fixture
-def log(stand_in: StandIn) -> Iterator[RedisLog]:
-    with closing(stand_in.stages.log.another()) as log:
-        yield log
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}
+from web.http.keys import Caller, Keys, hash_of
 
 
 async def asked(here: Site, uid: str, body: Any = None, key: str = "") -> Any:
@@ -92,17 +77,14 @@ def _fields(log: RedisLog, uid: str) -> list[Any]:
     return [entry.fields for entry in log.histories([uid])[0]]
 
 
-async def test_a_body_may_let_it_read_the_cache_and_nothing_else(
-    redis_url: str, stand_in: StandIn, log: RedisLog
-) -> None:
-    async with site(redis_url) as here:
-        uid = (await here.post(chat())).headers["x-minisgl-uid"]
-        told = await (await asked(here, uid, {"cached": True, "odd": 1})).get_json()
-        replay = first_of(log, told["uid"]).replay
-        assert replay is not None and replay.cached
-        assert (await asked(here, uid, {"odd": 1})).headers["x-minisgl-unknown-fields"] == "odd"
-        assert await code_of(asked(here, uid, {"cached": "yes"})) == (400, "invalid_value")
-        assert await code_of(asked(here, uid, [])) == (400, "invalid_json")
+async def test_a_body_may_let_it_read_the_cache_and_nothing_else(here: Site, log: RedisLog) -> None:
+    uid = (await here.post(chat())).headers["x-minisgl-uid"]
+    told = await (await asked(here, uid, {"cached": True, "odd": 1})).get_json()
+    replay = first_of(log, told["uid"]).replay
+    assert replay is not None and replay.cached
+    assert (await asked(here, uid, {"odd": 1})).headers["x-minisgl-unknown-fields"] == "odd"
+    assert await code_of(asked(here, uid, {"cached": "yes"})) == (400, "invalid_value")
+    assert await code_of(asked(here, uid, [])) == (400, "invalid_json")
 
 
 async def test_it_counts_as_a_request_of_the_key_that_asks_and_is_of_its_first_owner(
@@ -120,27 +102,26 @@ async def test_it_counts_as_a_request_of_the_key_that_asks_and_is_of_its_first_o
         assert await code_of(asked(here, uid, key=BOB)) == (404, "request_not_found")
 
 
-async def test_what_cannot_be_computed_again_says_why(redis_url: str, stand_in: StandIn, log: RedisLog) -> None:
-    async with site(redis_url) as here:
-        refused = (await here.post(chat("refuse"))).headers["x-minisgl-uid"]
-        told = (await here.client.post("/tokenize", json={"prompt": "a"})).headers["x-minisgl-uid"]
-        several = (await here.post(chat(n=2))).headers["x-minisgl-uid"]
-        deadly = (await here.post(chat())).headers["x-minisgl-uid"]
-        history = log.histories([deadly])[0]
-        command(redis_url, "DEL", Names().request(deadly))
-        killed = Failed(status=500, code="poisonous", message="It killed its engine.", n=1)
-        _write(redis_url, deadly, [*history[:-1]], killed)
-        for uid, code, words in (
-            (refused, "not_replayable", "ended before its prompt was tokenized"),
-            (told, "not_replayable", "the tokenizer alone answered it"),
-            (deadly, "not_replayable", "killed its engine"),
-            (several, "several_requests", "stands for 2 requests"),
-        ):
-            response = await asked(here, uid)
-            error = (await response.get_json())["error"]
-            assert (response.status_code, error["code"]) == (400, code) and words in error["message"]
-        assert await code_of(asked(here, new_uid())) == (404, "request_not_found")
-        assert await code_of(asked(here, "nobody")) == (404, "request_not_found")
+async def test_what_cannot_be_computed_again_says_why(here: Site, redis_url: str, log: RedisLog) -> None:
+    refused = (await here.post(chat("refuse"))).headers["x-minisgl-uid"]
+    told = (await here.client.post("/tokenize", json={"prompt": "a"})).headers["x-minisgl-uid"]
+    several = (await here.post(chat(n=2))).headers["x-minisgl-uid"]
+    deadly = (await here.post(chat())).headers["x-minisgl-uid"]
+    history = log.histories([deadly])[0]
+    command(redis_url, "DEL", Names().request(deadly))
+    killed = Failed(status=500, code="poisonous", message="It killed its engine.", n=1)
+    _write(redis_url, deadly, [*history[:-1]], killed)
+    for uid, code, words in (
+        (refused, "not_replayable", "ended before its prompt was tokenized"),
+        (told, "not_replayable", "the tokenizer alone answered it"),
+        (deadly, "not_replayable", "killed its engine"),
+        (several, "several_requests", "stands for 2 requests"),
+    ):
+        response = await asked(here, uid)
+        error = (await response.get_json())["error"]
+        assert (response.status_code, error["code"]) == (400, code) and words in error["message"]
+    assert await code_of(asked(here, new_uid())) == (404, "request_not_found")
+    assert await code_of(asked(here, "nobody")) == (404, "request_not_found")
 
 
 def _write(url: str, uid: str, entries: list[Any], end: Failed) -> None:
@@ -150,18 +131,17 @@ def _write(url: str, uid: str, entries: list[Any], end: Failed) -> None:
     command(url, "XADD", Names().request(uid), SEAL, *[word for pair in encode(end).items() for word in pair])
 
 
-async def test_without_an_engine_or_room_it_is_refused_for_now(redis_url: str) -> None:
+async def test_without_an_engine_or_room_it_is_refused_for_now(bare: Site, redis_url: str) -> None:
     with closing(RedisLog(redis_url, Names())) as log:
         lived = LivedRequests(log)
         uid = lived.running()
         lived.tokens(uid, "He")
         lived.ended(uid, CANCELLED)
-    async with site(redis_url, ready=False) as here:
-        with capture_logs() as lines:
-            response = await asked(here, uid)
-            assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
-            assert (await response.get_json())["error"]["code"] == "loading"
-        assert [line["error"] for line in request_lines(lines)] == ["loading"]
+    with capture_logs() as lines:
+        response = await asked(bare, uid)
+        assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+        assert (await response.get_json())["error"]["code"] == "loading"
+    assert [line["error"] for line in request_lines(lines)] == ["loading"]
 
 
 async def test_above_the_queue_it_is_refused_with_a_time_to_come_back(redis_url: str, stand_in: StandIn) -> None:

@@ -15,7 +15,7 @@ from support.web_site import Site, chat, error_of, one_request, request_lines, s
 
 from pipeline.events import Answered, Cancelled, Submitted, Templating
 from pipeline.names import SEAL, Names
-from web.wire.openai.tokenizer import MOST_TOKENS, TokenizeRequest, parse_detokenize, parse_tokenize
+from web.wire.openai.tokenizer import MOST_TOKENS, parse_detokenize, parse_tokenize
 
 SECRET = "a-word-that-must-not-come-back"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -74,13 +74,12 @@ BAD_DETOKENIZE: list[tuple[dict[str, Any], str]] = [
 BAD = [("/tokenize", *row) for row in BAD_TOKENIZE] + [("/detokenize", *row) for row in BAD_DETOKENIZE]
 
 
-async def test_a_bad_field_is_refused_by_its_name_and_goes_nowhere(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        for path, fields, param in BAD:
-            data = json.dumps(fields).encode()  # which has NaN, as some clients do
-            status, error = await error_of(here.client.post(path, data=data))
-            assert (status, error["param"]) == (400, param)
-            assert SECRET not in error["message"], error
+async def test_a_bad_field_is_refused_by_its_name_and_goes_nowhere(here: Site, stand_in: StandIn) -> None:
+    for path, fields, param in BAD:
+        data = json.dumps(fields).encode()  # which has NaN, as some clients do
+        status, error = await error_of(here.client.post(path, data=data))
+        assert (status, error["param"]) == (400, param)
+        assert SECRET not in error["message"], error
     assert stand_in.requests() == []
 
 
@@ -89,13 +88,6 @@ def test_a_list_of_more_tokens_than_any_text_has_is_refused() -> None:
     with pytest.raises(Exception, match="tokens"):
         parse_detokenize(tokens % b"1")
     assert len(parse_detokenize(tokens.replace(b"1,", b"", 1) % b"1").tokens) == MOST_TOKENS
-
-
-def test_every_optional_field_takes_null_as_absent() -> None:
-    nulls = dict.fromkeys(set(TokenizeRequest.model_fields) - {"prompt"})
-    asked = parse_tokenize(json.dumps({"prompt": "a", **nulls, "chat_template": None}).encode())
-    plain = parse_tokenize(b'{"prompt":"a"}')
-    assert asked.submitted(frontend="f", model="m") == plain.submitted(frontend="f", model="m")
 
 
 def test_a_conversation_is_submitted_with_all_that_its_template_is_given() -> None:
@@ -133,50 +125,48 @@ def test_a_conversation_is_submitted_with_all_that_its_template_is_given() -> No
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_a_text_and_a_conversation_are_answered_with_their_tokens(
-    redis_url: str, stand_in: StandIn, prefix: str
+    here: Site, stand_in: StandIn, prefix: str
 ) -> None:
-    async with site(redis_url) as here:
-        for body in ({"prompt": "ab"}, {"messages": [{"role": "user", "content": "ab"}]}):
-            response = await post(here, f"{prefix}/tokenize", body | {"model": "demo"})
-            told = {"count": 2, "max_model_len": CONTEXT, "tokens": [97, 98], "token_strs": None}
-            assert await json_of(response) == told
-            uid, event = stand_in.requests()[-1]
-            assert (response.headers["x-minisgl-uid"], event.model, event.endpoint) == (uid, "demo", "/tokenize")
-        answer = await json_of(await post(here, f"{prefix}/tokenize", {"prompt": "ab", "return_token_strs": True}))
-        assert answer["token_strs"] == ["a", "b"]
-        empty = await json_of(await post(here, f"{prefix}/tokenize", {"prompt": ""}))
-        assert (empty["count"], empty["tokens"]) == (0, [])
-        answer = await json_of(await post(here, f"{prefix}/detokenize", {"tokens": [104, 105]}))
-        assert answer == {"prompt": "hi", "text": "hi"}
-        assert (await json_of(await post(here, f"{prefix}/detokenize", {"tokens": []})))["prompt"] == ""
+    for body in ({"prompt": "ab"}, {"messages": [{"role": "user", "content": "ab"}]}):
+        response = await post(here, f"{prefix}/tokenize", body | {"model": "demo"})
+        told = {"count": 2, "max_model_len": CONTEXT, "tokens": [97, 98], "token_strs": None}
+        assert await json_of(response) == told
+        uid, event = stand_in.requests()[-1]
+        assert (response.headers["x-minisgl-uid"], event.model, event.endpoint) == (uid, "demo", "/tokenize")
+    answer = await json_of(await post(here, f"{prefix}/tokenize", {"prompt": "ab", "return_token_strs": True}))
+    assert answer["token_strs"] == ["a", "b"]
+    empty = await json_of(await post(here, f"{prefix}/tokenize", {"prompt": ""}))
+    assert (empty["count"], empty["tokens"]) == (0, [])
+    answer = await json_of(await post(here, f"{prefix}/detokenize", {"tokens": [104, 105]}))
+    assert answer == {"prompt": "hi", "text": "hi"}
+    assert (await json_of(await post(here, f"{prefix}/detokenize", {"tokens": []})))["prompt"] == ""
 
 
-async def test_several_texts_are_answered_with_lists_in_their_order(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        several = {"prompt": ["ab", "", "c"], "return_token_strs": True}
-        response = await post(here, "/tokenize", several)
-        assert await json_of(response) == {
-            "count": [2, 0, 1],
-            "max_model_len": CONTEXT,
-            "tokens": [[97, 98], [], [99]],
-            "token_strs": [["a", "b"], [], ["c"]],
-        }
-        uid = response.headers["x-minisgl-uid"]
-        assert sorted(each for each, _ in stand_in.requests()) == [f"{uid}.{index}" for index in range(3)]
-        alone = await json_of(await post(here, "/tokenize", {"prompt": ["ab"]}))
-        assert (alone["count"], alone["tokens"]) == ([2], [[97, 98]]), "a list of one is answered by a list"
-        answer = await json_of(await post(here, "/detokenize", {"tokens": [[104, 105], []]}))
-        assert answer == {"prompt": ["hi", ""], "text": ["hi", ""]}
-        first = await post(here, "/tokenize", several, headers=KEY)
-        again = await post(here, "/tokenize", several, headers=KEY)
-        assert await json_of(first) == await json_of(again)
-        assert first.headers["x-minisgl-uid"] == again.headers["x-minisgl-uid"]
+async def test_several_texts_are_answered_with_lists_in_their_order(here: Site, stand_in: StandIn) -> None:
+    several = {"prompt": ["ab", "", "c"], "return_token_strs": True}
+    response = await post(here, "/tokenize", several)
+    assert await json_of(response) == {
+        "count": [2, 0, 1],
+        "max_model_len": CONTEXT,
+        "tokens": [[97, 98], [], [99]],
+        "token_strs": [["a", "b"], [], ["c"]],
+    }
+    uid = response.headers["x-minisgl-uid"]
+    assert sorted(each for each, _ in stand_in.requests()) == [f"{uid}.{index}" for index in range(3)]
+    alone = await json_of(await post(here, "/tokenize", {"prompt": ["ab"]}))
+    assert (alone["count"], alone["tokens"]) == ([2], [[97, 98]]), "a list of one is answered by a list"
+    answer = await json_of(await post(here, "/detokenize", {"tokens": [[104, 105], []]}))
+    assert answer == {"prompt": ["hi", ""], "text": ["hi", ""]}
+    first = await post(here, "/tokenize", several, headers=KEY)
+    again = await post(here, "/tokenize", several, headers=KEY)
+    assert await json_of(first) == await json_of(again)
+    assert first.headers["x-minisgl-uid"] == again.headers["x-minisgl-uid"]
 
 
-async def test_one_of_several_texts_that_is_refused_refuses_all(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        status, error = await error_of(post(here, "/tokenize", {"prompt": ["ab", "refuse", "c"]}))
-        assert (status, error["code"]) == (400, "context_length_exceeded")
+async def test_a_text_that_is_refused_has_the_status_and_refuses_those_beside_it(here: Site) -> None:
+    for prompt in ("refuse", ["ab", "refuse", "c"]):
+        status, error = await error_of(post(here, "/tokenize", {"prompt": prompt}))
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
 
 
 async def test_several_texts_have_no_more_tokens_together_than_one(redis_url: str, stand_in: StandIn) -> None:
@@ -187,34 +177,25 @@ async def test_several_texts_have_no_more_tokens_together_than_one(redis_url: st
     assert [line["status"] for line in request_lines(lines)] == [413]
 
 
-async def test_special_tokens_are_kept_in_a_text_unless_it_is_said_otherwise(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        for given, skipped in ((None, False), (False, False), (True, True)):
-            await json_of(await post(here, "/detokenize", {"tokens": [104], "skip_special_tokens": given}))
-            assert stand_in.requests()[-1][1].sampling.skip_special_tokens is skipped
+async def test_special_tokens_are_kept_in_a_text_unless_it_is_said_otherwise(here: Site, stand_in: StandIn) -> None:
+    for given, skipped in ((None, False), (False, False), (True, True)):
+        await json_of(await post(here, "/detokenize", {"tokens": [104], "skip_special_tokens": given}))
+        assert stand_in.requests()[-1][1].sampling.skip_special_tokens is skipped
 
 
-async def test_the_tokenizer_tells_what_it_is_like(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        assert await json_of(await here.get("/tokenizer_info")) == {"eos_token": "!"}
-        ((_, event),) = stand_in.requests()
-        assert (event.task, event.model) == ("describe", MODELS[0])
+async def test_the_tokenizer_tells_what_it_is_like(here: Site, stand_in: StandIn) -> None:
+    assert await json_of(await here.get("/tokenizer_info")) == {"eos_token": "!"}
+    ((_, event),) = stand_in.requests()
+    assert (event.task, event.model) == ("describe", MODELS[0])
 
 
-async def test_unknown_names_are_listed_in_the_header(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        message = {"role": "user", "content": "a", "weight": 1}
-        tool = {"type": "function", "function": {"name": "f", "deep": 1}}
-        response = await post(here, "/tokenize", {"messages": [message], "tools": [tool], "zeta": 1})
-        assert response.headers["x-minisgl-unknown-fields"] == "messages.weight, tools.function.deep, zeta"
-        response = await post(here, "/detokenize", {"tokens": [97], "zeta": 1})
-        assert response.headers["x-minisgl-unknown-fields"] == "zeta"
-
-
-async def test_a_refusal_of_the_tokenizer_has_its_status(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        status, error = await error_of(post(here, "/tokenize", {"prompt": "refuse"}))
-        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+async def test_unknown_names_are_listed_in_the_header(here: Site) -> None:
+    message = {"role": "user", "content": "a", "weight": 1}
+    tool = {"type": "function", "function": {"name": "f", "deep": 1}}
+    response = await post(here, "/tokenize", {"messages": [message], "tools": [tool], "zeta": 1})
+    assert response.headers["x-minisgl-unknown-fields"] == "messages.weight, tools.function.deep, zeta"
+    response = await post(here, "/detokenize", {"tokens": [97], "zeta": 1})
+    assert response.headers["x-minisgl-unknown-fields"] == "zeta"
 
 
 # requests like any other
@@ -246,58 +227,53 @@ async def test_each_has_a_canonical_line_and_a_history(redis_url: str, stand_in:
     assert [line.get("uid") for line in said] == [*(uid for uid, _ in stand_in.requests()), None]
 
 
-async def test_its_events_can_be_read_raw_and_have_no_frames(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        uid = (await post(here, "/tokenize", {"prompt": "ab", "return_token_strs": True})).headers["x-minisgl-uid"]
-        status, error = await error_of(here.get(f"/v1/requests/{uid}/events"))
-        assert (status, error["param"]) == (400, "format")
-        response = await here.get(f"/v1/requests/{uid}/events?format=events")
-        submitted, answered, done, _ = (await response.get_data(as_text=True)).split("\n\n")
-        assert done == "data: [DONE]" and json.loads(submitted.partition("data: ")[2])["prompt"] == "ab"
-        entry_id, _, data = answered.partition("\ndata: ")
-        assert entry_id == f"id: {SEAL}"
-        event = json.loads(data)
-        assert Answered.model_validate(event) == Answered(
-            ms=event["ms"], token_ids=(97, 98), pieces=("a", "b"), by="tokenize-0"
-        )
+async def test_its_events_can_be_read_raw_and_have_no_frames(here: Site) -> None:
+    uid = (await post(here, "/tokenize", {"prompt": "ab", "return_token_strs": True})).headers["x-minisgl-uid"]
+    status, error = await error_of(here.get(f"/v1/requests/{uid}/events"))
+    assert (status, error["param"]) == (400, "format")
+    response = await here.get(f"/v1/requests/{uid}/events?format=events")
+    submitted, answered, done, _ = (await response.get_data(as_text=True)).split("\n\n")
+    assert done == "data: [DONE]" and json.loads(submitted.partition("data: ")[2])["prompt"] == "ab"
+    entry_id, _, data = answered.partition("\ndata: ")
+    assert entry_id == f"id: {SEAL}"
+    event = json.loads(data)
+    assert Answered.model_validate(event) == Answered(
+        ms=event["ms"], token_ids=(97, 98), pieces=("a", "b"), by="tokenize-0"
+    )
 
 
-async def test_a_request_that_is_read_while_it_waits_ends_with_its_answer(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        waiting = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
-        uid = await one_request(stand_in)
-        reading = asyncio.create_task(here.get(f"/v1/requests/{uid}/events?format=events"))
-        await until(lambda: len(here.frontend.tail.listeners) == 2)
-        answer = Answered(token_ids=(7,), by="tokenize-0")
-        await here.log.end(uid, answer, frontend="web-0")
-        assert (await json_of(await waiting))["tokens"] == [7]
-        assert '"token_ids":[7]' in await (await reading).get_data(as_text=True)
+async def test_a_request_that_is_read_while_it_waits_ends_with_its_answer(here: Site, stand_in: StandIn) -> None:
+    waiting = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
+    uid = await one_request(stand_in)
+    reading = asyncio.create_task(here.get(f"/v1/requests/{uid}/events?format=events"))
+    await until(lambda: len(here.frontend.tail.listeners) == 2)
+    answer = Answered(token_ids=(7,), by="tokenize-0")
+    await here.log.end(uid, answer, frontend="web-0")
+    assert (await json_of(await waiting))["tokens"] == [7]
+    assert '"token_ids":[7]' in await (await reading).get_data(as_text=True)
 
 
-async def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        tokenizing = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
-        await until(stand_in.requests)
-        assert not here.frontend.retry_after._running
-        async with here.connection(chat("silent")):
-            await until(lambda: len(stand_in.requests()) == 2)
-            await until(lambda: len(here.frontend.retry_after._running) == 1)
-        await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0")
-        assert (await tokenizing).status_code == 499
+async def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(here: Site, stand_in: StandIn) -> None:
+    tokenizing = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
+    await until(stand_in.requests)
+    assert not here.frontend.retry_after._running
+    async with here.connection(chat("silent")):
+        await until(lambda: len(stand_in.requests()) == 2)
+        await until(lambda: len(here.frontend.retry_after._running) == 1)
+    await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0")
+    assert (await tokenizing).status_code == 499
 
 
-async def test_what_is_sent_twice_under_one_key_is_one_request(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        first = await post(here, "/tokenize", {"prompt": "ab"}, headers=KEY)
-        again = await post(here, "/v1/tokenize", {"prompt": "ab"}, headers=KEY)
-        assert await json_of(first) == await json_of(again)
-        assert first.headers["x-minisgl-uid"] == again.headers["x-minisgl-uid"]
-        assert len(stand_in.requests()) == 1
+async def test_what_is_sent_twice_under_one_key_is_one_request(here: Site, stand_in: StandIn) -> None:
+    first = await post(here, "/tokenize", {"prompt": "ab"}, headers=KEY)
+    again = await post(here, "/v1/tokenize", {"prompt": "ab"}, headers=KEY)
+    assert await json_of(first) == await json_of(again)
+    assert first.headers["x-minisgl-uid"] == again.headers["x-minisgl-uid"]
+    assert len(stand_in.requests()) == 1
 
 
-async def test_nothing_of_it_is_left_among_the_living_or_the_waiting(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        await json_of(await post(here, "/tokenize", {"prompt": "ab"}))
+async def test_nothing_of_it_is_left_among_the_living_or_the_waiting(here: Site, redis_url: str) -> None:
+    await json_of(await post(here, "/tokenize", {"prompt": "ab"}))
     names = Names()
     assert [command(redis_url, "XLEN", key) for key in (names.submitted, names.tokenized)] == [0, 0]
     assert command(redis_url, "ZCARD", names.live) == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.wire import refusal
 
-from pipeline.errors import RequestError
 from web.wire.openai.bulk import MOST_VALUES, Bulk, bulk_of, refuse_bulk
 from web.wire.openai.messages import MOST_CALLS, MOST_IN_ARGUMENTS, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from web.wire.openai.schemas import parse_chat, parse_completion
@@ -40,15 +40,9 @@ def test_the_count_is_that_of_the_values_whatever_texts_hold(value: Any, ascii_a
     assert held.values <= counted.values <= held.values + held.large
 
 
-def refusal(body: bytes) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse_chat(body)
-    return caught.value
-
-
 @pytest.mark.parametrize("unit", [b"1", b"[]", b"{}", b'""', b'{"a":[1]}', b'"\\"\\\\"', b"["])
 def test_a_body_with_more_values_than_are_parsed_in_a_short_time_is_refused(unit: bytes) -> None:
-    error = refusal(USER + b'"x":[' + b",".join([unit] * (MOST_VALUES + 1)) + b"]}")
+    error = refusal(parse_chat, USER + b'"x":[' + b",".join([unit] * (MOST_VALUES + 1)) + b"]}")
     assert (error.status, error.code, error.param) == (400, "too_many_values", None)
 
 
@@ -65,7 +59,7 @@ def test_a_prompt_of_many_token_ids_is_taken() -> None:
 
 
 def test_of_many_wrong_items_only_the_first_is_looked_at() -> None:
-    error = refusal(b'{"messages":[' + b"1," * (MOST_VALUES // 2) + b"1]}")
+    error = refusal(parse_chat, b'{"messages":[' + b"1," * (MOST_VALUES // 2) + b"1]}")
     assert error.param == "messages.0"
 
 
@@ -97,7 +91,7 @@ PART = '{"type":"text","text":"a"}'
     ids=lambda value: value if len(value) < 100 else "",
 )
 def test_every_list_has_a_largest_length_and_its_error_names_the_field(fields: str, param: str) -> None:
-    error = refusal(f"{{{fields}}}".encode())
+    error = refusal(parse_chat, f"{{{fields}}}".encode())
     assert (error.status, error.code, error.param) == (400, "invalid_value", param)
     assert "at most" in error.message or "more than" in error.message
 
@@ -105,7 +99,7 @@ def test_every_list_has_a_largest_length_and_its_error_names_the_field(fields: s
 def test_arguments_of_many_calls_count_together() -> None:
     call = CALL % ('{\\"a\\":[' + "1," * 100 + "1]}")
     messages = ",".join([ASSISTANT % ",".join([call] * 500)] * 3)
-    error = refusal(f'{{"messages":[{messages}]}}'.encode())
+    error = refusal(parse_chat, f'{{"messages":[{messages}]}}'.encode())
     assert error.param is not None and error.param.startswith("messages.1.tool_calls.")
 
 
@@ -114,10 +108,8 @@ def test_many_answers_share_all_of_a_large_body_but_how_they_are_sampled() -> No
         return json.dumps({"prompt": ["a"] * 1000, field: value}).encode()
 
     assert len(parse_completion(body("user", "x" * 60_000)).prompts) == 1000
-    with pytest.raises(RequestError) as caught:
-        parse_completion(body("stop", ["x" * 1000] * 9))
-    assert caught.value.param == "prompt" and "`stop`" in caught.value.message
+    error = refusal(parse_completion, body("stop", ["x" * 1000] * 9))
+    assert error.param == "prompt" and "`stop`" in error.message
     assert len(parse_completion(body("stop", ["x" * 1000] * 7)).prompts) == 1000
-    with pytest.raises(RequestError) as caught:
-        parse_chat(json.dumps({"prompt": "Hi", "n": 128, "bad_words": ["x" * 256] * 256}).encode())
-    assert caught.value.param == "n" and "send fewer" in caught.value.message
+    error = refusal(parse_chat, {"prompt": "Hi", "n": 128, "bad_words": ["x" * 256] * 256})
+    assert error.param == "n" and "send fewer" in error.message

@@ -4,14 +4,13 @@ tests/support/fields.py and, for SGLang's form, in test_sglang_schemas.py."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from support.wire import refusal
 
-from pipeline.errors import RequestError
 from web.wire.constraints import StructuredOutputs
 from web.wire.fields import TABLE, Field, Place
 from web.wire.openai.messages import Message
@@ -199,6 +198,7 @@ FORMS = {
     ),
     "abort": Form("abort", AbortRequest.model_fields, parse_abort, lambda more: {"rid": "a", **more}),
 }  # fmt: skip
+NEEDED = {"message": HELLO, "structured_outputs": ("regex",)}
 ROWS = [(place, row) for place, rows in TABLE.items() for row in rows]
 
 
@@ -211,10 +211,9 @@ def test_a_field_is_honoured_or_refused_by_its_name_or_listed(place: Place, row:
         if row.kind != "effect":
             assert _unknown(form, row.name, ODD) == (form.listed + row.name,)
             continue
-        with pytest.raises(RequestError) as caught:
-            form.parse(json.dumps(form.body({row.name: ODD})).encode())
-        assert (caught.value.status, caught.value.param) == (400, form.param + row.name)
-        assert row.name in caught.value.message and "odd" not in caught.value.message
+        error = refusal(form.parse, form.body({row.name: ODD}))
+        assert (error.status, error.param) == (400, form.param + row.name)
+        assert row.name in error.message and "odd" not in error.message
         for neutral in (None, *(row.neutral if row.name not in form.elsewhere else ())):
             assert _unknown(form, row.name, neutral) == ()
 
@@ -222,6 +221,13 @@ def test_a_field_is_honoured_or_refused_by_its_name_or_listed(place: Place, row:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_every_field_that_an_endpoint_has_is_in_the_table(form: Form) -> None:
     assert set(form.declared) <= {row.name for row in TABLE[form.place]}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_optional_field_takes_null_as_absent(name: str) -> None:
+    form, plain = FORMS[name], FORMS[name].body({})
+    nulls = dict.fromkeys({*form.declared} - {*plain, *NEEDED.get(name, ())})
+    assert form.parse(json.dumps(form.body(nulls)).encode()) == form.parse(json.dumps(plain).encode())
 
 
 @pytest.mark.parametrize("place", TABLE)
@@ -246,9 +252,15 @@ def test_an_error_says_what_to_use_instead() -> None:
         ("completions", {"tools": [{"type": "function"}]}, "or send [], or use /v1/chat/completions"),
         ("completions", {"thinking_budget": 0}, "or send -1, or use /v1/chat/completions"),
         ("tokenize", {"content": "a"}, "leave it out, or use `prompt`"),
+        ("chat", {"best_of": 4}, "send 1"),
+        ("chat", {"format": "json"}, "`response_format`"),
+        ("SGLang's form", {"rid": "x"}, "`meta_info.id`"),
+        ("SGLang's form", {"rid": "x"}, "x-minisgl-uid"),
+        ("SGLang's form", {"top_p": 0.5}, "`sampling_params`"),
+        ("SGLang's form", {"top_logprobs_num": 2}, "`return_logprob: true`"),
+        ("Mini-SGLang's form", {"top_p": 0.5}, "`text` and `sampling_params`"),
     ):
-        with pytest.raises(RequestError, match=".*" + re.escape(expected)):
-            FORMS[form].parse(json.dumps(FORMS[form].body(asked)).encode())
+        assert expected in refusal(FORMS[form].parse, FORMS[form].body(asked)).message
 
 
 SENT_BY_DEFAULT: Mapping[str, Mapping[str, Any]] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
+from support.wire import MADE
 
 from pipeline.grammars import LARGEST_NUMBER
 from web.wire.openai.schemas import parse_chat
@@ -13,7 +13,6 @@ from web.wire.sglang.schemas import SGLangRequest, parse_generate
 from web.wire.submit import chat_events
 
 HELLO = '"messages": [{"role": "user", "content": "hello"}]'
-MADE: Any = {"frontend": "web-0", "model": "m", "defaults": {}}
 HUGE = "1" + "0" * 400
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunks import UID, documents, ended, finished
+from support.chunks import documents, ended, finished, frames_of
 from support.selection import by_night
 
 from ops.sse_reader import frames_in
@@ -27,7 +27,7 @@ from pipeline.events import (
     Templating,
     TokensProduced,
 )
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, frames_for
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
 from web.wire.frames import ClientEvent
 from web.wire.known import Known, check_countable, num_known
 
@@ -63,8 +63,7 @@ def said(*texts: str, end: End | None = None, markup: Markup | None = None) -> l
 
 
 def told(event: Submitted, history: Sequence[ClientEvent], known: int | None) -> bytes:
-    frames = frames_for(UID, [event], ids=True, known=None if known is None else Known(known))
-    assert frames is not None
+    frames = frames_of([event], known=None if known is None else Known(known))
     return b"".join(map(frames.of, history))
 
 
@@ -134,8 +133,8 @@ def test_what_is_not_counted_and_the_client_may_have_is_refused(texts: list[str]
 
 def test_nothing_is_sent_of_a_stream_that_may_be_refused_yet() -> None:
     first, second, third, *_ = said("", "<think", ">Hm", markup=MARKUP)
-    frames = frames_for(UID, [asked()], ids=True, known=Known(0))
-    assert frames is not None and frames.of(first) == frames.of(second) == b""
+    frames = frames_of([asked()], known=Known(0))
+    assert frames.of(first) == frames.of(second) == b""
     with pytest.raises(RequestError, match="reasoning"):
         frames.of(third)
     opened = told(asked(), said("", "a"), 0)

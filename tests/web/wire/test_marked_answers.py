@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
 from openai.types.chat import ChatCompletion
-from support.chunks import UID, documents, ended, finished, put_together, split
+from support.chunks import UID, answered, documents, ended, finished, frames_of, put_together, split
 
 from pipeline.events import (
     Calls,
@@ -22,9 +23,8 @@ from pipeline.events import (
     TokensProduced,
 )
 from pipeline.markup import ToolFormat
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
-from web.wire.frames import ClientEvent, Frames
-from web.wire.openai.answers import choices_for
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
+from web.wire.frames import ClientEvent
 
 TOOLS = ({"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}},)
 HELLO = ({"role": "user", "content": "Hello!"},)
@@ -58,25 +58,12 @@ def history(text: str, markup: Markup = MARKUP, *, reason: FinishReason = "stop"
     return [*said, ended(finished(reason), index)]
 
 
-def stream_of(events: Sequence[Submitted], uid: str = UID) -> Frames:
-    found = frames_for(uid, events, ids=True)
-    assert found is not None
-    return found
-
-
 def whole(events: Sequence[Submitted], *histories: Sequence[ClientEvent], uid: str = UID) -> Any:
-    choices = choices_for(uid, events)
-    for choice, said in zip(choices, histories, strict=True):
-        for each in said[:-1]:
-            assert isinstance(each.event, TokensProduced)
-            choice.apply(each.event)
-        choice.finish(finished(said[-1].event.reason))  # type: ignore[union-attr]
-    return json.loads(b"".join(body_of(uid, events, choices)))
+    return json.loads(answered(events, itertools.chain(*histories), uid))
 
 
 def streamed(events: Sequence[Submitted], *histories: Sequence[ClientEvent], uid: str = UID) -> list[Any]:
-    frames = stream_of(list(events), uid)
-    return documents(b"".join(frames.of(event) for said in histories for event in said))
+    return documents(b"".join(map(frames_of(events, uid).of, itertools.chain(*histories))))
 
 
 def test_an_answer_with_calls_and_reasoning_is_what_the_official_client_expects() -> None:
@@ -253,7 +240,7 @@ def test_an_id_of_kimi_has_the_name_and_the_number_of_the_call_in_the_conversati
 def test_logprobs_and_token_ids_come_with_tokens_that_show_nothing_yet() -> None:
     scores = (Logprob(token=5, text="<tool", logprob=-0.5),)
     first = TokensProduced(tokens=(5,), text="<tool", step="1-1", markup=Markup(tools="hermes"), scores=scores)
-    frames = stream_of([chat(token_ids=True)])
+    frames = frames_of([chat(token_ids=True)])
     _, held = documents(frames.of(ClientEvent("1-0", 1, first)))
     choice = held["choices"][0]
     assert (choice["delta"], choice["token_ids"], len(choice["logprobs"]["content"])) == ({}, [5], 1)
@@ -264,17 +251,17 @@ def test_logprobs_and_token_ids_come_with_tokens_that_show_nothing_yet() -> None
 
 def test_the_last_frame_of_an_event_has_its_id_also_if_it_has_several_pieces() -> None:
     first = TokensProduced(tokens=(5,), text=f"Hm.{CALL}", step="1-1", markup=Markup(tools="hermes"))
-    *others, last = split(stream_of([chat()]).of(ClientEvent("1-0", 1, first)))
+    *others, last = split(frames_of([chat()]).of(ClientEvent("1-0", 1, first)))
     assert len(others) == 3 and not any(b"id: " in frame.replace(b'"id":', b"") for frame in others)
     assert last.startswith(b"id: 1-0\n")
 
 
 def test_the_rest_of_a_stream_is_the_same_from_every_event_on() -> None:
     said = history(TEXT)
-    frames = stream_of([chat(stream=True, include_usage=True)])
+    frames = frames_of([chat(stream=True, include_usage=True)])
     told = [frames.of(event) for event in said]
     for place in range(len(said)):
-        again = stream_of([chat(stream=True, include_usage=True)])
+        again = frames_of([chat(stream=True, include_usage=True)])
         for event in said[:place]:
             again.of(event)
         assert [again.of(event) for event in said[place:]] == told[place:]
@@ -296,6 +283,6 @@ def test_a_prompt_without_a_template_is_continued_as_it_is(endpoint: str) -> Non
 @pytest.mark.parametrize("markup", [Markup(), Markup(tools="hermes", tokens=(5,))])
 def test_an_answer_without_anything_to_read_has_the_frames_of_any_other(markup: Markup) -> None:
     event = chat(calls=None, stream=True)
-    marked, plain = stream_of([event]), stream_of([event.model_copy(update={"messages": (), "prompt": "x"})])
+    marked, plain = frames_of([event]), frames_of([event.model_copy(update={"messages": (), "prompt": "x"})])
     for each in history(TEXT, markup):
         assert marked.of(each) == plain.of(each)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+from support.wire import HELLO, chats, refusal
 
-from pipeline.errors import RequestError
-from pipeline.events import SamplingParams, Submitted, Templating, decode, encode
-from web.wire.openai.messages import Message, Tool, check_messages, plain_messages, plain_tools, templating_of
-from web.wire.openai.strict import Strict, parsed
+from pipeline.events import decode, encode
+from web.wire.openai.schemas import parse_chat
 
 SECRET = "a-word-that-must-not-come-back"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
@@ -25,25 +25,12 @@ TOOL = {
 }
 
 
-class Body(Strict):
-    """As a body that has them."""
-
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-
-
-def taken(messages: list[Any]) -> list[Message]:
-    found = parsed(Body, json.dumps({"messages": messages}).encode()).messages or []
-    check_messages(found)
-    return found
-
-
 def plain(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    return plain_messages(taken(list(messages)))
+    return chats(messages=messages)[0].messages
 
 
-def tools(*given: Any) -> list[Tool]:
-    return parsed(Body, json.dumps({"tools": given}).encode()).tools or []
+def plain_tools(*tools: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    return chats(tools=tools)[0].templating.tools
 
 
 def calling(**function: Any) -> dict[str, Any]:
@@ -90,9 +77,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("message", "path"), BAD, ids=[f"{path}-{i}" for i, (_, path) in enumerate(BAD)])
 def test_a_bad_message_is_refused_by_its_path_and_without_its_value(message: dict[str, Any], path: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        taken([message, {"role": "user", "content": "fine"}])
-    error = caught.value
+    error = refusal(parse_chat, {"messages": [message, {"role": "user", "content": "fine"}]})
     assert (error.status, error.param) == (400, f"messages.{path}")
     assert f"messages.{path}" in error.message and SECRET not in error.message
 
@@ -104,12 +89,16 @@ def test_a_conversation_with_calls_is_given_as_templates_know_it() -> None:
         {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "seen"}]},
         {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": None},
+        {"role": "user", "content": ""},
     ) == (
         {"role": "system", "content": "d"},
         {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "seen", "tool_call_id": "call_1"},
         {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
     )
 
 
@@ -164,8 +153,9 @@ def test_parts_of_the_responses_api_are_text_and_a_result_of_nothing_is_empty() 
 
 
 def test_a_part_that_is_not_supported_is_told_which_are() -> None:
-    with pytest.raises(RequestError, match=r"`text`.*`input_text`.*`refusal`.*`thinking`"):
-        taken([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}])
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}
+    error = refusal(parse_chat, {"messages": [message]})
+    assert re.search(r"`text`.*`input_text`.*`refusal`.*`thinking`", error.message)
 
 
 def test_what_a_template_is_not_given_is_left_out() -> None:
@@ -181,25 +171,25 @@ def test_reasoning_comes_back_under_either_name_and_templates_get_one(names: lis
 
 def test_unknown_names_are_let_through_and_named() -> None:
     call = CALL | {"index": 0, "function": {"name": "f", "arguments": "{}", "parsed": 1}}
-    (message,) = taken([{"role": "assistant", "tool_calls": [call], "weight": 1, "audio": None}])
-    assert message.unknown == {"weight", "tool_calls.index", "tool_calls.function.parsed"}
-    (tool,) = tools(TOOL | {"cache": 1, "function": {"name": "f", "deep": [1e999]}})
-    assert tool.unknown == {"cache", "function.deep"}
-    assert plain_tools([tool]) == ({"type": "function", "function": {"name": "f"}},)
+    message = {"role": "assistant", "tool_calls": [call], "weight": 1, "audio": None}
+    tool = TOOL | {"cache": 1, "function": {"name": "f", "deep": [1e999]}}
+    assert parse_chat(json.dumps({"messages": [message], "tools": [tool]}).encode()).unknown == (
+        *("messages.tool_calls.function.parsed", "messages.tool_calls.index", "messages.weight"),
+        *("tools.cache", "tools.function.deep"),
+    )
+    assert plain_tools(tool) == ({"type": "function", "function": {"name": "f"}},)
 
 
 def test_a_tool_is_given_as_it_was_sent_but_for_what_is_null() -> None:
-    assert plain_tools(tools(TOOL)) == (TOOL,)
+    assert plain_tools(TOOL) == (TOOL,)
     bare = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
-    assert plain_tools(tools(bare)) == ({"type": "function", "function": {"name": "f"}},)
+    assert plain_tools(bare) == ({"type": "function", "function": {"name": "f"}},)
 
 
 def test_tools_come_through_the_log_as_they_were_sent() -> None:
-    templating = templating_of(
-        add_generation_prompt=None, continue_final_message=None, tools=tools(TOOL), variables={"a": [None, 1.5]}
+    (event,) = chats(
+        messages=[{"role": "assistant", "tool_calls": [CALL]}], tools=[TOOL], chat_template_kwargs={"a": [None, 1.5]}
     )
-    messages = plain({"role": "assistant", "tool_calls": [CALL]})
-    event = Submitted(endpoint="e", frontend="f", messages=messages, templating=templating, sampling=SamplingParams())
     assert decode(encode(event)) == event
     assert event.templating.tools == (TOOL,)
 
@@ -223,33 +213,5 @@ def test_tools_come_through_the_log_as_they_were_sent() -> None:
     ],
 )
 def test_a_bad_tool_is_refused_by_its_path_and_without_its_value(tool: Any, path: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        tools(tool)
-    assert caught.value.param == f"tools.{path}" and SECRET not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("add_generation_prompt", "continue_final_message", "given"),
-    [
-        (None, None, (True, False)),
-        (False, None, (False, False)),
-        (None, True, (False, True)),
-        (False, True, (False, True)),
-    ],
-)
-def test_an_answer_is_opened_unless_the_last_message_is_one(
-    add_generation_prompt: bool | None, continue_final_message: bool | None, given: tuple[bool, bool]
-) -> None:
-    templating = templating_of(
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=None,
-        variables=None,
-    )
-    assert templating == Templating(add_generation_prompt=given[0], continue_final_message=given[1])
-
-
-def test_an_answer_cannot_begin_anew_and_with_the_last_message() -> None:
-    with pytest.raises(RequestError) as caught:
-        templating_of(add_generation_prompt=True, continue_final_message=True, tools=None, variables=None)
-    assert caught.value.param == "continue_final_message"
+    error = refusal(parse_chat, {"messages": HELLO, "tools": [tool]})
+    assert error.param == f"tools.{path}" and SECRET not in error.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from support.chunks import UID, documents, ended, finished, split
+from support.chunks import UID, answered, documents, ended, finished, frames_of, split
 
 from pipeline.errors import RequestError
 from pipeline.events import (
@@ -30,9 +31,8 @@ from pipeline.events import (
     TopLogprob,
 )
 from pipeline.names import SEAL
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, body_of, frames_for
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT
 from web.wire.frames import ClientEvent, Frames
-from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_body, error_of
 
 
@@ -49,23 +49,12 @@ def tokens(n: int, text: str, index: int = 0, **more: Any) -> ClientEvent:
 
 def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop", **more: Any) -> bytes:
     """Return the body of an answer in which each choice has one token."""
-    choices = choices_for(UID, events)
-    for choice, text in zip(choices, texts, strict=True):
-        produced = tokens(1, text, **more).event
-        assert isinstance(produced, TokensProduced)
-        choice.apply(produced)
-        choice.finish(finished(reason))
-    return b"".join(body_of(UID, events, choices))
+    given = ((tokens(1, text, index, **more), ended(finished(reason), index)) for index, text in enumerate(texts))
+    return answered(events, itertools.chain(*given))
 
 
-def stream_of(events: Sequence[Submitted], uid: str = UID) -> Frames:
-    found = frames_for(uid, events, ids=True)
-    assert found is not None
-    return found
-
-
-def frames_of(model: str = "m", **shown: Any) -> Frames:
-    return stream_of([submitted(model, **shown)])
+def chat_frames(model: str = "m", **shown: Any) -> Frames:
+    return frames_of([submitted(model, **shown)])
 
 
 def test_a_completion_is_what_the_official_client_expects() -> None:
@@ -78,7 +67,7 @@ def test_a_completion_is_what_the_official_client_expects() -> None:
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_chunks_are_what_the_official_client_expects(include_usage: bool) -> None:
-    frames = frames_of('or"g/m', include_usage=include_usage)
+    frames = chat_frames('or"g/m', include_usage=include_usage)
     stream = frames.of(tokens(1, 'a "b"\n')) + frames.of(ended(finished()))
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
     assert {(chunk.id, chunk.model, chunk.created) for chunk in chunks} == {(f"chatcmpl-{UID}", 'or"g/m', 5)}
@@ -92,7 +81,7 @@ def test_chunks_are_what_the_official_client_expects(include_usage: bool) -> Non
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_the_last_frame_of_an_event_carries_its_history_id(include_usage: bool) -> None:
-    frames = frames_of(include_usage=include_usage)
+    frames = chat_frames(include_usage=include_usage)
     role, first = split(frames.of(tokens(17, "x")))
     assert first.startswith(b"id: 17-0\ndata: {") and b"id: " not in role
     *others, last = split(frames.of(ended(finished())))
@@ -101,7 +90,7 @@ def test_the_last_frame_of_an_event_carries_its_history_id(include_usage: bool) 
 
 
 def test_tokens_without_text_make_no_frame_but_the_first_one_that_there_is() -> None:
-    frames = frames_of()
+    frames = chat_frames()
     assert b'"role":"assistant"' in frames.of(tokens(1, ""))
     assert frames.of(tokens(2, "")) == b""
     assert b"assistant" not in frames.of(tokens(3, "x"))
@@ -109,12 +98,12 @@ def test_tokens_without_text_make_no_frame_but_the_first_one_that_there_is() -> 
 
 def test_what_is_not_for_clients_makes_no_frame() -> None:
     admitted = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f")
-    assert frames_of().of(ClientEvent("0-3", 0, admitted)) == b""
+    assert chat_frames().of(ClientEvent("0-3", 0, admitted)) == b""
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\u0085b", "\u2028\u0085\u2029", "é…—漢字🙂", "\x00\r\n"])
 def test_no_text_can_break_a_frame_in_two(text: str) -> None:
-    _, frame = split(frames_of().of(tokens(1, text)))
+    _, frame = split(chat_frames().of(tokens(1, text)))
     assert len(frame.decode().splitlines()) == 3
     (chunk,) = documents(frame)
     assert ChatCompletionChunk.model_validate(chunk).choices[0].delta.content == text
@@ -122,7 +111,7 @@ def test_no_text_can_break_a_frame_in_two(text: str) -> None:
 
 def test_a_failure_in_a_stream_is_a_frame() -> None:
     event = Failed(status=503, code="shutting_down", message="Come again.", param="")
-    frame = frames_of().of(ended(event))
+    frame = chat_frames().of(ended(event))
     expected = {"message": "Come again.", "type": "service_unavailable", "param": None, "code": "shutting_down"}
     assert documents(frame) == [{"error": expected}]
 
@@ -246,14 +235,9 @@ def test_an_answer_says_what_ended_it_as_vllm_and_sglang_say_it(
     endpoint: str, end: Finished, stop_reason: object, matched_stop: object
 ) -> None:
     event = submitted(endpoint=endpoint, stream=True)
-    (choice,) = choices_for(UID, [event])
-    produced = tokens(1, "a").event
-    assert isinstance(produced, TokensProduced)
-    choice.apply(produced)
-    choice.finish(end)
-    whole_one = json.loads(b"".join(body_of(UID, [event], [choice])))["choices"][0]
-    frames = stream_of([event])
-    last = documents(frames.of(tokens(1, "a")) + frames.of(ended(end)))[-1]["choices"][0]
+    given = tokens(1, "a"), ended(end)
+    whole_one = json.loads(answered([event], given))["choices"][0]
+    last = documents(b"".join(map(frames_of([event]).of, given)))[-1]["choices"][0]
     for told in (whole_one, last):
         assert (told["finish_reason"], told["stop_reason"], told["matched_stop"]) == (
             end.reason,
@@ -270,7 +254,7 @@ def test_a_stop_token_that_the_client_named_is_a_stop_reason_of_vllm() -> None:
 
 def test_a_streamed_completion_says_the_same_as_a_whole_one() -> None:
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, stream=True, token_ids=True)
-    frames = stream_of([event])
+    frames = frames_of([event])
     you, there = (score("you", -1.0),), (score("!", -2.0),)
     stream = frames.of(tokens(1, "you", scores=you, prompt=PROMPT)) + frames.of(tokens(2, "!", scores=there))
     chunks = [Completion.construct(**each) for each in documents(stream + frames.of(ended(finished())))]
@@ -301,7 +285,7 @@ def test_a_prompt_counts_once_however_many_choices_it_has() -> None:
 
 def test_the_stream_of_several_says_whose_each_chunk_is_and_no_ids() -> None:
     events = [submitted(choices=2, stream=True, include_usage=True)] * 2
-    frames = stream_of(events)
+    frames = frames_of(events)
     order = (tokens(1, "b", 1), tokens(1, "a"), ended(finished()), tokens(2, "c", 1), ended(finished("length"), 1))
     stream = b"".join(map(frames.of, order))
     assert b"id: " not in stream.replace(b'"id"', b"")
@@ -319,7 +303,7 @@ def test_the_stream_of_several_says_whose_each_chunk_is_and_no_ids() -> None:
 
 
 def test_one_of_several_is_read_by_its_own_uid_with_its_own_index_and_ids() -> None:
-    frames = stream_of([submitted(choices=4, stream=True)], f"{UID}.3")
+    frames = frames_of([submitted(choices=4, stream=True)], f"{UID}.3")
     role, text = split(frames.of(tokens(1, "x")))
     assert text.startswith(b"id: 1-0\n") and b"id: " not in role
     assert [chunk["choices"][0]["index"] for chunk in documents(role + text)] == [3, 3]
@@ -327,7 +311,7 @@ def test_one_of_several_is_read_by_its_own_uid_with_its_own_index_and_ids() -> N
 
 
 def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
-    frames = frames_of(stream=True, include_usage=True, continuous_usage=True)
+    frames = chat_frames(stream=True, include_usage=True, continuous_usage=True)
     prompt = PromptInfo(num_tokens=7, cached_tokens=4)
     stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(tokens(2, "b")) + frames.of(ended(finished()))
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
@@ -338,7 +322,7 @@ def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize("endpoint", [CHAT_ENDPOINT, COMPLETIONS_ENDPOINT])
 def test_where_cached_tokens_were_is_told_once_where_it_is_asked_for(endpoint: str) -> None:
     event, prompt = submitted(endpoint=endpoint, cache_details=True), PromptInfo(num_tokens=7, cached_tokens=4)
-    frames = stream_of([event])
+    frames = frames_of([event])
     stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(ended(finished()))
     told = [chunk["sglext"] for chunk in documents(stream) if "sglext" in chunk]
     body = json.loads(whole([event], "a", prompt=prompt))
@@ -352,7 +336,7 @@ def test_a_prompt_of_one_token_has_that_one_without_a_score() -> None:
     parsed = json.loads(whole([completion], "you", scores=(score("you", -1.0),), prompt=prompt))["choices"][0]
     assert (parsed["logprobs"]["tokens"], parsed["logprobs"]["token_logprobs"]) == (["A", "you"], [None, -1.0])
     assert parsed["prompt_logprobs"] == [None]
-    frames = stream_of([completion])
+    frames = frames_of([completion])
     opening = documents(frames.of(tokens(1, "", prompt=prompt)))[0]
     assert opening["choices"][0]["logprobs"]["tokens"] == ["A"]
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.wire import HELLO, MADE, chats, completions, refusal
 
-from pipeline.errors import RequestError
-from pipeline.events import Submitted
-from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from web.wire.submit import chat_events, completion_events, seed_of
+from pipeline.events import SamplingParams
+from web.wire.openai.schemas import parse_chat, parse_completion
+from web.wire.sglang.schemas import parse_generate
+from web.wire.submit import chat_events, seed_of
 
-HELLO = [{"role": "user", "content": "hello"}]
-MADE: Any = {"frontend": "web-0", "model": "m", "defaults": {}}
 SECRET = "a-word-that-must-not-come-back"
 
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"messages": HELLO, **fields}).encode()
-
-
-def refusal(raw: bytes) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse_chat(raw)
-    return caught.value
 
 
 BAD_VALUES: dict[str, list[Any]] = {
@@ -142,7 +136,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("param", dict.fromkeys(param for _, param in BAD))
 def test_a_bad_field_is_refused_with_its_name_and_without_its_value(param: str) -> None:
     for fields in (fields for fields, name in BAD if name == param):
-        error = refusal(body(**fields))
+        error = refusal(parse_chat, body(**fields))
         assert (error.status, error.param) == (400, param) and error.code in ("invalid_value", "unsupported_parameter")
         assert param.split(".")[0] in error.message and SECRET not in error.message
 
@@ -161,7 +155,7 @@ def test_a_bad_field_is_refused_with_its_name_and_without_its_value(param: str) 
     ],
 )
 def test_an_error_in_an_object_of_the_clients_own_keys_quotes_the_key(fields: dict[str, Any], message: str) -> None:
-    error = refusal(body(**fields))
+    error = refusal(parse_chat, body(**fields))
     assert error.message.startswith(message) and error.param == next(iter(fields)), "the log has the name alone"
 
 
@@ -179,28 +173,19 @@ def test_an_error_in_an_object_of_the_clients_own_keys_quotes_the_key(fields: di
     ],
     ids=["empty", "broken", "not utf-8", "lone surrogate", "too deep", "a list", "a number", "a string"],
 )
-def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
-    error = refusal(raw)
+@pytest.mark.parametrize("parse", [parse_chat, parse_generate])
+def test_a_body_that_is_no_json_object_is_refused(parse: Callable[[bytes], object], raw: bytes) -> None:
+    error = refusal(parse, raw)
     assert (error.status, error.param, error.code) == (400, None, "invalid_json")
 
 
 def test_only_the_first_thing_that_is_wrong_is_said() -> None:
-    error = refusal(body(messages=[{"role": "x"}] * 10_000))
+    error = refusal(parse_chat, body(messages=[{"role": "x"}] * 10_000))
     assert error.param == "messages.0.role" and len(error.message) < 200
-
-
-def test_a_refused_feature_says_which_values_are_accepted() -> None:
-    assert "send 1" in refusal(body(best_of=4)).message
-    assert "`response_format`" in refusal(body(format="json")).message
 
 
 def test_neutral_numbers_are_compared_as_json_numbers() -> None:
     assert parse_chat(body(best_of=1.0, stream_interval=1, echo=False)).unknown == ()
-
-
-def test_every_optional_field_takes_null_as_absent() -> None:
-    names = set(ChatRequest.model_fields) - {"messages"}
-    assert parse_chat(body(**dict.fromkeys(names))) == parse_chat(body())
 
 
 def test_a_whole_number_is_fine_where_a_float_is_expected() -> None:
@@ -221,25 +206,22 @@ def test_a_whole_number_is_fine_where_a_float_is_expected() -> None:
 )
 def test_what_can_mean_only_one_thing_means_that(said: dict[str, Any], means: dict[str, Any]) -> None:
     seed = {} if "seed" in said else {"seed": 1}
-    first, *others = (chat_events(parse_chat(body(**fields, **seed)), **MADE) for fields in (said, means))
-    assert [event.sampling for event in first] == [event.sampling for event in others[0]]
+    first, second = (chats(**fields, **seed) for fields in (said, means))
+    assert [event.sampling for event in first] == [event.sampling for event in second]
 
 
 @pytest.mark.parametrize("kind", ["json", "json_object"])
 def test_a_schema_as_in_tgi_is_one_as_in_openai(kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    first, second = (
-        chat_events(parse_chat(body(response_format=asked)), **MADE)[0].constraint
-        for asked in ({"type": kind, "value": schema}, named)
-    )
+    first, second = (chats(response_format=asked)[0].constraint for asked in ({"type": kind, "value": schema}, named))
     assert first is not None and second is not None
     assert (first.kind, first.text, first.param) == (second.kind, second.text, "response_format.value")
 
 
 def test_most_stop_strings_have_the_most_characters() -> None:
     stops = [f"{number:0512}" for number in range(128)]
-    assert chat_events(parse_chat(body(stop=stops)), **MADE)[0].sampling.stop == tuple(stops)
+    assert chats(stop=stops)[0].sampling.stop == tuple(stops)
 
 
 def test_to_a_completion_minus_one_is_the_rest_of_the_context_and_nothing_is_sixteen() -> None:
@@ -270,7 +252,7 @@ def test_labels_are_kept_and_change_nothing() -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
     }
-    (event,) = chat_events(parse_chat(body(**labels)), **MADE)
+    (event,) = chats(**labels)
     assert event.labels == labels
 
 
@@ -282,91 +264,47 @@ def test_labels_have_no_more_than_64_kb_together_in_utf8(name: str) -> None:
 
     assert parse_chat(body(**labels(65_000))).labels == labels(65_000)
     for parse in (parse_chat, lambda raw: parse_completion(raw.replace(b'"messages"', b'"prompt":"x","m"'))):
-        with pytest.raises(RequestError) as caught:
-            parse(body(**labels(4_000_000)))
-        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "invalid_value")
-        assert "`prompt_cache_key`) have 4000" in caught.value.message and "at most 65536;" in caught.value.message
+        error = refusal(parse, body(**labels(4_000_000)))
+        assert (error.status, error.param, error.code) == (400, name, "invalid_value")
+        assert "`prompt_cache_key`) have 4000" in error.message and "at most 65536;" in error.message
     many = {"user": "u" * 40_000, "metadata": {str(i): "m" * 40 for i in range(700)}}
-    assert refusal(body(**many)).param == "user"
-
-
-def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": "d"},
-        {"role": "user", "content": parts, "name": "ann"},
-        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
-        {"role": "user", "content": ""},
-    ]
-    (event,) = chat_events(parse_chat(body(messages=messages)), **MADE)
-    assert event.messages == (
-        {"role": "system", "content": "d"},
-        {"role": "user", "content": "a\nb", "name": "ann"},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": ""},
-    )
+    assert refusal(parse_chat, body(**many)).param == "user"
 
 
 def test_sampling_is_submitted_as_it_was_asked_for() -> None:
-    asked = body(
+    sampling = chats(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-5, stop="x", stop_token_ids=[1, 2], ignore_eos=True,
         max_tokens=9, max_completion_tokens=7, min_tokens=2, presence_penalty=1, frequency_penalty=-0.5,
         repetition_penalty=1.1, logit_bias={"7": -100, "0": 2.5}, allowed_token_ids=[3, 7],
         bad_words=["no"], logprobs=True, top_logprobs=2, prompt_logprobs=0, include_stop_str_in_output=True,
         skip_special_tokens=False, typical_p=0.9, logprob_token_ids=[4],
+    )[0].sampling  # fmt: skip
+    assert sampling == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=0, min_p=0.1, seed=-5, stop=("x",), stop_token_ids=(1, 2), ignore_eos=True,
+        max_tokens=7, min_tokens=2, presence_penalty=1.0, frequency_penalty=-0.5, repetition_penalty=1.1,
+        logit_bias=((7, -100.0), (0, 2.5)), allowed_token_ids=(3, 7), bad_words=("no",), logprobs=2, prompt_logprobs=0,
+        include_stop_str_in_output=True, skip_special_tokens=False, typical_p=0.9, logprob_token_ids=(4,),
     )  # fmt: skip
-    sampling = chat_events(parse_chat(asked), **MADE)[0].sampling
-    assert sampling.model_dump() == {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 0,
-        "min_p": 0.1,
-        "seed": -5,
-        "max_tokens": 7,
-        "min_tokens": 2,
-        "stop": ("x",),
-        "stop_token_ids": (1, 2),
-        "ignore_eos": True,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -0.5,
-        "repetition_penalty": 1.1,
-        "logit_bias": ((7, -100.0), (0, 2.5)),
-        "allowed_token_ids": (3, 7),
-        "bad_words": ("no",),
-        "typical_p": 0.9,
-        "logprob_token_ids": (4,),
-        "logprobs": 2,
-        "prompt_logprobs": 0,
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-    }
 
 
 def test_names_of_llama_cpp_and_ollama_mean_the_same() -> None:
-    (event,) = chat_events(parse_chat(body(n_predict=9, repeat_penalty=1.1)), **MADE)
+    (event,) = chats(n_predict=9, repeat_penalty=1.1)
     assert (event.sampling.max_tokens, event.sampling.repetition_penalty) == (9, 1.1)
-    (event,) = chat_events(parse_chat(body(n_predict=9, max_tokens=9, repeat_penalty=1)), **MADE)
+    (event,) = chats(n_predict=9, max_tokens=9, repeat_penalty=1)
     assert (event.sampling.max_tokens, event.sampling.repetition_penalty) == (9, 1)
-    for events in (chat_events(parse_chat(body(n_predict=-1)), **MADE), _completions(n_predict=-1)):
+    for events in (chats(n_predict=-1), completions({"prompt": "a", "n_predict": -1})):
         assert events[0].sampling.max_tokens is None, "as many as fit"
 
 
 def test_a_request_says_which_field_limits_its_answer() -> None:
     def limit(**fields: Any) -> str:
-        return chat_events(parse_chat(body(**fields)), **MADE)[0].limit
+        return chats(**fields)[0].limit
 
-    assert [limit(), limit(n_predict=-1), limit(n_predict=5), limit(max_tokens=5)] == [
-        "",
-        "",
-        "n_predict",
-        "max_tokens",
-    ]
+    assert limit() == limit(n_predict=-1) == ""
+    assert (limit(n_predict=5), limit(max_tokens=5)) == ("n_predict", "max_tokens")
     assert limit(max_tokens=7, max_completion_tokens=5) == "max_completion_tokens"
-    assert _completions()[0].limit == _completions(max_tokens=0, echo=True)[0].limit == "", "nobody asked for 16"
-
-
-def _completions(**fields: Any) -> list[Submitted]:
-    return completion_events(parse_completion(completion("a", **fields)), **MADE)
+    for asked in ({}, {"max_tokens": 0, "echo": True}):
+        assert completions({"prompt": "a", **asked})[0].limit == "", "nobody asked for 16"
 
 
 def test_the_client_wins_over_the_model_and_the_model_over_openai() -> None:
@@ -391,12 +329,8 @@ def test_without_a_seed_or_with_minus_one_it_is_drawn_anew_for_each_request(fiel
 
 
 def test_a_prompt_goes_to_the_model_without_a_template() -> None:
-    (event,) = chat_events(parse_chat(json.dumps({"prompt": "Once"}).encode()), **MADE)
+    (event,) = chats(messages=None, prompt="Once")
     assert (event.prompt, event.messages, event.sampling.max_tokens) == ("Once", (), None)
-
-
-def completion(prompt: object, **fields: Any) -> bytes:
-    return json.dumps({"prompt": prompt, **fields}).encode()
 
 
 @pytest.mark.parametrize(
@@ -409,9 +343,9 @@ def completion(prompt: object, **fields: Any) -> bytes:
     ],
 )
 def test_a_completions_prompt_has_four_shapes(prompt: object, prompts: list[object]) -> None:
-    request = parse_completion(completion(prompt))
+    request = parse_completion(json.dumps({"prompt": prompt}).encode())
     assert request.prompts == prompts
-    events = completion_events(request, **MADE)
+    events = completions({"prompt": prompt})
     assert [event.prompt or list(event.prompt_ids) for event in events] == prompts
     assert {event.sampling.max_tokens for event in events} == {16}, "OpenAI's default of this endpoint"
 
@@ -443,24 +377,13 @@ def test_a_completions_prompt_has_four_shapes(prompt: object, prompts: list[obje
     ],
 )
 def test_a_bad_field_of_a_completion_is_refused_with_its_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_completion(completion("a") if not fields else json.dumps({"prompt": "a", **fields}).encode())
-    assert (caught.value.status, caught.value.param) == (400, param) and SECRET not in caught.value.message
-
-
-def test_a_completion_without_a_prompt_is_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_completion(b"{}")
-    assert caught.value.param == "prompt"
-
-
-def test_every_optional_field_of_a_completion_takes_null_as_absent() -> None:
-    names = set(CompletionRequest.model_fields) - {"prompt"}
-    assert parse_completion(completion("a", **dict.fromkeys(names))) == parse_completion(completion("a"))
+    error = refusal(parse_completion, {"prompt": "a", **fields})
+    assert (error.status, error.param) == (400, param) and SECRET not in error.message
+    assert refusal(parse_completion, {}).param == "prompt"
 
 
 def test_choices_are_submitted_together_each_with_a_seed_of_its_own_and_the_first_with_the_clients() -> None:
-    events = completion_events(parse_completion(completion(["a", "b"], n=3, seed=5)), **MADE)
+    events = completions({"prompt": ["a", "b"], "n": 3, "seed": 5})
     assert [event.prompt for event in events] == ["a"] * 3 + ["b"] * 3
     seeds = [event.sampling.seed for event in events]
     assert seeds[0] == 5 and seeds[:3] == seeds[3:] and len(set(seeds)) == 3, "a prompt's answers are its own"
@@ -475,7 +398,7 @@ def test_the_seed_of_a_choice_is_a_function_of_the_clients(seed: int) -> None:
 
 
 def test_no_token_at_all_is_asked_for_with_echo() -> None:
-    (event,) = completion_events(parse_completion(completion("a", max_tokens=0, echo=True, logprobs=1)), **MADE)
+    (event,) = completions({"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1})
     assert (event.sampling.max_tokens, event.presentation.prompt_only, event.presentation.echo) == (1, True, True)
     assert (event.sampling.logprobs, event.sampling.prompt_logprobs) == (1, 1)
 
@@ -484,20 +407,20 @@ def test_a_large_prompt_has_many_answers_but_few_that_repeat_it() -> None:
     large = {"messages": [{"role": "user", "content": "x" * 2_000_000}], "n": 128}
     assert parse_chat(body(**large)).num_choices == 128
     for repeats in ({"return_token_ids": True}, {"prompt_logprobs": 0}):
-        error = refusal(body(**large, **repeats))
+        error = refusal(parse_chat, body(**large, **repeats))
         assert error.param == "n" and "at most 4" in error.message
     prompts = {"prompt": ["x" * 1_000_000, "y" * 1_000_000], "echo": True}
     assert len(parse_completion(json.dumps(prompts).encode()).prompts) == 2
-    with pytest.raises(RequestError) as caught:
-        parse_completion(json.dumps({**prompts, "n": 5}).encode())
-    assert caught.value.param == "n" and "at most 4" in caught.value.message
+    error = refusal(parse_completion, {**prompts, "n": 5})
+    assert error.param == "n" and "at most 4" in error.message
 
 
 def test_a_conversation_that_goes_on_with_its_last_message_opens_no_new_one() -> None:
     def templating(**fields: Any) -> tuple[bool, bool]:
-        (event,) = chat_events(parse_chat(body(**fields)), **MADE)
+        (event,) = chats(**fields)
         return event.templating.add_generation_prompt, event.templating.continue_final_message
 
     assert templating() == (True, False)
     assert templating(continue_final_message=True) == (False, True)
     assert templating(add_generation_prompt=False) == (False, False)
+    assert templating(add_generation_prompt=False, continue_final_message=True) == (False, True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.chunks import UID, answered, ended, finished, frames_of
+from support.wire import Body, chats, completions, generations, refusal
 
-from pipeline.errors import RequestError
 from pipeline.events import (
     Cancelled,
     Failed,
@@ -17,27 +18,18 @@ from pipeline.events import (
     Logprobs,
     PromptInfo,
     Submitted,
-    Timings,
     TokensProduced,
     TokenText,
     TopLogprob,
-    Usage,
 )
-from pipeline.names import SEAL
 from pipeline.scored import MOST_SCORES
 from pipeline.scores import Row
-from web.wire.endpoints import body_of, frames_for
+from web.wire.endpoints import body_of
 from web.wire.frames import ClientEvent
 from web.wire.openai.answers import choices_for
-from web.wire.openai.schemas import parse_chat, parse_completion
 from web.wire.pieces import PIECE_BYTES, Slices, encoded, sliced
-from web.wire.sglang.schemas import parse_generate
-from web.wire.submit import chat_events, completion_events, generate_events
 
-UID = "0" * 32
-MADE: Any = {"frontend": "web-0", "model": "m", "defaults": {}}
-Body = dict[str, Any]
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 2, "logprobs": True, "seed": 1}
+CHAT = {"prompt_logprobs": 2, "logprobs": True, "seed": 1}
 COMPLETION = {"prompt": ["a", "b"], "prompt_logprobs": 1, "seed": 1}
 ECHO = {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "seed": 1}
 GENERATE = {"text": ["a", "b"], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
@@ -46,27 +38,19 @@ TOPS = {**GENERATE, "top_logprobs_num": 20}
 
 
 def chat(body: Body) -> list[Submitted]:
-    return chat_events(parse_chat(json.dumps(body).encode()), **MADE)
-
-
-def complete(body: Body) -> list[Submitted]:
-    return completion_events(parse_completion(json.dumps(body).encode()), **MADE)
-
-
-def generate(body: Body) -> list[Submitted]:
-    return generate_events(parse_generate(json.dumps(body).encode()), **MADE)
+    return chats(**body)
 
 
 ToEvents = Callable[[Body], list[Submitted]]
 WAYS: list[tuple[ToEvents, Body]] = [
     (chat, {**CHAT, "n": 3}),
-    (complete, {**COMPLETION, "n": 3}),
-    (complete, {**ECHO, "n": 3}),
-    (complete, {**ECHO, "n": 3, "prompt_logprobs": 2, "max_tokens": 0}),
-    (complete, {**ECHO, "n": 3, "stream": True, "stream_options": {"include_usage": True}}),
-    (complete, {**ECHO, "n": 3, "stream": True, "max_tokens": 0, "return_token_ids": True}),
-    (generate, {**GENERATE, "sampling_params": {"n": 3}}),
-    (generate, {**GENERATE, "sampling_params": {"n": 3}, "stream": True}),
+    (completions, {**COMPLETION, "n": 3}),
+    (completions, {**ECHO, "n": 3}),
+    (completions, {**ECHO, "n": 3, "prompt_logprobs": 2, "max_tokens": 0}),
+    (completions, {**ECHO, "n": 3, "stream": True, "stream_options": {"include_usage": True}}),
+    (completions, {**ECHO, "n": 3, "stream": True, "max_tokens": 0, "return_token_ids": True}),
+    (generations, {**GENERATE, "sampling_params": {"n": 3}}),
+    (generations, {**GENERATE, "sampling_params": {"n": 3}, "stream": True}),
 ]
 
 
@@ -94,30 +78,15 @@ def told(events: list[Submitted], *, each_scored: bool) -> list[list[ClientEvent
             prompt = unscored if shown.tells_prompt else None
         scores = (score(1, 2),) if event.sampling.logprobs is not None else ()
         token = TokensProduced(tokens=(5,), text=f"answer {index}", step="1-1", prompt=prompt, scores=scores)
-        end = Finished(
-            n=1,
-            reason="length",
-            usage=Usage(prompt_tokens=3, completion_tokens=1),
-            timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
-        )
-        histories.append([ClientEvent("1-0", 1, token, index), ClientEvent(SEAL, 1, end, index)])
+        histories.append([ClientEvent("1-0", 1, token, index), ended(finished("length"), index)])
     return histories
 
 
-def answered(events: list[Submitted], given: list[ClientEvent]) -> bytes:
+def answer_of(events: list[Submitted], given: list[ClientEvent]) -> bytes:
     """Return the whole answer, or the whole stream."""
     if events[0].presentation.stream:
-        frames = frames_for(UID, events)
-        assert frames is not None
-        return b"".join(frames.of(each) for each in given)
-    choices = choices_for(UID, events)
-    for each in given:
-        match each.event:
-            case TokensProduced() as tokens:
-                choices[each.index].apply(tokens)
-            case Finished() as end:
-                choices[each.index].finish(end)
-    return b"".join(body_of(UID, events, choices))
+        return b"".join(map(frames_of(events, ids=False).of, given))
+    return answered(events, given)
 
 
 @pytest.mark.parametrize(("to_events", "body"), WAYS)
@@ -134,15 +103,14 @@ def test_the_choices_of_a_prompt_share_its_scores_and_the_answer_is_the_same(to_
     ]
     alone = [choices_for(UID, [event])[0] for event in everywhere]
     assert all(choice.scorer is None for choice in alone)
-    assert answered(events, kept) == answered(everywhere, before)
+    assert answer_of(events, kept) == answer_of(everywhere, before)
 
 
 @pytest.mark.parametrize(("to_events", "body"), [way for way in WAYS if way[1].get("stream")])
 def test_a_choice_that_comes_before_the_scores_of_its_prompt_waits_for_them(to_events: ToEvents, body: Body) -> None:
     events = to_events(body)
     first, second, *rest = told(events, each_scored=False)
-    frames, usual = frames_for(UID, events), frames_for(UID, events)
-    assert frames is not None and usual is not None
+    frames, usual = (frames_of(events, ids=False) for _ in range(2))
     assert [frames.of(each) for each in second] == [b"", b""]
     expected = b"".join(usual.of(each) for each in (first[0], *second, first[1]))
     assert b"".join(frames.of(each) for each in first) == expected
@@ -152,21 +120,20 @@ def test_a_choice_that_comes_before_the_scores_of_its_prompt_waits_for_them(to_e
 
 @pytest.mark.parametrize("event", [Failed(status=500, code="c", message="m"), Cancelled(by="client")])
 def test_a_failure_waits_for_no_scores(event: Failed | Cancelled) -> None:
-    frames = frames_for(UID, complete({**ECHO, "n": 2, "stream": True}))
-    assert frames is not None and b"error" in frames.of(ClientEvent(SEAL, 0, event, 1))
+    frames = frames_of(completions({**ECHO, "n": 2, "stream": True}))
+    assert b"error" in frames.of(ended(event, 1))
 
 
 def test_one_of_several_choices_is_told_alone_without_the_scores() -> None:
-    events = complete({**ECHO, "n": 2, "stream": True})
-    frames = frames_for(f"{UID}.1", [events[1]])
-    assert frames is not None
+    events = completions({**ECHO, "n": 2, "stream": True})
+    frames = frames_of([events[1]], f"{UID}.1", ids=False)
     (produced, _) = told(events, each_scored=False)[1]
     opening, token = frames.of(ClientEvent("1-0", 1, produced.event)).split(b"\n\n")[:2]
     assert b'"text":"prompt 10","logprobs":null' in opening and b"answer 1" in token
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("to_events", "body"), [(chat, CHAT), (complete, ECHO), (generate, TOPS)])
+@pytest.mark.parametrize(("to_events", "body"), [(chat, CHAT), (completions, ECHO), (generations, TOPS)])
 def test_a_long_answer_comes_in_pieces_of_which_each_is_made_when_it_is_due(
     to_events: ToEvents, body: Body, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,8 +154,8 @@ def test_a_long_answer_comes_in_pieces_of_which_each_is_made_when_it_is_due(
     assert isinstance(token, TokensProduced)
     history[0].event = token.model_copy(update={"prompt": scored(10, length=2000, width=20)})
     if stream:
-        frames = frames_for(UID, events)
-        assert frames is not None and frames.are_long
+        frames = frames_of(events, ids=False)
+        assert frames.are_long
         pieces: Iterator[bytes] = frames.pieces(history[0])
     else:
         (choice,) = choices_for(UID, events)
@@ -222,19 +189,19 @@ IDS = {"prompt": [5] * 3000, "max_tokens": 1}
 @pytest.mark.parametrize(
     ("to_events", "body", "param"),
     [
-        (complete, {**IDS, "prompt_logprobs": 20, "n": 64}, "prompt_logprobs"),
-        (complete, {**IDS, "prompt_logprobs": 20, "n": 16}, "prompt_logprobs"),
-        (complete, {**IDS, "echo": True, "logprobs": 20, "n": 16}, "logprobs"),
-        (complete, {**IDS, "prompt": [[5] * 1000] * 48, "prompt_logprobs": 20}, "prompt_logprobs"),
-        (complete, {**IDS, "prompt": [[5] * 3000] * 2, "prompt_logprobs": 1, "n": 100}, "prompt_logprobs"),
+        (completions, {**IDS, "prompt_logprobs": 20, "n": 64}, "prompt_logprobs"),
+        (completions, {**IDS, "prompt_logprobs": 20, "n": 16}, "prompt_logprobs"),
+        (completions, {**IDS, "echo": True, "logprobs": 20, "n": 16}, "logprobs"),
+        (completions, {**IDS, "prompt": [[5] * 1000] * 48, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (completions, {**IDS, "prompt": [[5] * 3000] * 2, "prompt_logprobs": 1, "n": 100}, "prompt_logprobs"),
         (
-            generate,
+            generations,
             {"input_ids": [5] * 3000, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 128},
              "top_logprobs_num": 2},
             "logprob_start_len",
         ),
         (
-            generate,
+            generations,
             {"input_ids": [5] * 3000, "return_logprob": True, "logprob_start_len": 0, "stream": True,
              "sampling_params": {"max_new_tokens": 500}},
             "logprob_start_len",
@@ -242,21 +209,20 @@ IDS = {"prompt": [5] * 3000, "max_tokens": 1}
     ],
 )  # fmt: skip
 def test_a_body_of_ids_that_asks_for_too_many_scores_is_refused(to_events: ToEvents, body: Body, param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        to_events(body)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "too_many_scores", param)
-    assert str(MOST_SCORES) in caught.value.message
+    error = refusal(lambda raw: to_events(json.loads(raw)), body)
+    assert (error.status, error.code, error.param) == (400, "too_many_scores", param)
+    assert str(MOST_SCORES) in error.message
 
 
 @pytest.mark.parametrize(
     ("to_events", "body"),
     [
-        (complete, {**IDS, "prompt_logprobs": 20, "n": 15}),
-        (complete, {**IDS, "prompt_logprobs": 20, "n": 64, "truncate_prompt_tokens": 700}),
-        (complete, {**IDS, "prompt_logprobs": 20, "n": 64, "truncate_prompt_tokens": -1}),
-        (complete, {**IDS, "logprobs": 20, "n": 128}),
-        (complete, {"prompt": "x" * 100_000, "prompt_logprobs": 20, "n": 64}),
-        (generate, {"input_ids": [5] * 3000, "return_logprob": True, "sampling_params": {"n": 128}}),
+        (completions, {**IDS, "prompt_logprobs": 20, "n": 15}),
+        (completions, {**IDS, "prompt_logprobs": 20, "n": 64, "truncate_prompt_tokens": 700}),
+        (completions, {**IDS, "prompt_logprobs": 20, "n": 64, "truncate_prompt_tokens": -1}),
+        (completions, {**IDS, "logprobs": 20, "n": 128}),
+        (completions, {"prompt": "x" * 100_000, "prompt_logprobs": 20, "n": 64}),
+        (generations, {"input_ids": [5] * 3000, "return_logprob": True, "sampling_params": {"n": 128}}),
     ],
 )
 def test_a_body_is_taken_if_the_scores_are_fewer_or_only_the_tokenizer_can_count(

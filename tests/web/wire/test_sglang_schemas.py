@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chunks import UID, answered, ended, frames_of
+from support.wire import generations, refusal
 
 from ops.sse_reader import frames_in
-from pipeline.errors import RequestError
 from pipeline.events import (
     Admitted,
-    End,
     Failed,
     Finished,
     FinishReason,
@@ -30,25 +30,11 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL, sibling_uids
-from web.wire.endpoints import body_of, frames_for
 from web.wire.frames import ClientEvent
-from web.wire.openai.answers import choices_for
-from web.wire.sglang.schemas import SGLangRequest, SGLangSampling, TextRequest, parse_generate
+from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
 from web.wire.sse import KEEP_ALIVE
-from web.wire.submit import generate_events
 
-UID = f"{5000:012x}" + "7000" + "8" * 16
 SECRET = "a-word-that-must-not-come-back"
-
-
-def submitted(body: dict[str, Any]) -> list[Submitted]:
-    return generate_events(parse_generate(json.dumps(body).encode()), frontend="web-0", model="m", defaults={})
-
-
-def refusal(body: dict[str, Any]) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        parse_generate(json.dumps(body).encode())
-    return caught.value
 
 
 def sampling(**params: Any) -> dict[str, Any]:
@@ -144,24 +130,9 @@ def sampling(**params: Any) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_field_is_refused_with_its_name_and_without_its_value(body: dict[str, Any], param: str) -> None:
-    error = refusal(body)
+    error = refusal(parse_generate, body)
     assert (error.status, error.param) == (400, param) and error.code in ("invalid_value", "unsupported_parameter")
     assert param.split(".")[0] in error.message and SECRET not in error.message and len(error.message) < 200
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b'{"text": "\\ud800"}'])
-def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_generate(raw)
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, None, "invalid_json")
-
-
-def test_a_refusal_says_what_to_do() -> None:
-    assert "`meta_info.id`" in refusal({"text": "a", "rid": "x"}).message
-    assert "x-minisgl-uid" in refusal({"text": "a", "rid": "x"}).message
-    assert "`sampling_params`" in refusal({"text": "a", "top_p": 0.5}).message
-    assert "`text` and `sampling_params`" in refusal({"prompt": "a", "top_p": 0.5}).message
-    assert "`return_logprob: true`" in refusal({"text": "a", "top_logprobs_num": 2}).message
 
 
 def test_the_two_forms_are_told_apart_by_their_fields() -> None:
@@ -170,17 +141,6 @@ def test_the_two_forms_are_told_apart_by_their_fields() -> None:
 
     assert form(prompt="a") is form(prompt="a", text=None, input_ids=None) is TextRequest
     assert form(text="a") is form(input_ids=[1]) is form(text="a", prompt=None) is SGLangRequest
-
-
-def test_every_optional_field_takes_null_as_absent() -> None:
-    def parsed(**body: Any) -> object:
-        return parse_generate(json.dumps(body).encode())
-
-    names = set(SGLangRequest.model_fields) - {"text"}
-    assert parsed(text="a", **dict.fromkeys(names)) == parsed(text="a")
-    params = dict.fromkeys(set(SGLangSampling.model_fields) - {"sampling_seed"})
-    assert submitted(sampling(**params, sampling_seed=1) | {"stream": None}) == submitted(sampling(sampling_seed=1))
-    assert parsed(prompt="a", max_tokens=None, ignore_eos=None, model=None) == parsed(prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -217,15 +177,15 @@ def test_unknown_names_are_let_through_and_listed_sorted() -> None:
 
 
 def test_mini_sglangs_form_asks_for_the_most_probable_answer_of_16_tokens_as_a_stream() -> None:
-    (event,) = submitted({"prompt": "a"})
+    (event,) = generations({"prompt": "a"})
     assert event.sampling == SamplingParams(temperature=0, max_tokens=16)
     assert (event.prompt, event.endpoint, event.presentation.stream) == ("a", "/generate", True)
-    (event,) = submitted({"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+    (event,) = generations({"prompt": "a", "max_tokens": 3, "ignore_eos": True})
     assert event.sampling == SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
 def test_sglangs_sampling_params_are_submitted_as_they_were_asked_for() -> None:
-    (event,) = submitted(
+    (event,) = generations(
         sampling(
             max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, stop="x",
             stop_token_ids=[1, 2], ignore_eos=True, skip_special_tokens=False, no_stop_trim=True, presence_penalty=1,
@@ -243,10 +203,10 @@ def test_sglangs_sampling_params_are_submitted_as_they_were_asked_for() -> None:
 
 
 def test_what_sglang_does_without_a_word_is_the_default() -> None:
-    (event,) = submitted({"text": "a"})
+    (event,) = generations({"text": "a"})
     assert event.sampling == SamplingParams(max_tokens=128, seed=event.sampling.seed)
     assert event.presentation == Presentation(whole_text=True, continuous_usage=True)
-    (other,) = submitted({"text": "a"})
+    (other,) = generations({"text": "a"})
     assert other.sampling.seed != event.sampling.seed, "drawn anew for each"
 
 
@@ -263,7 +223,7 @@ def test_what_sglang_does_without_a_word_is_the_default() -> None:
 def test_only_the_scores_that_are_told_are_computed(
     asked: dict[str, Any], logprobs: int | None, prompt_logprobs: int | None
 ) -> None:
-    (event,) = submitted({"text": "a", **asked})
+    (event,) = generations({"text": "a", **asked})
     assert (event.sampling.logprobs, event.sampling.prompt_logprobs) == (logprobs, prompt_logprobs)
 
 
@@ -281,13 +241,13 @@ def test_only_the_scores_that_are_told_are_computed(
     ],
 )
 def test_each_choice_of_each_prompt_is_a_sibling(body: dict[str, Any], prompts: list[object], in_list: bool) -> None:
-    events = submitted(body)
+    events = generations(body)
     assert [event.prompt or list(event.prompt_ids) for event in events] == prompts
     assert {(event.siblings, event.presentation.in_list) for event in events} == {(len(prompts), in_list)}
 
 
 def test_no_token_at_all_leaves_what_is_told_of_the_prompt() -> None:
-    (event,) = submitted(sampling(max_new_tokens=0) | {"return_logprob": True, "logprob_start_len": 3})
+    (event,) = generations(sampling(max_new_tokens=0) | {"return_logprob": True, "logprob_start_len": 3})
     assert (event.sampling.max_tokens, event.sampling.min_tokens) == (1, 0)
     assert (event.presentation.prompt_only, event.presentation.scores_from) == (True, 3)
 
@@ -303,10 +263,6 @@ def finished(reason: FinishReason = "length", n: int = 2, stop_string: str = "")
 
 def tokens(n: int, text: str, index: int = 0, **more: Any) -> ClientEvent:
     return ClientEvent(f"{n}-0", n, TokensProduced(count=1, tokens=(100 + n,), text=text, step="1-1", **more), index)
-
-
-def ended(event: End, index: int = 0) -> ClientEvent:
-    return ClientEvent(SEAL, 0, event, index)
 
 
 def score(token: int, text: str, logprob: float, *top: tuple[int, str, float]) -> Logprob:
@@ -334,15 +290,7 @@ ANSWER = (
 
 def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
     """Return the body of an answer after *given*."""
-    events = submitted(body)
-    choices = choices_for(UID, events)
-    for each in given:
-        match each.event:
-            case TokensProduced() as produced:
-                choices[each.index].apply(produced)
-            case Finished() as end:
-                choices[each.index].finish(end)
-    return json.loads(b"".join(body_of(UID, events, choices)))
+    return json.loads(answered(generations(body), given))
 
 
 def streamed(
@@ -352,9 +300,7 @@ def streamed(
     events: list[Submitted] | None = None,
     ids: bool = False,
 ) -> bytes:
-    frames = frames_for(uid, submitted(body) if events is None else events, ids=ids)
-    assert frames is not None
-    return b"".join(frames.of(each) for each in given)
+    return b"".join(map(frames_of(generations(body) if events is None else events, uid, ids=ids).of, given))
 
 
 def documents(stream: bytes) -> list[Any]:
@@ -457,9 +403,7 @@ def test_every_frame_of_a_stream_has_all_so_far_and_the_last_one_is_the_whole_an
 
 
 def test_frames_have_no_ids_and_no_comments_for_sglangs_clients_take_every_line_for_json() -> None:
-    events = submitted({"text": "a", "stream": True})
-    frames = frames_for(UID, events)
-    assert frames is not None
+    frames = frames_of(generations({"text": "a", "stream": True}), ids=False)
     stream = frames.of(ANSWER[0]) + KEEP_ALIVE + frames.of(ended(finished(n=1)))
     assert [document["text"] for document in documents(stream)] == ["Hel", "Hel"]
     assert [json.loads(frame.data)["text"] for frame in frames_in(stream)] == ["Hel", "Hel"], "a browser reads the same"
@@ -481,7 +425,7 @@ def test_the_stream_of_several_says_whose_each_frame_is() -> None:
 
 
 def test_one_of_several_is_read_by_its_own_uid_with_the_frames_that_it_had_among_them() -> None:
-    events = submitted({"text": ["a", "b"], "stream": True})
+    events = generations({"text": ["a", "b"], "stream": True})
     given = [tokens(1, "b", 1), ended(finished(n=1), 1)]
     alone = [ClientEvent(each.entry_id, each.n, each.event) for each in given]
     assert streamed({}, *alone, uid=f"{UID}.1", events=events[1:]) == streamed({}, *given, events=events)

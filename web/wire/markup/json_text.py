@@ -26,7 +26,7 @@ def parsed(text: str) -> object:
 
 
 def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Steps[None]:
-    """Read one value, or what there is of it; *tell* is called with pieces of its text.
+    """Read one value, complete or not; *tell* is called with pieces of its text.
 
     *stop*, outside of strings, ends a value that is not complete.
     """
@@ -65,7 +65,7 @@ def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Step
 
 
 def _is_here(word: str, text: str, place: int) -> bool:
-    """Return whether *text* has *word* at *place*, or ends with its beginning there."""
+    """Return whether *word*, or its beginning up to the end of *text*, is at *place*."""
     return word.startswith(text[place : place + len(word)])
 
 
@@ -80,7 +80,7 @@ def string(source: Source) -> Steps[str | None]:
 
 
 def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) -> Steps[bool]:
-    """Read an object with the name and the arguments of a call; say whether it is one.
+    """Read an object with the name and the arguments of a call. Return whether it is one.
 
     Arguments that are a string are the JSON in it. A call without arguments has an empty object.
     """
@@ -115,7 +115,7 @@ def called(source: Source, sink: Sink, *, stop: str = "", bare: bool = False) ->
 
 
 def _end(source: Source, sink: Sink, name: str, *, begun: bool, bare: bool) -> Steps[bool]:
-    """Read the end of an object; say whether it was a call. One without arguments begins here."""
+    """Read the end of an object. Return whether it was a call. A call without arguments begins here."""
     is_whole = yield from source.skip("}")
     if begun or not name:
         return begun
@@ -158,7 +158,7 @@ def arguments(source: Source, tell: Callable[[str], None], *, stop: str = "") ->
 
 
 def _cut_string(written: str) -> str:
-    """Return what came of a string that has no end. An escape that is not whole is left out."""
+    """Return the content of a string that has no end, without an incomplete escape."""
     for end in range(len(written), max(len(written) - LONGEST_ESCAPE, 0), -1):
         found = parsed(f'{written[:end]}"')
         if isinstance(found, str):

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-    """Of a call, the name of its tool."""
+    """Its text; for a call, the name of the tool."""
     call: int = -1
     """Which call of the answer it belongs to, from 0; -1: none."""
 
@@ -68,7 +68,7 @@ def reader_for(markup: Markup, request: Submitted, tools: Callable[[], Mapping[s
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, ToolParameters]:
-    """Return what a reader has to know about the *tools* of a request, by their names."""
+    """Return name -> what a reader has to know about it, for the *tools* of a request."""
     found = {}
     for tool in tools:
         schema = tool["function"].get("parameters") or {}
@@ -87,7 +87,7 @@ class Reader:
         self.format = markup.tools
         self.thinks = bool(markup.think)
         self.thinking = self._goes_on_thinking = markup.opens_thinking and self.thinks
-        """What comes next is reasoning. Behind markup it is what it was before, unless a message begins."""
+        """Whether the next text is reasoning. After markup it is the same as before, unless a message begins."""
         self.reasoning_tokens = 0
         """Tokens between the markers of thinking."""
         self.num_calls = 0
@@ -163,7 +163,7 @@ class Reader:
 
     @property
     def _is_told(self) -> bool:
-        """Whether the client gets the current call: only the first one, if it wants no parallel calls."""
+        """Return whether the client gets the current call: only the first one, if it wants no parallel calls."""
         return self._calls.parallel or self.num_calls == 1
 
     # the fold
@@ -230,7 +230,7 @@ class Reader:
         return found
 
     def _read_marked(self, marker: str) -> Steps[None]:
-        """Read what *marker* begins."""
+        """Read the markup that *marker* begins."""
         source = self._source
         source.at = len(marker)
         if self.thinking and marker == self._think[-1]:
@@ -289,15 +289,15 @@ class _Lines:
 
     def __init__(self, *, keeps_ends: bool, after_markup: bool = False) -> None:
         self.begun = False
-        """It has text."""
+        """Whether it has text."""
         self.after_markup = after_markup
-        """There was markup since its last text."""
+        """Whether there was markup since its last text."""
         self._keeps_ends = keeps_ends
         self._space: list[str] = []
         """Whitespace since the last text, in pieces: a model may write nothing else for long."""
 
     def told(self, text: str) -> str:
-        """Return what is to be shown of *text* now, and of the whitespace before it."""
+        """Return the part of *text*, and of the whitespace before it, that is shown now."""
         if self.begun and self._keeps_ends:
             return text
         if not text.rstrip(SPACE):
@@ -313,12 +313,12 @@ class _Lines:
         return text[start:end]
 
     def rest(self) -> str:
-        """Return what is to be shown of the whitespace at the end."""
+        """Return the part of the whitespace at the end that is shown."""
         return "" if self.after_markup else "".join(self._space)
 
 
 class _Markers:
-    """Several texts that are looked for at once."""
+    """Searches for several texts at once."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         self._words = words

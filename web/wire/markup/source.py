@@ -25,11 +25,11 @@ class Source:
         self.text = ""
         self.at = 0
         self.over = False
-        """No more text will come."""
+        """Whether the text is complete."""
         self.cut = False
-        """The limit of its length ended the answer."""
+        """Whether the limit of its length ended the answer."""
         self.ran_out = False
-        """A parser needed more text than there was."""
+        """Whether a parser needed more text than there was."""
 
     def drop(self) -> str:
         """Forget what has been read; return it."""
@@ -37,7 +37,7 @@ class Source:
         return read
 
     def need(self, count: int) -> Steps[bool]:
-        """Wait for *count* characters; say whether there are as many."""
+        """Wait for *count* characters. Return whether there are as many."""
         while len(self.text) - self.at < count:
             if self.over:
                 self.ran_out = True
@@ -55,7 +55,7 @@ class Source:
             self.at += 1
 
     def skip(self, word: str) -> Steps[bool]:
-        """Read *word* if it comes next; say whether it did."""
+        """Read *word* if it comes next. Return whether it did."""
         for index, char in enumerate(word):
             if not (yield from self.need(index + 1)) or self.text[self.at + index] != char:
                 return False
@@ -63,7 +63,7 @@ class Source:
         return True
 
     def until(self, end: str) -> Steps[str | None]:
-        """Read up to *end*, and that; return what is before it. None: it does not come, and nothing is read."""
+        """Read up to and including *end*; return the text before it. Without an *end*, read nothing and return None."""
         start = self.at
         while (place := self.text.find(end, start)) < 0:
             if self.over:
@@ -90,7 +90,7 @@ class Sink(Protocol):
     tools: Mapping[str, ToolParameters]
 
     def allows(self, name: str, *, bare: bool = False) -> bool:
-        """Return whether a call of *name* counts. A *bare* one, which nothing marks as a call, needs a known tool."""
+        """Return whether a call of *name* counts. A *bare* call, without a marker, needs a known tool."""
         ...
 
     def begin(self, name: str) -> None:

@@ -14,7 +14,7 @@ MOST_SCHEMAS: Final = 64
 
 
 def member(source: Source, sink: Sink, before: str, types: set[str], end: str, *, gap: str = "") -> Steps[bool]:
-    """Read a value of *types* and its *end*, and pass it on behind *before*; say whether the end came.
+    """Read a value of *types* and its *end*, and pass it on after *before*. Return whether the end came.
 
     A *gap* before the end is not part of the value. Strings are passed on as they come.
     """
@@ -51,7 +51,7 @@ def _text(source: Source, sink: Sink, end: str, gap: str) -> Steps[bool]:
 
 
 def as_json(value: str, types: set[str]) -> str:
-    """Return the JSON of a value that may have one of *types*; none: any."""
+    """Return the JSON of a value whose type is one of *types*, or any if there are none."""
     told = value.strip()
     is_json = parsed(told) is not None or told == "null"
     if is_json and ("string" not in types or (told == "null" and "null" in types)):
@@ -61,7 +61,7 @@ def as_json(value: str, types: set[str]) -> str:
 
 
 def types_of(key: str, tool: ToolParameters | None) -> set[str]:
-    """Return the types that a parameter may have; none: any. One that the tool does not have is a string."""
+    """Return the types that a parameter may have; none mean any. An unknown parameter is a string."""
     if tool is None or key not in tool.properties:
         return {"string"}
     types, waiting, seen = set[str](), [tool.properties[key]], 0

@@ -50,13 +50,13 @@ class Choice:
     index: int
     shown: Presentation
     uid: str = ""
-    """Its own, also if it has siblings."""
+    """Its own uid, also if it has siblings."""
     chat: Chat | None = None
     """The request, if the markup of its answer is read."""
     stop_token_ids: tuple[int, ...] = ()
-    """Those that the client named."""
+    """The stop tokens that the client named."""
     texts: list[str] = field(default_factory=list)
-    """Of an answer with markup, the content."""
+    """The text; for an answer with markup, only the content."""
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     reader: Reader | None = None
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def told_prompt(self) -> PromptInfo | None:
-        """What the client is told of the prompt."""
+        """The prompt, as the client is told of it."""
         if self.scorer is None or self.scorer.prompt is None:
             return self.prompt
         scored = self.scorer.prompt
@@ -83,12 +83,12 @@ class Choice:
 
     @property
     def waits(self) -> bool:
-        """Return whether another choice has not told yet what belongs to this one."""
+        """Return whether it waits for another choice, which has the scores of their prompt."""
         return self.scorer is not None and self.scorer.prompt is None and self.scorer.finished is None
 
     @property
     def reason(self) -> str:
-        """Why it ended, once it has."""
+        """Why it ended; only after the end."""
         assert self.finished is not None
         reason = "length" if self.shown.prompt_only else self.finished.reason
         return "tool_calls" if self.calls and reason == "stop" else reason
@@ -189,7 +189,7 @@ class InOrder:
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
         self._held: dict[int, list[ClientEvent]] = defaultdict(list)
-        """By the index of the choice that they wait for."""
+        """Index of the choice that they wait for -> the events."""
 
     def ready(self, event: ClientEvent) -> Iterator[ClientEvent]:
         """Yield *event*, and those that waited for it; nothing if it has to wait. Each is applied before the next."""

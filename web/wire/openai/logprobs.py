@@ -80,7 +80,7 @@ def prompt_tokens(prompt: PromptInfo, start: int = 0) -> Iterator[Pair]:
 
 
 def rows_of(scores: Sequence[Logprob]) -> Iterator[Row]:
-    """Yield what *scores* say."""
+    """Yield the rows of *scores*."""
     if isinstance(scores, Logprobs):
         yield from scores.rows()
         return

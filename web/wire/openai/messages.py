@@ -32,11 +32,11 @@ Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
 class Content(NamedTuple):
-    """What a message says."""
+    """The content of a message."""
 
     text: str
     thought: str = ""
-    """What its parts of type `thinking` say."""
+    """The text of its parts of type `thinking`."""
 
 
 class TextPart(TypedDict):
@@ -65,7 +65,7 @@ PARTS: Final = {"text": "text", "input_text": "text", "refusal": "refusal", "thi
 
 
 def _content_of(content: object) -> Content | None:
-    """Return what the content of a message says: a text, or a list of parts with a line break between their texts."""
+    """Return the content of a message: a text, or the texts of a list of parts with line breaks in between."""
     if content is None:
         return None
     if isinstance(content, str):

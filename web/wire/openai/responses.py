@@ -23,7 +23,7 @@ from web.wire.pieces import encoded
 from web.wire.uids import drawn_ms, family_of, index_of
 
 Chunk: TypeAlias = bytes | Iterator[bytes]
-"""One that tells the scores of a prompt may be long, and is made piece by piece."""
+"""A chunk with the scores of a prompt may be long, so it is made piece by piece."""
 
 
 class Style:
@@ -230,31 +230,31 @@ class _ChoiceChunks:
     start: bytes
     include_usage: bool
     known: Known | None = None
-    """What the client has already, which is left out."""
+    """The text that the client has already; it is left out."""
     begun: bool = False
     offset: int = 0
     """Characters of the answer so far."""
     before: bytes = b""
     after: bytes = b""
     around_thoughts: Sequence[bytes] = ()
-    """What surrounds the two texts of a chunk that has nothing but reasoning."""
+    """The bytes around the two texts of a chunk that has only reasoning."""
     is_plain: bool = False
 
     def __post_init__(self) -> None:
         shown = self.choice.shown
         self.is_plain = not (shown.token_ids or shown.continuous_usage or shown.prompt_only)
-        whole = self._chunk(self.style.text("\0"))  # what surrounds the text of a chunk that has nothing else
+        whole = self._chunk(self.style.text("\0"))  # the bytes around the text of a chunk that has nothing else
         self.before, _, self.after = whole.partition(b'"\\u0000"')
 
     def tokens(self, event: TokensProduced) -> list[Chunk]:
         """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
         choice.prompt = choice.prompt or event.prompt
-        chunks: list[Chunk] = [] if self.begun else self._begin()  # its counts are those before any token
+        chunks: list[Chunk] = [] if self.begun else self._begin()  # with the counts before any token
         part = choice.apply(event)
         if self.known is not None:
             part = self._lacking(part, self.known)
-            if not self.known.are_over:  # it may be refused yet, so the opening waits for its text
+            if not self.known.are_over:  # the stream may still be refused, so the opening waits for the first text
                 self.begun = not chunks
                 return []
         if choice.reader is not None:
@@ -281,12 +281,12 @@ class _ChoiceChunks:
         return [*chunks, last_chunk]
 
     def end(self) -> None:
-        """Say that the choice has ended, however. Raises RequestError if the client says that it has more than that."""
+        """Note that the choice has ended. Raises RequestError if the client claims to have more text than it has."""
         if self.known is not None:
             self.known.end()
 
     def _lacking(self, part: AnswerPart, known: Known) -> AnswerPart:
-        """Return *part* without what is *known*."""
+        """Return *part* without the text that is *known*."""
         if self.choice.reader is None:
             return part._replace(text=known.rest(part.text))
         return part._replace(text="", pieces=known.rest_of(part.pieces))
@@ -302,7 +302,7 @@ class _ChoiceChunks:
         return [self._chunk(first, logprobs, choice_more=token_ids), *map(self._chunk, others)]
 
     def _piece(self, piece: Piece) -> bytes:
-        """Return the chunk of a *piece* that has nothing else. Most have content or reasoning."""
+        """Return the chunk of a *piece* without other fields. Most pieces are content or reasoning."""
         if piece.kind == "content":
             return self.before + orjson.dumps(piece.text) + self.after
         if piece.kind == "reasoning":
@@ -331,7 +331,7 @@ class _ChoiceChunks:
         return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
 
     def _rest_of_prompt(self, known: Known) -> list[Chunk]:
-        """Return the chunk with what the client lacks of an echoed prompt; it has the role."""
+        """Return the chunk with the part of an echoed prompt that the client does not have."""
         prompt = self.choice.prompt if self.style.opening() is None and self.choice.shown.echo else None
         lacking = known.rest(prompt.text) if prompt is not None else ""
         return [self._chunk(self.style.text(lacking))] if lacking else []

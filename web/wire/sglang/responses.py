@@ -129,12 +129,12 @@ class _Answer:
         self._uid = uid
         self._sampling = event.sampling
         self._of_output: dict[str, list[bytes]] = {}
-        """The items of its lists, in JSON."""
+        """Name of a list -> its items as JSON."""
         self._num_scores = 0
-        """How many of the output's scores `_of_output` has."""
+        """Number of scores of the output that `_of_output` has."""
 
     def told(self, *, again: bool) -> dict[str, Any]:
-        """Return the whole answer so far. *again*: it is told again and again."""
+        """Return the whole answer so far. *again*: it will be asked for again, so encoded items are kept."""
         meta = self._meta_info() | (self._logprobs(again=again) if self._sampling.logprobs is not None else {})
         return {"text": self.choice.text, "output_ids": self.choice.token_ids, "meta_info": meta}
 

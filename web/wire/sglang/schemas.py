@@ -45,7 +45,7 @@ NEW_TOKENS: Final = 128
 """SGLang's default of `max_new_tokens`."""
 MOST_RID: Final = 256
 WITHIN: Final = "sampling_params."
-"""Before the names of the fields in there."""
+"""Prefix of the names of its fields."""
 
 
 class TextRequest(Strict):
@@ -171,7 +171,7 @@ class AbortRequest(Strict):
 
 
 _NEUTRAL_BESIDE_PROMPT: Final[Mapping[str, fields.Neutrals]] = {"stream": (True,), "temperature": (0,)}
-"""What that form does anyway: it is greedy, and always a stream."""
+"""Values that Mini-SGLang's form has anyway: it is greedy, and always a stream."""
 _SAMPLING_TOO: Final = "`text` and `sampling_params`"
 _NOT_BESIDE_PROMPT: Final[Mapping[str, fields.Field]] = {
     name: dataclasses.replace(field, neutral=_NEUTRAL_BESIDE_PROMPT.get(name, field.neutral), instead=_SAMPLING_TOO)

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 from support.log_contract import LIMITS, NAMES, Detokenizer, Scene
+from support.memory_log.log import MemoryLog
 from support.redis_servers import PLACES, Servers
 
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 

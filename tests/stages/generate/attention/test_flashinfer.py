@@ -105,14 +105,6 @@ def test_on_a_cpu_it_is_refused_and_auto_does_not_ask_for_it(monkeypatch: pytest
     assert [resolve_attention(name, SHAPE) for name in ("reference", "torch", "cpu")] == ["reference", "torch", "torch"]
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
-    return double
-
-
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
 def test_kernels_are_compiled_at_start_for_dtype_head_dim_and_window(library: Double, prefill: str) -> None:
     library.compiled = False

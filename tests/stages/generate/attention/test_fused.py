@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,8 @@ import torch
 from structlog.testing import capture_logs
 from support.checkpoints import Family, make_checkpoint, make_engine
 from support.devices import DEVICES, need_flashinfer
-from support.flashinfer_double import Double
+from support.flashinfer_double import FUNCTIONS, Double
 from support.flashinfer_signatures import VERSIONS
-from support.fused_double import FUNCTIONS
 from support.plans import Request, plan, shuffled_pages
 from support.ranks import Ranks
 from torch import Tensor
@@ -43,14 +41,6 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 FLOAT32 = 1e-5
 """The distance of logits, as a part of them, where only the order of sums differs."""
-
-
-@pytest.fixture
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double(getattr(request, "param", VERSIONS[0]))
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
-    return double
 
 
 def engine_with(folder: Path, dtype: str, **more: Any) -> Engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Family, make_checkpoint
-from support.devices import CPU, DEVICES, need_flashinfer
+from support.devices import CPU, DEVICES, flashinfer_double, need_flashinfer
 from support.flashinfer_double import Double
 from support.flashinfer_signatures import VERSIONS
 from support.pretend_cuda import CUDA, Pretended, pretend_cuda
@@ -118,10 +117,7 @@ def test_a_request_has_its_bits_in_any_company(
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double(VERSIONS[-1])
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
-    return double
+    return flashinfer_double(monkeypatch, VERSIONS[-1])
 
 
 @pytest.fixture

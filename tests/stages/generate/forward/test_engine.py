@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.calls import noted
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
 from support.devices import DEVICES, need_flashinfer
 from support.plans import NUM_PAGES, Request, plan, shuffled_pages
@@ -244,9 +245,7 @@ def test_a_step_is_not_computed_twice_for_a_row_that_is_drawn_again(
     monkeypatch.setattr(sampler, "FEW", 2)
     engine = make_engine(make_checkpoint(tmp_path, "qwen3"))
     schedule = make_schedule("radix", num_pages=NUM_PAGES, running=4)
-    again, begun = list[Any](), list[Any]()
-    for noted, owner, name in ((again, engine_module, "draw_again"), (begun, engine, "_begun")):
-        monkeypatch.setattr(owner, name, noting(getattr(owner, name), noted))
+    again, begun = noted(monkeypatch, engine_module, "draw_again"), noted(monkeypatch, engine, "_begun")
     sampling_params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, **params)
     schedule.add(NewRequest("a", tuple(PROMPT[:20]), (), sampling_params))
     made = list(steps_ahead(schedule, engine))
@@ -279,14 +278,6 @@ def test_tokens_are_read_while_the_device_computes_what_came_after_them() -> Non
         assert told_R.tolist() == [0, 1, 2, 3, 4]
         assert not ended.query()  # type: ignore[no-untyped-call]
         ended.synchronize()
-
-
-def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    def noted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return function(*arguments)
-
-    return noted
 
 
 @pytest.mark.parametrize("attention", ["torch", pytest.param("reference", marks=pytest.mark.night), "fi"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
+from support.calls import noted
 from support.checkpoints import make_checkpoint, make_engine
+from support.devices import flashinfer_double
 from support.flashinfer_double import Double
 from support.plans import Request, plan, shuffled_pages
 from support.pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
@@ -28,7 +29,6 @@ from stages.generate.forward import graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
 from stages.generate.model.attention import Attend, places_of, write_pages
-from stages.generate.schedule.plan import PlanRow
 from stages.generate.schedule.request import NewRequest
 
 NUM_PAGES, PAGE_SIZE = 128, 4
@@ -44,11 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Double:
-    double = Double()
-    monkeypatch.setitem(sys.modules, "flashinfer", double)
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer, "DECODE_BYTES", 1024)
-    return double
+    return flashinfer_double(monkeypatch)
 
 
 @pytest.fixture
@@ -228,14 +225,7 @@ def test_the_pages_are_what_fits_beside_the_largest_steps(
     num_pages: int,
 ) -> None:
     Memory(monkeypatch, free_bytes, (900_000, 2000))
-    begun: list[tuple[PlanRow, ...]] = []
-    update = PageTables.update
-
-    def noting(tables: PageTables, rows: tuple[PlanRow, ...]) -> None:
-        begun.append(rows)
-        update(tables, rows)
-
-    monkeypatch.setattr(PageTables, "update", noting)
+    begun = noted(monkeypatch, PageTables, "update", lambda _, rows: rows)
     engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5))
     assert engine.num_pages == num_pages and engine.kv_L2PKSD.shape[2] == num_pages + (graph > 0)
     assert [[len(row.token_ids) for row in rows] for rows in begun] == [[50], [1] * SIZES["max_running_requests"]]

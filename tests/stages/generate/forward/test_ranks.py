@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from support.plans import Request, plan, shuffled_pages
 from support.ranks import Ranks
 from torch import Tensor
 
-from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
 from stages.generate.sampling import scores as scores_module
@@ -29,6 +28,8 @@ CLEAR = 1e-3
 """The two best logits are at least so far apart where tokens must be equal."""
 Compute = Callable[[BatchPlan], Tensor]
 Folders = Callable[[Family], Path]
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return made[family]
 
     return folder
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """An engine sets the number of torch's threads: keep it from the other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def steps_of(compute: Compute) -> Tensor:
@@ -187,8 +180,3 @@ def test_every_rank_refuses_a_token_beyond_the_vocabulary_and_goes_on(folders: F
         with pytest.raises(ValueError, match="497"):
             ranks.logits(plan(replace(row, token_ids=(*row.token_ids[:5], token))))
     assert torch.equal(ranks.logits(plan(row)), before_RV)
-
-
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(folders: Folders) -> None:
-    with pytest.raises(ConfigError, match="--tp 4"):
-        Ranks(4, folders("odd"))

@@ -289,11 +289,15 @@ def test_the_peak_of_a_load_is_the_weights_once(large: Path, dtype: str) -> None
     assert seen["peak"] > 0.9 * seen["resident"] > 0.8 * seen["bytes"], "the measure measures"
 
 
-def test_a_bar_is_shown_on_a_terminal(folder: Path) -> None:
+def test_a_bar_is_shown_on_a_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     terminal, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    shown = run_load(folder, "float32", stdout=subprocess.PIPE, stderr=theirs, env=environment)
-    os.close(theirs)
-    said = os.read(terminal, 100_000).decode()
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    with open(theirs, "w") as shown:
+        monkeypatch.setattr("sys.stderr", shown)
+        load(folder, torch.float32)
+        said = os.read(terminal, 100_000).decode()
     os.close(terminal)
-    assert "weights" in said and "kB" in said and "weights" not in shown.stdout
+    assert "weights" in said and "kB" in said and capsys.readouterr().out == ""

@@ -6,7 +6,7 @@ The tokens are given, not drawn, so that two ways to compute them can be compare
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -36,6 +36,8 @@ NUM_PAGES = 2 * MOST_ROWS * -(-LENGTH // PAGE_SIZE)
 CHUNKS = (1, 3, 16, 64, LENGTH)
 THREADS = (1, 2, 3)
 Open = Callable[[int], Engine]
+
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,6 @@ def kernel_modes() -> list[object]:
 def mode(request: pytest.FixtureRequest) -> Mode:
     chosen: Mode = request.param
     return chosen
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """An engine sets the number of torch's threads: keep it from the other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

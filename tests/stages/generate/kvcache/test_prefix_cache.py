@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stages.generate.kvcache import CACHES, make_cache
 from stages.generate.kvcache.base import Allocation, PagePool, PrefixCache
@@ -58,31 +56,6 @@ def test_what_is_cached_is_whole_pages_and_short_of_the_last_token(make: Make) -
     assert len(second.pages) == second.cached_tokens // PAGE_SIZE
 
 
-@pytest.mark.parametrize("name", sorted(CACHES))
-@given(data=st.data())
-def test_no_page_is_lost_and_none_is_written_by_two(name: str, data: st.DataObject) -> None:
-    cache = make_cache(name, PAGES, PAGE_SIZE)
-    running: list[Allocation] = []
-    for _ in range(data.draw(st.integers(1, 30))):
-        ends = data.draw(st.booleans())
-        if running and ends:
-            cache.end(running.pop(data.draw(st.integers(0, len(running) - 1))))
-        else:
-            tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4 * PAGE_SIZE))
-            allocation = cache.begin(tokens)
-            if cache.grow(allocation, -(-len(tokens) // PAGE_SIZE) - len(allocation.pages)) is None:
-                cache.end(allocation)
-            else:
-                cache.fill(allocation, tokens, len(tokens))
-                running.append(allocation)
-        assert cache.problems(running) == []
-        written = [page for allocation in running for page in allocation.pages[allocation.cached_tokens // PAGE_SIZE :]]
-        assert len(written) == len(set(written))
-    for allocation in running:
-        cache.end(allocation)
-    assert cache.num_available == PAGES
-
-
 def test_a_page_freed_twice_is_our_bug_and_is_said() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
@@ -110,16 +83,19 @@ def test_the_books_are_said_to_be_wrong_when_they_are(make: Make) -> None:
 # What the radix cache shares
 
 
-def test_a_prompt_in_flight_is_shared_as_soon_as_its_plan_is_made() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+@pytest.fixture
+def cache() -> RadixCache:
+    return RadixCache(PAGES, PAGE_SIZE)
+
+
+def test_a_prompt_in_flight_is_shared_as_soon_as_its_plan_is_made(cache: RadixCache) -> None:
     tokens = list(range(10))
     first = started(cache, tokens)
     second = cache.begin(tokens)
     assert second.cached_tokens == 8 and second.pages == first.pages[:2]
 
 
-def test_a_shared_prefix_is_found_after_its_request_has_ended() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_a_shared_prefix_is_found_after_its_request_has_ended(cache: RadixCache) -> None:
     first = started(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     pages = list(first.pages)
     cache.end(first)
@@ -129,14 +105,12 @@ def test_a_shared_prefix_is_found_after_its_request_has_ended() -> None:
     assert other.pages == pages[:1]
 
 
-def test_a_page_of_the_same_tokens_after_others_is_another_page() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_a_page_of_the_same_tokens_after_others_is_another_page(cache: RadixCache) -> None:
     started(cache, [1, 2, 3, 4, 9, 9, 9, 9, 0])
     assert cache.begin([9, 9, 9, 9, 0]).cached_tokens == 0
 
 
-def test_the_output_of_a_request_is_a_prefix_of_the_next_turn() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_the_output_of_a_request_is_a_prefix_of_the_next_turn(cache: RadixCache) -> None:
     tokens = [1, 2, 3, 4, 5]
     allocation = started(cache, tokens)
     tokens += [6, 7, 8]
@@ -178,8 +152,7 @@ def two_at_once(cache: PrefixCache) -> tuple[Allocation, Allocation]:
     return first, second
 
 
-def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them(cache: RadixCache) -> None:
     first, second = two_at_once(cache)
     assert set(first.pages).isdisjoint(second.pages)
     assert cache.problems([first, second]) == []
@@ -189,16 +162,14 @@ def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them()
     assert cache.num_available == PAGES and cache.problems([]) == []
 
 
-def test_alone_a_request_can_have_every_page_also_when_it_computed_what_another_one_did() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_alone_a_request_can_have_every_page_also_when_it_computed_what_another_one_did(cache: RadixCache) -> None:
     first, second = two_at_once(cache)
     cache.end(first)
     assert cache.grow(second, PAGES - 3) is not None
     assert cache.num_available == 0 and cache.problems([second]) == []
 
 
-def test_flushing_forgets_what_nobody_holds() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def test_flushing_forgets_what_nobody_holds(cache: RadixCache) -> None:
     held = started(cache, [1, 1, 1, 1, 0])
     cache.end(started(cache, [2, 2, 2, 2, 0]))
     assert cache.flush() == 1

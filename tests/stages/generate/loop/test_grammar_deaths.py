@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.engine_rig import CountingEngine, Killed, Running, Scene, detokenizing
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 import stages.generate
 from pipeline.events import Cancelled, EventRow, Failed, Finished, Preempted, TakenOver
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
 from stages.generate.loop.grammars import GrammarMatcher, Grammars
@@ -24,10 +24,6 @@ from stages.generate.loop.updates import Arrived
 
 DEMO = Path(stages.generate.__file__).resolve().parent / "model" / "demo"
 DEADLY, GOOD = "deadly", "good"
-
-
-class Killed(BaseException):
-    """As what ends the process of an engine: nothing in it can catch it."""
 
 
 class Anything:
@@ -92,11 +88,14 @@ def scene() -> Scene:
 
 
 @contextlib.contextmanager
-def life(scene: Scene, **options: Any) -> Iterator[tuple[Running, MortalGrammars]]:
-    """Run an engine in slot generate-0, with its detokenizer, until the block ends."""
+def life(scene: Scene, slot: int = 0, **options: Any) -> Iterator[tuple[Running, MortalGrammars]]:
+    """Run an engine with the detokenizers of its slot and of generate-0, until the block ends."""
     grammars = MortalGrammars(scene)
     try:
-        with detokenizing(scene, 0), scene.running(heard=False, grammars=grammars, **options) as running:
+        with (
+            detokenizing(scene, *sorted({0, slot})),
+            scene.running(slot=slot, heard=False, grammars=grammars, **options) as running,
+        ):
             yield running, grammars
             until(lambda: scene.log.backlog(Inbox.steps(scene.log.names, "generate-0")) == 0)
     finally:
@@ -209,12 +208,7 @@ def test_a_suspect_that_ends_before_its_grammar_is_compiled_holds_up_nobody(scen
 def test_a_suspect_with_a_grammar_that_comes_while_a_step_is_in_flight_runs_alone(scene: Scene) -> None:
     """With overlap, streams have a step in flight when the requests of a dead engine arrive."""
     (uid,) = suspects(scene, GOOD)
-    grammars = MortalGrammars(scene)
-    with (
-        contextlib.closing(grammars),
-        detokenizing(scene, 0, 1),
-        scene.running(slot=1, engine=CountingEngine(0.02), heard=False, grammars=grammars, overlap=True) as running,
-    ):
+    with life(scene, 1, engine=CountingEngine(0.02), overlap=True) as (running, _):
         stream = scene.send(80, max_tokens=60)
         until(lambda: (scene.have_ended(uid, stream) and scene.is_consumed) or running.errors)
         assert not running.errors and running.schedule.free_pages == 64
@@ -226,12 +220,7 @@ def test_a_suspect_with_a_grammar_that_comes_while_a_step_is_in_flight_runs_alon
 def test_new_grammars_do_not_hold_up_a_suspect(scene: Scene) -> None:
     """One is compiled when the suspect comes. A later one waits until the suspect has run alone."""
     (uid,) = suspects(scene, GOOD)
-    grammars = MortalGrammars(scene)
-    with (
-        contextlib.closing(grammars),
-        detokenizing(scene, 0, 1),
-        scene.running(slot=1, heard=False, grammars=grammars) as running,
-    ):
+    with life(scene, 1) as (running, grammars):
         grammars.gate.clear()
         first = scene.send(50, max_tokens=3, grammar="first")
         until(lambda: grammars.begun and uid in scene.in_hand("generate-1"))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
+from support.calls import noted
 from support.schedules import request
 from support.servers import eventually
 
@@ -151,19 +152,14 @@ def test_a_matcher_begins_again_with_states_of_its_own_before_it_gives_up(
     output = tokenizer.tokenize_str("ab")
     expected = texts(tokenizer, matcher_of(grammars, LETTERS, output))
     taken_in: list[Sequence[int]] = []
-    fresh: list[bool] = []
-    computed, new = GrammarMatcher._is_computed, Grammars._new
+    computed = GrammarMatcher._is_computed
 
     def computed_at_last(self: GrammarMatcher, token_ids: Sequence[int]) -> bool:
         taken_in.append(tuple(token_ids))
         return len(taken_in) != 3 and computed(self, token_ids)
 
-    def noted(self: Grammars, grammar: str, *, is_fresh: bool) -> LLMatcher:
-        fresh.append(is_fresh)
-        return new(self, grammar, is_fresh=is_fresh)
-
     monkeypatch.setattr(GrammarMatcher, "_is_computed", computed_at_last)
-    monkeypatch.setattr(Grammars, "_new", noted)
+    fresh = noted(monkeypatch, Grammars, "_new", lambda *_, is_fresh: is_fresh)
     matcher = matcher_of(grammars, LETTERS)
     for token in output:
         matcher.advance(token)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 import pytest
 from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import Cancelled, Finished, StepCompleted, TokensProduced
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
 from stages.generate.loop.outbox import MOST_HANDED_OVER, MOST_TOGETHER
@@ -50,10 +50,6 @@ class CountedLog(MemoryLog):
     @property
     def sizes(self) -> list[int]:
         return [len(steps) for steps in self.commits]
-
-
-def _letters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
 
 
 @pytest.fixture

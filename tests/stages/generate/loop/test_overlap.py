@@ -19,11 +19,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.calls import noted
+from support.journalled import journal_of, silent_loop
 from support.selection import by_night
 
-from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenRow, encode
-from pipeline.log.journal import JournalWriter, steps
-from pipeline.log.protocol import Entry
+from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenRow
+from pipeline.log.journal import steps
 from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
@@ -444,11 +445,7 @@ class Checked(RecordedSchedule):
 def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pages] | type[TwoRanks] = Pages) -> Told:
     """Let engines live a story, one after the other."""
     told = Told(story)
-    silent = SimpleNamespace(**dict.fromkeys(("info", "warning", "error", "exception"), lambda *_, **__: None))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.generate.loop.worker.SNAPSHOT_EVERY", snapshot_every)
-        patch.setattr("stages.generate.loop.worker.logger", silent)
-        patch.setattr("stages.generate.loop.flights.logger", silent)
+    with silent_loop(snapshot_every):
         while not told.stop:
             identity = Identity("generate-0", len(told.journal), "w", "n")
             cache = make_cache(story.cache, story.num_pages, story.page_size)
@@ -474,11 +471,7 @@ def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pa
 def planned_again(told: Told) -> None:
     """See that the steps of each engine are planned again as they were."""
     for epoch, made in enumerate(told.journal, 1):
-        writer, entries = JournalWriter(), list[Entry]()
-        for number, event in made:
-            entry = Entry(f"{epoch}-{number}", {"ms": str(number)} | encode(event))
-            entries.append(Entry(entry.id, writer.fields(entry, event)))
-        for step, different in differences(steps(entries), told.request_of):
+        for step, different in differences(steps(journal_of(made, epoch)), told.request_of):
             assert not different, f"step {step.id}: {different}"
 
 
@@ -583,17 +576,11 @@ def test_ranks_give_a_request_with_overlap_what_one_process_gives_without(story:
 def test_steps_are_launched_ahead_while_a_request_that_was_taken_over_finds_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launch, ahead = Pages.launch, list[bool]()
-
-    def noted(pages: Pages, plan: BatchPlan, before: Launched | None) -> Launched:
-        ahead.append(before is not None)
-        return launch(pages, plan, before)
-
     happens = tuple(Arrival(0, NewRequest(uid, (2, 1), (1,), ENDLESS), resumed=True) for uid in "ab")
     limits = dataclasses.replace(LIMITS, max_running_requests=1)
     story = Story(happens, "radix", num_pages=30, page_size=4, limits=limits, lazy=True)
     without = lived(story, overlap=False)
-    monkeypatch.setattr(Pages, "launch", noted)
+    ahead = noted(monkeypatch, Pages, "launch", lambda pages, plan, before: before is not None)
     with_it = lived(story, overlap=True, snapshot_every=1000)
     same_for_each_request(without, with_it)
     planned_again(with_it)

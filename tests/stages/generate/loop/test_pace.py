@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from support.schedules import make_schedule, num_samples, request
+from support.schedules import make_schedule, num_samples, planned, request
 
 from stages.generate.loop.pace import (
     FEWEST_MIXED,
@@ -101,9 +101,7 @@ class Engine:
 
     def step(self) -> Step:
         budget = self.pace.budget(self.schedule.work) if self.fixed is None else self.fixed
-        planned = self.schedule.plan(budget)
-        assert planned is not None
-        plan, _ = planned
+        plan, _ = planned(self.schedule, budget)
         took_s = self.costs(plan) * self.held_up() / 1000
         self.pace.measured(plan, took_s)
         self.schedule.complete([7] * num_samples(plan))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene, detokenizing
+from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Killed, Running, Scene, detokenizing
 from support.measured import count_of
 from support.redis_servers import LossyProxy, Servers, command, until
 
@@ -44,7 +44,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import Names, sibling_uids, slot_name
 from pipeline.serving import Serving
-from pipeline.stage.slots import SlotLease, Status, read_statuses
+from pipeline.stage.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.stage.worker import Stop
 from stages.generate.kernels import VERSION
 from stages.generate.loop.past import TOKENS_IN_DOUBT, Past, past_of
@@ -99,9 +99,7 @@ class DeadEngine:
         self.log = scene.log
         self.log.prepare(scene.tokenized)
         self.log.prepare(Inbox.steps(self.log.names, "generate-0"))
-        owner = self.log.acquire("generate-0", "the dead", LEASE_MS)
-        assert owner is not None
-        self.owner = owner
+        self.owner = owner = acquire_slot(self.log, "generate", LEASE_MS, preferred=0)
         self._numbers = itertools.count(1)
         entries = self.log.take(owner, 8, control_cursor="0-0").entries
         assert [entry.fields["uid"] for entry in entries] == list(uids)
@@ -465,10 +463,6 @@ def test_sampling_goes_on_at_the_number_of_the_next_token(scene: Scene) -> None:
 # requests that kill engines
 
 
-class Killed(BaseException):
-    """As what ends the process of an engine: nothing in it can catch it."""
-
-
 class MortalEngine(CountingEngine):
     """Dies of some tokens."""
 
@@ -646,8 +640,7 @@ def test_what_comes_while_a_suspect_runs_waits_until_that_has_a_token(scene: Sce
 def test_what_ran_gives_its_pages_back_to_a_suspect_and_goes_on_afterwards(scene: Scene) -> None:
     """Another engine is busy when it takes over what killed one twice."""
     lives = Lives(scene, 10, max_tokens=4).tried_in_vain()
-    held = scene.log.acquire("generate-0", "not away yet", LEASE_MS)
-    assert held is not None
+    held = acquire_slot(scene.log, "generate", LEASE_MS)
     with taking_over(scene, pace_s=0.02) as peer:
         own = scene.send(80, max_tokens=60)
         until(lambda: len(peer.engine.plans) > 1)

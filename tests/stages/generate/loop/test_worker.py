@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from support.calls import noted
 from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Scene
+from support.memory_log.log import MemoryLog
 from support.redis_servers import Servers, command, until
 
 from pipeline.errors import LogUnavailable, UndecodableEvent
@@ -32,11 +34,10 @@ from pipeline.events import (
     encode,
 )
 from pipeline.flags import parse_config
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, StreamLog, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
-from pipeline.stage.slots import SlotLease, read_statuses
+from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
 from stages.generate.kvcache.base import Allocation
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
@@ -138,13 +139,6 @@ def test_a_request_that_ended_before_it_was_taken_never_runs(scene: Scene, steps
     with scene.running() as engine:
         until(lambda: scene.is_consumed)
         assert uid in steps.released() and engine.engine.plans == []
-
-
-def test_a_prompt_that_fits_no_engine_fails_with_a_row(scene: Scene, steps: Steps) -> None:
-    with scene.running():
-        uid = scene.send(*range(CONTEXT))
-        until(lambda: bool(steps.marks(uid)) and scene.is_consumed)
-    assert [event.code for event in steps.failures(uid)] == ["context_length_exceeded"]
 
 
 def test_requests_that_arrive_together_share_steps(scene: Scene, steps: Steps) -> None:
@@ -265,18 +259,6 @@ def test_an_engine_waits_for_the_steps_of_its_predecessor(scene: Scene, steps: S
         assert engine.engine.plans[0].rows[0].token_ids == tuple(range(10, 11 + last))
 
 
-def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
-    url = redis_servers.url("embedded")
-    scene = Scene(lambda: RedisLog(url, Names()))
-    steps = Steps(scene.log)
-    bad, good = scene.send(1, max_tokens=2), scene.send(1, max_tokens=2)
-    command(url, "XADD", scene.log.names.request(bad), "0-3", "kind", "nonsense")
-    with scene.running():
-        until(lambda: len(steps.rows(good)) == 2 and scene.is_consumed)
-    event = decode(scene.log.histories([bad])[0][-1].fields)
-    assert isinstance(event, Failed) and event.code == "log_damaged"
-
-
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
     url = redis_servers.url("embedded")
     scene = Scene(lambda: RedisLog(url, Names()))
@@ -313,14 +295,8 @@ def test_a_running_engine_asks_for_requests_only_when_there_may_be_some(monkeypa
     """A `take` at every step would cost a stream as much as the commit of the step itself."""
     log = MemoryLog(Names())
     scene, steps = Scene(lambda: log), Steps(log)
-    take, plans_at_take = log.take, []
-
-    def watched(*arguments: Any, **options: Any) -> Taken:
-        plans_at_take.append(len(engine.engine.plans))
-        return take(*arguments, **options)
-
     with scene.running(pace_s=0.01) as engine:
-        monkeypatch.setattr(log, "take", watched)
+        plans_at_take = noted(monkeypatch, log, "take", lambda *_, **__: len(engine.engine.plans))
         first = scene.send(10, max_tokens=40)
         until(lambda: len(steps.rows(first)) >= 10)
         second = scene.send(30, max_tokens=40)
@@ -372,16 +348,9 @@ def waiting_for_a_detokenizer(
     monkeypatch.setattr("stages.generate.loop.log_thread.MOST_STEPS_BEHIND", 4)
     monkeypatch.setattr("stages.generate.loop.log_thread.POLL_S", 0.001)
     monkeypatch.setattr("stages.generate.loop.log_thread.BACKOFF_S", 0.001)
-    log, engine, asked = MemoryLog(Names()), CountingEngine(), list[int]()
+    log, engine = MemoryLog(Names()), CountingEngine()
     engine.closes_after = closes_after
-    step = log.step
-
-    def counted(owner: Any, steps: Any, **options: Any) -> StepCommitted:
-        asked.append(len(steps))
-        return step(owner, steps, **options)
-
-    monkeypatch.setattr(log, "step", counted)
-    return Scene(lambda: log), engine, asked
+    return Scene(lambda: log), engine, noted(monkeypatch, log, "step", lambda _, steps, **__: len(steps))
 
 
 def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_computes_no_further_row_of_it(
@@ -389,8 +358,7 @@ def test_an_engine_that_waits_for_its_detokenizer_hears_of_what_ended_and_comput
 ) -> None:
     scene, engine, _ = waiting_for_a_detokenizer(monkeypatch)
     inbox = Inbox.steps(scene.log.names, "generate-0")
-    detokenizer = scene.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
-    assert detokenizer is not None
+    detokenizer = acquire_slot(scene.log, "detokenize", LEASE_MS * 10)
 
     def have_both_ended() -> bool:
         """Consume the steps meanwhile."""
@@ -416,17 +384,12 @@ def test_a_forward_pass_that_hangs_gets_no_sign_of_life_from_the_thread_that_wai
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     scene, engine, asked = waiting_for_a_detokenizer(monkeypatch, closes_after=5)
-    alive, report_progress = list[str](), SlotLease.report_progress
-
-    def noted(slot_lease: SlotLease, **patience: Any) -> None:
-        alive.append(threading.current_thread().name)
-        report_progress(slot_lease, **patience)
+    alive = noted(monkeypatch, SlotLease, "report_progress", lambda *_, **__: threading.current_thread().name)
 
     def away(*_: object, **__: object) -> StepCommitted:
         asked.append(0)
         raise LogUnavailable("connection refused")
 
-    monkeypatch.setattr(SlotLease, "report_progress", noted)
     with scene.running(engine=engine, commit_interval_s=0.0):
         scene.send(10, max_tokens=40)
         until(lambda: not engine.gate.is_set())
@@ -528,8 +491,7 @@ def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatc
     """The choices of a long prompt take little more memory than one."""
     told: list[Update] = []
     monkeypatch.setattr(LogThread, "_tell", lambda _, update: told.append(update))
-    owner = scene.log.acquire("generate-0", "n", LEASE_MS)
-    assert owner is not None
+    owner = acquire_slot(scene.log, "generate", LEASE_MS)
     for prompt in ((1000, 1001), (1000, 1001), (1000,)):
         scene.send(*prompt)
     scene.log.prepare(scene.tokenized)
@@ -545,24 +507,15 @@ def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
 ) -> None:
     """Clients wait for the tokens, and nobody for news of other engines."""
     monkeypatch.setattr("stages.generate.loop.log_thread.LOOK_EVERY_S", 0.0)
-    log, asked = scene.another_log(), list[str]()
-
-    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any, **more: Any) -> Any:
-            asked.append(name)
-            return method(*arguments, **more)
-
-        return ask
-
-    owner = log.acquire("generate-0", "n", LEASE_MS)
-    assert owner is not None
+    log = scene.another_log()
+    owner = acquire_slot(log, "generate", LEASE_MS)
     log_thread = LogThread(log, owner, lease_ms=LEASE_MS, report_progress=lambda: None)
-    for name in ("step", "forsaken"):
-        monkeypatch.setattr(log, name, noted(name, getattr(log, name)))
+    looks = noted(monkeypatch, log, "forsaken")
+    looks_before_steps = noted(monkeypatch, log, "step", lambda *_, **__: len(looks))
     log_thread.start()
     log_thread.commit(1, StepCompleted(rows=()), [], 8)
     log_thread.stop()
-    assert asked[0] == "step" and "forsaken" in asked
+    assert looks_before_steps == [0] and looks
 
 
 # the books

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.gloo_groups import connected, memory_store
+from support.gloo_rank import connected, fail, memory_store, plan_of
 from support.selection import by_night, rest_at_night
 
 from pipeline.errors import RankLost
 from stages.generate.ranks.channel import Follower, Leader, connect, file_store, least
 from stages.generate.ranks.frame import LONG_LIST, NOTHING, SIZE, Kind, Reader
-from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, PlanRow
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan
 
 ROOT = Path(__file__).parents[4]
 SOON_S = 0.01
@@ -42,10 +42,6 @@ while (heard := follower.receive())[0] is not Kind.STOP:
 leader.leave()
 """
 """Another process, which sends every plan back."""
-
-
-def plan_of(step: int, num_tokens: int = 1, num_pages: int = 0) -> BatchPlan:
-    return BatchPlan(step, (PlanRow(0, 0, tuple(range(num_tokens)), tuple(range(num_pages)), 0, None),), 0)
 
 
 PLANS = (plan_of(1), plan_of(2, 2 * SIZE), plan_of(3, 1, 2 * LONG_LIST), plan_of(4, 2 * SIZE, 2 * SIZE), plan_of(5))
@@ -104,10 +100,6 @@ class Noted:
     def wait_for(self, reached: Callable[[list[Kind]], bool]) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: reached(self.kinds), 20), self.kinds
-
-
-def fail(error: RankLost) -> None:
-    raise error
 
 
 def test_every_rank_gets_the_plans_in_their_order() -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable, RankLost
 from pipeline.flags import parse_config
-from pipeline.log.memory.log import MemoryLog
 from pipeline.log.protocol import Owner
 from pipeline.log.ranks import Formation
 from pipeline.names import Names
-from pipeline.stage.slots import Status, read_statuses
+from pipeline.stage.slots import Status, acquire_slot, read_statuses
 from pipeline.stage.worker import Stop
 from stages.generate.ranks import group as group_module
 from stages.generate.ranks import worker
@@ -111,8 +111,7 @@ def listens() -> list[tuple[str, int]]:
 
 
 def test_a_rank_0_that_lost_its_slot_forms_no_group_and_says_so(log: MemoryLog) -> None:
-    owner = log.acquire("rank-0-0", "paused", LEASE_MS)
-    assert owner is not None
+    owner = acquire_slot(log, "rank-0", LEASE_MS)
     take_from(log, owner)
     connect = partial(connect_links, device=torch.device("cpu"))
     with (
@@ -176,8 +175,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[RankLost]:
 
 
 def test_rank_0_sees_that_a_rank_stands_still(log: MemoryLog, lost: queue.SimpleQueue[RankLost]) -> None:
-    owner = log.acquire("rank-1-0", "stopped", LEASE_MS)
-    assert owner is not None
+    owner = acquire_slot(log, "rank-1", LEASE_MS)
     with slot_of(log, 2), slot_of(log, 1, group="another"):
         log.renew(owner, LEASE_MS, _status(owner))
         watch = RankWatch(lambda: log, "g", [1, 2], lost.put)

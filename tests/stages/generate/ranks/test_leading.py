@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-import torch
 from support.checkpoints import make_checkpoint, make_engine
-from support.gloo_groups import connected
+from support.gloo_rank import connected, fail
 from support.kernel_variants import VARIANTS
-from support.schedules import make_schedule, steps, steps_ahead
+from support.schedules import make_schedule, planned, steps, steps_ahead
 
 from pipeline.errors import RankLost
 from pipeline.events import SamplingParams
@@ -37,22 +36,12 @@ CLEAR = 1e-3
 """The two best logits are at least so far apart where tokens must be equal."""
 Leading = TypeVar("Leading", bound=LeadingEngine)
 
+pytestmark = pytest.mark.usefixtures("torch_threads")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama3"), "llama3")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """An engine sets the number of torch's threads: keep it from the other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def refuse(error: RankLost) -> None:
-    raise error
 
 
 @contextlib.contextmanager
@@ -71,7 +60,7 @@ def two_ranks(folder: Path, kind: type[Leading]) -> Iterator[Leading]:
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    leader = Leader(frames[0], refuse)
+    leader = Leader(frames[0], fail)
     yield kind(first, leader, sums[0], 512)
     leader.leave()
     thread.join(60)
@@ -211,11 +200,10 @@ def test_a_forward_pass_that_fails_ends_the_ranks_and_is_no_failure_of_a_request
     schedule, broken = make_schedule(), cast(Any, Broken())
     for request in requests()[:2]:
         schedule.add(request)
-    planned = schedule.plan()
-    assert planned is not None
-    leader = Leader(broken, refuse)
+    plan, marks = planned(schedule)
+    leader = Leader(broken, fail)
     flights = Flights(LeadingEngine(broken, leader, broken, 512), schedule, EngineMeter(Measures(), schedule), None)
-    flights.launch(Flight(*planned, planned[0].step, None))
+    flights.launch(Flight(plan, marks, plan.step, None))
     with pytest.raises(RankLost, match=r"rank 0 .*no room"):
         flights.land()
     leader.leave()

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import gloo_groups, gloo_rank
+from support import gloo_rank
 from support.checkpoints import make_checkpoint
+from support.gloo_rank import fail, plan_of
 from support.ranks import Meeting
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from stages.generate.model.spec import read_spec
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind
 from stages.generate.ranks.links import RankLinks, connect_gpus, connect_nccl
-from stages.generate.schedule.plan import BatchPlan, PlanRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,6 @@ SUMS, BODIES = 0, 1
 CPU = torch.device("cpu")
 
 
-def plan_of(step: int, num_tokens: int, num_pages: int) -> BatchPlan:
-    return BatchPlan(step, (PlanRow(0, 0, tuple(range(num_tokens)), tuple(range(num_pages)), 0, None),), 0)
-
-
 PLANS = (plan_of(1, 1, 0), plan_of(2, 2 * SIZE, 3), plan_of(3, 1, 2 * LONG_LIST))
 BODY_SIZES = (6 + 1, 6 + 2 * SIZE + 3, 6 + 2 * LONG_LIST, 6 + 1)
 """Ints of the frames but their headers. The long list goes ahead in a frame of its own."""
@@ -173,17 +169,13 @@ class Doorbell:
 
 def connected(size: int, nccl: Nccl) -> list[RankLinks]:
     """Return the links of all ranks."""
-    store, doorbells = gloo_groups.memory_store(), gloo_groups.connected(size)
+    store, doorbells = gloo_rank.memory_store(), gloo_rank.connected(size)
 
     def connect(rank: int) -> RankLinks:
         return connect_gpus(store, rank, size, CPU, Doorbell(doorbells[rank], rank, nccl))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(connect, range(size)))
-
-
-def fail(error: RankLost) -> None:
-    raise error
 
 
 def test_a_body_follows_its_header_on_a_communicator_and_a_stream_of_its_own(nccl: Nccl) -> None:
@@ -238,4 +230,4 @@ def test_ranks_that_do_not_find_each_other_over_nccl_say_so(nccl: Nccl, monkeypa
 
     monkeypatch.setattr(Nccl, "__call__", refuse)
     with pytest.raises(RankLost, match=r"rank 1 of 2 .*NCCL error"):
-        connect_nccl(gloo_groups.memory_store(), 1, 2, CPU)
+        connect_nccl(gloo_rank.memory_store(), 1, 2, CPU)

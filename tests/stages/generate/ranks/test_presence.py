@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 from structlog.testing import capture_logs
+from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
 from pipeline.errors import ConfigError, LogUnavailable
-from pipeline.log.memory.log import MemoryLog
 from pipeline.names import Names
 from pipeline.stage.slots import Status, read_statuses
 from pipeline.stage.worker import Stop

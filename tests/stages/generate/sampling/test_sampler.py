@@ -31,19 +31,13 @@ def how(position: int = 0, forbidden: tuple[int, ...] = (), **params: Any) -> Sa
     return Sample(SamplingParams(**params), position, forbidden)
 
 
-def drawn(logits: list[float], count: int = 400, forbidden: tuple[int, ...] = (), **params: Any) -> Counter[int]:
-    samples = [how(position, forbidden, **params) for position in range(count)]
+def drawn(logits: list[float], count: int = 400, **params: Any) -> Counter[int]:
+    samples = [how(position, **params) for position in range(count)]
     return Counter(sample(torch.tensor(logits).expand(count, -1), samples))
 
 
 def log(*probabilities: float) -> list[float]:
     return torch.tensor(probabilities).log().tolist()
-
-
-def test_greedy_ignores_every_other_parameter() -> None:
-    logits_RV = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
-    samples = [how(p, temperature=0, top_p=0.01, top_k=3, min_p=0.5, seed=p) for p in range(50)]
-    assert sample(logits_RV, samples) == logits_RV.argmax(-1).tolist()
 
 
 def test_a_row_draws_the_same_token_alone_and_in_any_batch() -> None:
@@ -148,26 +142,6 @@ def test_tokens_come_as_often_as_they_should() -> None:
 )
 def test_the_best_tokens_are_kept_and_no_others(params: dict[str, Any], kept: set[int]) -> None:
     assert set(drawn(log(0.1, 0.4, 0.2, 0.3), **params)) == kept
-
-
-def test_equal_logits_at_a_border_stay_together() -> None:
-    assert set(drawn([1.0, 2.0, 1.0, 1.0], top_k=2)) == {0, 1, 2, 3}
-
-
-def test_the_smallest_temperature_is_as_good_as_greedy() -> None:
-    assert set(drawn([1.0, 1.0001, 0.5], temperature=5e-324)) == {1}
-
-
-def test_a_forbidden_token_never_comes() -> None:
-    logits = log(0.7, 0.1, 0.2)
-    assert set(drawn(logits, forbidden=(0,))) == {1, 2}
-    assert set(drawn(logits, forbidden=(0,), temperature=0)) == {2}
-
-
-def test_forbidding_what_the_vocabulary_lacks_or_all_it_has_changes_nothing() -> None:
-    logits = log(0.7, 0.1, 0.2)
-    assert drawn(logits, forbidden=(-1, 3, 10**9)) == drawn(logits)
-    assert drawn(logits, forbidden=(0, 1, 2)) == drawn(logits)
 
 
 def test_the_logits_are_left_as_they_were() -> None:

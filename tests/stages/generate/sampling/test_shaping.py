@@ -68,12 +68,6 @@ def test_presence_and_frequency_follow_the_formula_of_openai_over_the_output_alo
     assert found[5] == logits_RV[0, 5], "the prompt alone has it"
 
 
-def test_bias_comes_before_the_penalties() -> None:
-    logits_RV = torch.tensor([[0.0, -1.0, 4.0]])
-    row = after([1], [], logit_bias=((1, 3.0),), repetition_penalty=2.0)
-    assert shaped(logits_RV, [row])[0].tolist() == [0.0, 1.0, 4.0]
-
-
 @pytest.mark.parametrize(
     ("forbidden", "allowed", "left"),
     [
@@ -87,11 +81,6 @@ def test_what_is_allowed_and_not_forbidden_comes_out(
 ) -> None:
     row = shaped(logits(), [how(forbidden, allowed_token_ids=allowed)])[0]
     assert {token for token, logit in enumerate(row.tolist()) if logit > NEVER} == left
-
-
-def test_a_bias_for_a_token_that_the_vocabulary_lacks_changes_nothing() -> None:
-    logits_RV = logits()
-    assert torch.equal(shaped(logits_RV, [how(logit_bias=((10, 100.0),))]), logits_RV)
 
 
 def test_rows_are_shaped_each_by_itself_and_others_stay() -> None:
@@ -114,23 +103,10 @@ def test_a_row_that_is_still_computed_after_it_failed_and_left_changes_no_other_
     assert torch.equal(shaped(logits_RV, [left, how(), how()])[1:], logits_RV[1:])
 
 
-def test_a_penalty_that_divides_by_almost_nothing_leaves_numbers() -> None:
-    row = after([0], [1, 2], repetition_penalty=1e-300)
-    assert sample(torch.tensor([[-1.0, 2.0, 0.0, 1.0]]), [row]) == [1]
-
-
 def test_bfloat16_logits_are_shaped_in_float32() -> None:
     logits_RV = torch.tensor([[100.0, 99.5]]).bfloat16()  # of which the one after 100 is 100.5
     samples = [how(temperature=0, logit_bias=((0, -0.25), (1, 0.125))), how(temperature=0, logit_bias=((1, 0.625),))]
     assert sample(logits_RV.expand(2, -1), samples) == [0, 1]
-
-
-def test_a_greedy_row_is_shaped_too() -> None:
-    logits_RV = torch.tensor([[0.0, 2.0, 0.0, 1.5]])
-    assert sample(logits_RV, [how(temperature=0)]) == [1]
-    assert sample(logits_RV, [how(temperature=0, logit_bias=((3, 1.0),))]) == [3]
-    once = after([0], [1], temperature=0, presence_penalty=0.6)
-    assert sample(logits_RV, [once]) == [3]
 
 
 @pytest.mark.parametrize("params", [{"logit_bias": ((-1, 5.0),)}, {"allowed_token_ids": (3, -1)}])

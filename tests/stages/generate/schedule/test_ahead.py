@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.schedules import make_schedule, marked, num_samples, request, step
+from support.schedules import make_schedule, marked, num_samples, planned, request, step
 
 from pipeline.events import Admitted, EventRow, TokenRow
 from stages.generate.schedule.plan import BatchPlan, RowScores, filled
@@ -14,9 +14,7 @@ from stages.generate.schedule.schedule import Schedule
 
 def ahead(schedule: Schedule) -> BatchPlan:
     """Return the next plan."""
-    planned = schedule.plan()
-    assert planned is not None
-    return planned[0]
+    return planned(schedule)[0]
 
 
 def landed(schedule: Schedule, *token_ids: int) -> list[tuple[str, int, int]]:
@@ -135,9 +133,7 @@ def test_with_too_few_pages_the_step_lands_before_anybody_is_preempted() -> None
     landed(schedule, 7, 7)
     assert schedule.plan() is None, "both need a page, and none is free"
     landed(schedule, 8, 8)
-    planned = schedule.plan()
-    assert planned is not None
-    plan, marks = planned
+    plan, marks = planned(schedule)
     assert marked(marks, "preempted") == ["b"] and [mark.n for mark in marks] == [2]
     assert tokens_of(plan) == [(8,)]
 
@@ -151,9 +147,7 @@ def test_a_page_is_shared_once_all_its_tokens_are_known(comes: str, cached: int)
         ahead(schedule)  # fills the first page
         landed(schedule, 3)
     schedule.add(request("b", length=5))  # 0 1 2 3 4
-    planned = schedule.plan()
-    assert planned is not None
-    (mark,) = planned[1]
+    _, (mark,) = planned(schedule)
     assert isinstance(mark, EventRow) and isinstance(mark.event, Admitted) and mark.event.cached_tokens == cached
 
 

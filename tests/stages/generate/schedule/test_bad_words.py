@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.work import lines_run
+from support.measured import lines_run
 
 import stages.generate.schedule.bad_words
 from stages.generate.schedule.bad_words import BadWords

@@ -11,13 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support import schedules
-from support.schedules import marked, request, step, steps
+from support.schedules import marked, planned, request, step, steps
 
 from pipeline.events import Admitted, EventRow, Score, TokenRow
-from stages.generate.schedule.plan import BatchPlan, RowScores, Sample
+from stages.generate.schedule.plan import RowScores, Sample
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Schedule
 
@@ -117,9 +115,7 @@ def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(pe
     asked: dict[str, Any] = {penalty: ((3, 1.0),) if is_none else 1.5}
     schedule.add(request("a", length=3, output=(9, 8), **asked))
     for made in ([], [7], [7, 7]):
-        planned = schedule.plan()
-        assert planned is not None
-        sample = planned[0].rows[0].sample
+        sample = planned(schedule)[0].rows[0].sample
         assert sample is not None and sample.prompt_length == 3
         seen = sample.settled().seen
         assert (seen is None) is is_none
@@ -166,17 +162,6 @@ def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
     assert [step(schedule)[0].step, schedule.skip_step(), step(schedule)[0].step] == [1, 2, 3]
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=8))
-def test_the_same_calls_give_the_same_plans(requests: list[tuple[int, int]]) -> None:
-    def plans() -> list[BatchPlan]:
-        schedule = make_schedule(num_pages=10, context=36, prefill=16)
-        for number, (length, tokens) in enumerate(requests):
-            schedule.add(request(str(number), length, max_tokens=tokens))
-        return [plan for plan, _, _ in steps(schedule)]
-
-    assert plans() == plans()
-
-
 def test_a_preempted_request_finds_its_own_pages_again() -> None:
     schedule = make_schedule("radix", num_pages=6, context=24)
     schedule.add(request("old", length=7, max_tokens=6))
@@ -220,19 +205,10 @@ def test_after_a_failed_step_everybody_starts_over_and_nothing_it_wrote_is_used(
 
 def prefilled(schedule: Schedule) -> dict[str, int]:
     """Make a step and return how many prompt tokens of whom it had, in its order."""
-    planned = schedule.plan()
-    assert planned is not None
-    plan, _ = planned
+    plan, _ = planned(schedule)
     lengths = {schedule.holder(row.table)[0]: len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]}
     schedule.complete([7] * schedules.num_samples(plan))
     return lengths
-
-
-def test_the_lowest_priority_is_admitted_first_and_of_equals_the_first_that_came() -> None:
-    schedule = make_schedule(running=1)
-    for uid, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0), ("e", -1), ("f", 5)):
-        schedule.add(request(uid, max_tokens=1, priority=priority))
-    assert [row.uid for _, _, rows in steps(schedule) for row in rows] == ["c", "e", "b", "d", "a", "f"]
 
 
 @pytest.mark.parametrize("limits", [{"running": 1}, {"num_pages": 4, "context": 16}], ids=["no table", "no pages"])
@@ -423,9 +399,7 @@ def test_a_matcher_takes_in_each_token_once_it_is_known_but_not_the_last_one() -
     assert schedule.add(replace(request("a", max_tokens=4), grammar="g", matcher=matcher)) is None
     seen = []
     for number in range(4):
-        planned = schedule.plan()
-        assert planned is not None
-        sample = planned[0].rows[0].sample
+        sample = planned(schedule)[0].rows[0].sample
         assert sample is not None and sample.matcher is matcher
         seen.append(len(matcher.tokens))
         schedule.complete([10 + number])

@@ -435,5 +435,5 @@ class NaiveMachine(Machine):
 
 TestRequestsOverARadixCacheLiveAsTheyShould = RadixMachine.TestCase
 TestRequestsOverANaiveCacheLiveAsTheyShould = NaiveMachine.TestCase
-for _case in (TestRequestsOverARadixCacheLiveAsTheyShould, TestRequestsOverANaiveCacheLiveAsTheyShould):
-    _case.settings = STORIES
+TestRequestsOverARadixCacheLiveAsTheyShould.settings = STORIES
+TestRequestsOverANaiveCacheLiveAsTheyShould.settings = STORIES

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.resolving import CPU, H100
+from support.resolving import CPU
 
 from pipeline.errors import ConfigError
 from stages.generate.model.spec import ExpertsSpec, ModelSpec
@@ -19,28 +18,25 @@ from stages.generate.setup.resolve import Settings, resolve, resolve_device, res
 
 
 @pytest.mark.parametrize(
-    ("device", "overlap", "expected"),
-    [("cpu", "auto", False), ("cpu", "on", True), ("cuda", "auto", True), ("cuda", "off", False)],
+    ("device", "flags", "name", "expected"),
+    [
+        ("cpu", {"overlap": "auto"}, "overlap", False),
+        ("cpu", {"overlap": "on"}, "overlap", True),
+        ("cuda", {"overlap": "auto"}, "overlap", True),
+        ("cuda", {"overlap": "off"}, "overlap", False),
+        ("cpu", {"commit_interval_ms": -1}, "commit_interval_s", 0.025),
+        ("cuda", {"commit_interval_ms": -1}, "commit_interval_s", 0.002),
+        ("cpu", {"commit_interval_ms": 0}, "commit_interval_s", 0.0),
+        ("cuda", {"commit_interval_ms": 10}, "commit_interval_s", 0.01),
+    ],
 )
-def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, overlap: str, expected: bool
+def test_overlap_and_commits_suit_the_device_unless_a_flag_says_otherwise(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, Any], name: str, expected: float
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
-    config = replace(CPU, device=device, overlap=overlap, attention="reference")
-    assert resolve(config, spec).overlap == expected
-
-
-@pytest.mark.parametrize(
-    ("device", "flag_ms", "expected_s"), [("cpu", -1, 0.025), ("cuda", -1, 0.002), ("cpu", 0, 0.0), ("cuda", 10, 0.01)]
-)
-def test_short_steps_are_committed_together_for_as_long_as_suits_the_device(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, flag_ms: int, expected_s: float
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
-    config = replace(CPU, device=device, commit_interval_ms=flag_ms, attention="reference")
-    assert resolve(config, spec).commit_interval_s == expected_s
+    config = replace(CPU, device=device, attention="reference", **flags)
+    assert getattr(resolve(config, spec), name) == expected
 
 
 def test_auto_on_a_cpu(spec: ModelSpec) -> None:
@@ -161,18 +157,10 @@ LOOP = ExpertsSpec((0,), 4, 2, 40, True)
         (replace(FI, graph=8), LOOP, "experts in float32 wait for the device here, which cannot be recorded"),
     ],
 )
+@pytest.mark.usefixtures("gpu")
 def test_decode_steps_are_recorded_where_they_can_be(
-    spec: ModelSpec,
-    monkeypatch: pytest.MonkeyPatch,
-    config: EngineConfig,
-    experts: ExpertsSpec | None,
-    expected: int | str,
+    spec: ModelSpec, config: EngineConfig, experts: ExpertsSpec | None, expected: int | str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
-    monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
-    monkeypatch.setattr(resolve_module, "load_library", lambda: SimpleNamespace(__version__="0.6.13"))
     spec = spec if experts is None else replace(spec, experts=experts)
     if isinstance(expected, int):
         assert resolve(config, spec).graph == expected

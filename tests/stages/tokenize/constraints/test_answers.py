@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from support.calls import noted
 from support.dialects import make_tokenizer
+from support.selection import rest_at_night
 from tokenizers import Tokenizer
 
 from pipeline.errors import RequestError
@@ -22,7 +24,7 @@ from pipeline.vocabulary import AddedTokens
 from stages.generate.loop.grammars import _Spelled
 from stages.tokenize.constraints import calls as call_writer
 from stages.tokenize.constraints.answers import answer_grammar
-from stages.tokenize.constraints.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE, checked
+from stages.tokenize.constraints.grammars import LARGEST_GRAMMAR_BYTES, TOO_LARGE
 from stages.tokenize.constraints.literals import Rules
 from stages.tokenize.markup import Dialect
 from stages.tokenize.prompts import PromptEncoder
@@ -39,69 +41,66 @@ LOOK: Final = {
     "$defs": {"count": {"type": "integer"}},
 }
 NUMBER: Final = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-MARKED: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
 CALLED: Final = "<|channel|>commentary to=functions."
 FINAL: Final = "<|channel|>final<|message|>"
-TEMPLATES: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral_list", "mistral_names", "pythonic", *MARKED)
-LOOKS: Final = {
-    "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "sea", "times": 2}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n"
-    "<parameter=times>\n2\n</parameter>\n</function>\n</tool_call>",
-    "llama3_json": '{"name": "look", "parameters": {"at": "sea", "times": 2}}',
-    "mistral_list": '[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sea", "times": 2}}]',
-    "mistral_names": '[TOOL_CALLS]look[ARGS]{"at": "sea", "times": 2}',
-    "pythonic": '[look(at="sea", times=2)]',
-    "lfm2": '<|tool_call_start|>[look(at="sea", times=2)]<|tool_call_end|>',
-    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\n```\n<|tool_call_end|>',
-    "glm": "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n"
-    "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
-    '{"at": "sea", "times": 2}<|tool_call_end|><|tool_calls_section_end|>',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
-    '{"at": "sea", "times": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sea", "times": 2}'
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}]<|tools_suffix|>',
+FORMATS: Final = {
+    "hermes": ("", '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>', "\n", ""),
+    "qwen3_coder": ("", "<tool_call>\n<function=NAME>\nPARAMETERS</function>\n</tool_call>", "\n", ""),
+    "llama3_json": ("", '{"name": "NAME", "parameters": JSON}', "; ", ""),
+    "mistral_list": ("[TOOL_CALLS] [", '{"name": "NAME", "arguments": JSON}', ", ", "]"),
+    "mistral_names": ("", "[TOOL_CALLS]NAME[ARGS]JSON", "", ""),
+    "pythonic": ("[", "NAME(PYTHON)", ", ", "]"),
+    "lfm2": ("<|tool_call_start|>[", "NAME(PYTHON)", ", ", "]<|tool_call_end|>"),
+    "minicpm": ("<|tool_call_start|>\n```python\n", "NAME(PYTHON)", "\n", "\n```\n<|tool_call_end|>"),
+    "glm": ("", "<tool_call>NAME\nKEYS</tool_call>", "\n", ""),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "apertus": ("<|tools_prefix|>[", '{"NAME": JSON}', ", ", "]<|tools_suffix|>"),
 }
-WAITS: Final = {
-    "hermes": '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=wait>\n</function>\n</tool_call>",
-    "llama3_json": '{"name": "wait", "parameters": {}}',
-    "mistral_list": '[TOOL_CALLS] [{"name": "wait", "arguments": {}}]',
-    "mistral_names": "[TOOL_CALLS]wait[ARGS]{}",
-    "pythonic": "[wait()]",
-    "lfm2": "<|tool_call_start|>[wait()]<|tool_call_end|>",
-    "minicpm": "<|tool_call_start|>\n```python\nwait()\n```\n<|tool_call_end|>",
-    "glm": "<tool_call>wait\n</tool_call>",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.wait:0<|tool_call_argument_begin|>"
-    "{}<|tool_call_end|><|tool_calls_section_end|>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{}\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "apertus": '<|tools_prefix|>[{"wait": {}}]<|tools_suffix|>',
-}
-BOTH: Final = {
-    "hermes": LOOKS["hermes"] + "\n" + WAITS["hermes"],
-    "qwen3_coder": LOOKS["qwen3_coder"] + "\n" + WAITS["qwen3_coder"],
-    "llama3_json": LOOKS["llama3_json"] + "; " + WAITS["llama3_json"],
-    "mistral_list": '[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sea", "times": 2}}, '
-    '{"name": "wait", "arguments": {}}]',
-    "mistral_names": LOOKS["mistral_names"] + WAITS["mistral_names"],
-    "pythonic": '[look(at="sea", times=2), wait()]',
-    "lfm2": '<|tool_call_start|>[look(at="sea", times=2), wait()]<|tool_call_end|>',
-    "minicpm": '<|tool_call_start|>\n```python\nlook(at="sea", times=2)\nwait()\n```\n<|tool_call_end|>',
-    "glm": LOOKS["glm"] + "\n" + WAITS["glm"],
-    "apertus": '<|tools_prefix|>[{"look": {"at": "sea", "times": 2}}, {"wait": {}}]<|tools_suffix|>',
-    **{
-        name: LOOKS[name].removesuffix(end) + gap + WAITS[name].removeprefix(begin)
-        for name, begin, end, gap in (
-            ("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", ""),
-            ("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n"),
-            ("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", ""),
-        )
-    },
-}
+"""What comes before all calls of a family, how it writes a call, what is between two, and what comes after them."""
+TEMPLATES: Final = tuple(FORMATS)
+MARKED: Final = ("lfm2", "minicpm", "glm", "kimi_k2", "deepseek_v3", "deepseek_v31", "apertus")
+
+
+def call_of(pattern: str, name: str, arguments: dict[str, Any]) -> str:
+    tags = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    for word, text in {
+        "NAME": name,
+        "JSON": json.dumps(arguments),
+        "PYTHON": ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items()),
+        "PARAMETERS": "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in tags.items()),
+        "KEYS": "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in tags.items()),
+    }.items():
+        pattern = pattern.replace(word, text)
+    return pattern
+
+
+def calls_of(*calls: tuple[str, dict[str, Any]]) -> dict[str, str]:
+    """Return template -> how it writes these calls."""
+    return {
+        template: begin + between.join(call_of(pattern, *each) for each in calls) + end
+        for template, (begin, pattern, between, end) in FORMATS.items()
+    }
+
+
+SEE, WAIT = ("look", {"at": "sea", "times": 2}), ("wait", dict[str, Any]())
+LOOKS, WAITS, BOTH = calls_of(SEE), calls_of(WAIT), calls_of(SEE, WAIT)
 
 
 def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def refused(work: Callable[[], object]) -> tuple[str, str, str]:
 # tool calls
 
 
-@pytest.mark.parametrize("added", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("added", rest_at_night([True, False]), ids=["tokens", "texts"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_required_calls_are_of_the_tools_and_their_schemas(family: GetFamily, template: str, added: bool) -> None:
     model, look, wait, both = family(template, added=added), LOOKS[template], WAITS[template], BOTH[template]
@@ -274,13 +273,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_only_where_that_was_asked_f
 def test_tools_that_are_too_large_together_are_refused_before_each_is_checked(
     family: GetFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-
-    def counted(rules: str, schema: Any) -> str:
-        asked.append(rules)
-        return checked(rules, schema)
-
-    monkeypatch.setattr(call_writer, "checked", counted)
+    asked = noted(monkeypatch, call_writer, "checked")
     schema = {"type": "object", "properties": {"k" * 400 + str(n): {} for n in range(50)}}
     large = [tool(f"f{number}", schema) for number in range(64)]
     told = refused(lambda: family("hermes").grammar(tools=large, calls=Calls(choice="required")))
@@ -590,7 +583,7 @@ def test_one_of_many_texts_comes_after_thinking_or_in_place_of_a_call(family: Ge
     assert calls.wrong(called, "a", "a4096", "a0" + LOOKS["hermes"], good=False) == []
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("budget", rest_at_night([0, 1, 5, 2, 3, 4, 16], first=3))
 @pytest.mark.parametrize("bound", [True, False], ids=["schema", "free"])
 def test_thinking_has_as_many_tokens_as_its_budget_and_no_more(family: GetFamily, bound: bool, budget: int) -> None:
     answer = '{"n":1}' if bound else "It is."

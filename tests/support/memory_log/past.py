@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from support.memory_log.streams import Stream, Streams
+
 from pipeline.log.entries import is_tombstone
-from pipeline.log.memory.streams import Stream, Streams
 from pipeline.log.protocol import Entry, Forgotten, RequestLimits, check_whole, is_between
 from pipeline.names import Names
 

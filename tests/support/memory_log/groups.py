@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pipeline.log.memory.leases import Leases
-from pipeline.log.memory.streams import Streams
+from support.memory_log.leases import Leases
+from support.memory_log.streams import Streams
+
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.names import is_too_new, newer_consumer, parse_id
 

@@ -27,7 +27,8 @@ class Quotas:
 
     def used_up(self, quota: Quota, uid: str, live: Collection[str]) -> SubmitResult | None:
         """Return the refusal of a submit if the quota is used up; None: it is not."""
-        minute, ms = divmod(self._now_ms(), MINUTE_MS)
+        now_ms = self._now_ms()
+        minute, ms = divmod(now_ms, MINUTE_MS)
         if minute != self._minute:
             self._minute = minute
             self._accepted.clear()
@@ -36,28 +37,29 @@ class Quotas:
         running = self.running[quota.key] = {other for other in self.running.get(quota.key, ()) if other in live}
         if 0 < quota.concurrent_requests <= len(running):
             return SubmitResult(Submission.TOO_MANY, uid)
-        parts = self._parts(quota.key)
+        parts = self._parts(quota.key, now_ms)
         used = left = sum(parts.values())
         if 0 < quota.log_bytes <= used:
             for begin_ms, num_bytes in parts.items():
                 left -= num_bytes
                 if left < quota.log_bytes:
-                    again_ms = begin_ms + self._kept_ms - self._now_ms()
+                    again_ms = begin_ms + self._kept_ms - now_ms
                     return SubmitResult(Submission.TOO_MUCH, uid, again_ms, used)
         return None
 
     def count(self, quota: Quota, uids: Sequence[str], num_bytes: int) -> None:
         """Count an accepted submit of *num_bytes*."""
         if quota.log_bytes:
-            begin_ms = self._now_ms() // self._part_ms * self._part_ms
-            parts = self._bytes[quota.key] = self._parts(quota.key)
+            now_ms = self._now_ms()
+            begin_ms = now_ms // self._part_ms * self._part_ms
+            parts = self._bytes[quota.key] = self._parts(quota.key, now_ms)
             parts[begin_ms] = parts.get(begin_ms, 0) + num_bytes
         self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
         self.running.setdefault(quota.key, set()).update(uids)
 
-    def _parts(self, key: str) -> dict[int, int]:
+    def _parts(self, key: str, now_ms: int) -> dict[int, int]:
         """Return the bytes that an API key has submitted within the retention, the oldest part first."""
-        oldest_ms = self._now_ms() - self._kept_ms
+        oldest_ms = now_ms - self._kept_ms
         return {begin_ms: num for begin_ms, num in self._bytes.get(key, {}).items() if begin_ms > oldest_ms}
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from support.memory_log.archivers import MemoryArchivers
+from support.memory_log.streams import id_text
+
 from pipeline.events import encode
 from pipeline.log.forgetting import Chooser, Purged, Unconsumed, of_journals, of_letters, of_replies, tombstone
-from pipeline.log.memory.archivers import MemoryArchivers
-from pipeline.log.memory.streams import id_text
 from pipeline.names import GENERATE, SEAL, parse_id, slot_stage
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from support.memory_log.leases import Leases
+from support.memory_log.streams import Streams
+
 from pipeline.log.forgetting import ended_inbox
-from pipeline.log.memory.leases import Leases
-from pipeline.log.memory.streams import Streams
 from pipeline.log.protocol import Entry, Owner, RequestLimits
 from pipeline.names import Names
 

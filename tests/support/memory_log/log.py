@@ -1,6 +1,6 @@
-"""StreamLog in this process: the commits, under one lock. `pipeline.log.memory.streams` has the streams.
+"""StreamLog in this process: the commits, under one lock. `support.memory_log.streams` has the streams.
 
-The clock is an argument. `minisgl.LLM` runs on this log, and the tests use it as the reference for commits.
+The clock is an argument. It is the reference for commits: the contract suite compares Redis with it.
 """
 
 from __future__ import annotations
@@ -8,35 +8,38 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import orjson
+from support.memory_log.forgetting import MemoryForgetting
+from support.memory_log.groups import MemoryGroups
+from support.memory_log.leases import Leases
+from support.memory_log.past import MemoryPast
+from support.memory_log.quotas import Quotas
+from support.memory_log.ranks import MemoryRanks
+from support.memory_log.streams import Stream, Streams, id_text, steady_clock_ms
 
 from pipeline.events import End, Failed, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log.entries import (
     CONTROL_CAP,
     DEAD_CAP,
+    DEAD_HISTORY_BYTES,
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
+    OneToken,
     Skipped,
     brief_ms,
     burial_fields,
-    copied_fields,
-    history_fields,
     is_tombstone,
     kept_ms,
     letter_fields,
+    made_ms_of,
     produced_words,
     replies_of,
     say_skipped,
+    words_of,
 )
-from pipeline.log.memory.forgetting import MemoryForgetting
-from pipeline.log.memory.groups import MemoryGroups
-from pipeline.log.memory.leases import Leases
-from pipeline.log.memory.past import MemoryPast
-from pipeline.log.memory.quotas import Quotas
-from pipeline.log.memory.ranks import MemoryRanks
-from pipeline.log.memory.streams import Stream, Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
     DeadLetter,
@@ -70,6 +73,10 @@ from pipeline.names import (
     slot_name,
 )
 from pipeline.serving import Served, Serving
+
+LETTER_LABELS_BYTES: Final = 4096
+"""Largest size of the labels in a letter without the first entry. They tell who sent the
+request. end.lua has the same number."""
 
 
 class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
@@ -496,3 +503,36 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
         uids = tuple(entry.fields["uid"] for entry in entries if "uid" in entry.fields)
         flushes = [entry.id for entry in entries if "flush" in entry.fields]
         return uids, entries[-1].id if entries else cursor, flushes[-1] if flushes else ""
+
+
+def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequence[Entry]) -> dict[str, str]:
+    """Return the fields of an event that is committed with *steps* at *ms*. In Redis, produced.lua adds the times."""
+    words = words_of(said) if isinstance(said, tuple) else said
+    fields = {"ms": str(ms)} | {name: text.decode() for name, text in words.items()}
+    for step in steps:
+        if fields["kind"] == "tokens" and fields["step"] == step.id and (made_ms := made_ms_of(step)):
+            fields["age_ms"] = str(max(ms - made_ms, 0))
+    return fields
+
+
+def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
+    """Return the copy of a history for a dead letter: the first entry, then as many of the last ones as fit.
+
+    In Redis, end.lua makes it.
+    """
+    texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
+    room = DEAD_HISTORY_BYTES - 2
+    first = texts[:1] if len(texts[0]) + 1 <= room else []
+    room -= sum(len(text) + 1 for text in first)
+    last: list[bytes] = []
+    for text in reversed(texts[1:]):
+        room -= len(text) + 1
+        if room < 0:
+            break
+        last.append(text)
+    kept = first + last[::-1]
+    copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
+    labels = history[0].fields.get("labels", "")
+    if labels and not first and len(labels.encode()) <= LETTER_LABELS_BYTES:
+        copy["labels"] = labels
+    return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})

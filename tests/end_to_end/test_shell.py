@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from support.servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
+from support.servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
 from support.terminal import Terminal, on_a_terminal
 
 from ops.bench.models import nonsense
@@ -32,43 +32,49 @@ from pipeline.events import AnyEvent, Cancelled, Finished, Submitted, TokensProd
 from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE, WEB, Names
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
 MINISGL = (sys.executable, str(ROOT / "minisgl.py"))
 ENDLESS = "/set ignore_eos=true max_tokens=3500"
 BRIEF = "/set ignore_eos=true max_tokens=12"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
 @pytest.fixture
-def shell(server: Server, tmp_path: Path) -> Iterator[Terminal]:
-    with on_a_terminal(["shell", "--url", server.url], tmp_path) as terminal:
+def shell(plain_server: Server, tmp_path: Path) -> Iterator[Terminal]:
+    with on_a_terminal(["shell", "--url", plain_server.url], tmp_path) as terminal:
         yield terminal
 
 
-def told(redis_url: str) -> list[list[AnyEvent]]:
-    """Return the histories of all requests but the frontend's own, the oldest first."""
-    with contextlib.closing(RedisLog(redis_url, Names())) as log:
-        _, uids = log.requests("0", 100_000)
-        histories = [[decode(entry.fields) for entry in history] for history in log.histories(sorted(uids))]
+History = list[AnyEvent]
+Told = Callable[[], list[History]]
+
+
+def told_of(log: RedisLog, before: Collection[str] = ()) -> list[History]:
+    """Return the histories of all requests but the frontend's own and those *before*, the oldest first."""
+    _, uids = log.requests("0", 100_000)
+    found = log.histories(sorted(set(uids).difference(before)))
+    histories = [[decode(entry.fields) for entry in history] for history in found]
     return [history for history in histories if submitted(history).endpoint != "probe"]
 
 
-def submitted(history: list[AnyEvent]) -> Submitted:
+@pytest.fixture
+def told(plain_server: Server) -> Iterator[Told]:
+    """Return the histories of the requests of this test."""
+    with plain_server.log() as log:
+        _, before = log.requests("0", 100_000)
+        yield lambda: told_of(log, before)
+
+
+def submitted(history: History) -> Submitted:
     assert isinstance(history[0], Submitted)
     return history[0]
 
 
-def messages(history: list[AnyEvent]) -> list[tuple[str, str]]:
+def messages(history: History) -> list[tuple[str, str]]:
     return [(str(message["role"]), str(message["content"])) for message in submitted(history).messages]
 
 
-def text(history: list[AnyEvent]) -> str:
+def text(history: History) -> str:
     return "".join(event.text for event in history if isinstance(event, TokensProduced))
 
 
@@ -78,25 +84,28 @@ def until_long(shell: Terminal, num: int = 300) -> None:
     shell.until(lambda: len(shell.text) > start + num, "an answer under way")
 
 
-def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal, server: Server) -> None:
+def test_the_server_gets_all_turns_and_after_a_reset_one_message(
+    shell: Terminal, plain_server: Server, told: Told
+) -> None:
     shell.said(BRIEF)
-    num_before = len(told(server.redis_url))
     for question in ("one", "two", "three"):
         shell.said(question)
     assert "/rset is not a command" in shell.said("/rset")
     assert shell.said("/reset") == "the conversation is empty"
     shell.said("four")
-    first, second, third, fourth = told(server.redis_url)[num_before:]
+    first, second, third, fourth = told()
     answers = [("assistant", text(history)) for history in (first, second)]
     assert messages(third) == [("user", "one"), answers[0], ("user", "two"), answers[1], ("user", "three")]
     assert messages(fourth) == [("user", "four")]
     figures = shell.said("/stats")
     assert "answers 1 4" in figures and "output tokens 12 48" in figures
     uid = figures.partition("`minisgl trace ")[2][:32]
-    assert httpx.get(f"{server.url}/v1/requests/{uid}").json()["completion_tokens"] == 12
+    assert httpx.get(f"{plain_server.url}/v1/requests/{uid}").json()["completion_tokens"] == 12
     story = shell.said("/trace")
     assert story.startswith(f"request {uid}: finished submitted ") and "output 12" in story
-    other = httpx.post(f"{server.url}/v1/completions", json={"prompt": "five", "n": 2, "max_tokens": 3}, timeout=60)
+    other = httpx.post(
+        f"{plain_server.url}/v1/completions", json={"prompt": "five", "n": 2, "max_tokens": 3}, timeout=60
+    )
     uid = other.headers["x-minisgl-uid"]
     story = shell.said(f"/trace {other.json()['id']}")
     assert f"request {uid}.0: finished" in story and f"request {uid}.1: finished" in story
@@ -104,17 +113,19 @@ def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal
     assert shell.said("/model") == "* minisgl-nonsense"
 
 
-def test_ctrl_c_cancels_on_the_server_and_what_came_stays(shell: Terminal, server: Server, tmp_path: Path) -> None:
+def test_ctrl_c_cancels_on_the_server_and_what_came_stays(
+    shell: Terminal, plain_server: Server, told: Told, tmp_path: Path
+) -> None:
     shell.said(ENDLESS)
     shell.enter("endless")
     until_long(shell)
     shell.press("\x03")
     shell.until_shown("stopped; the conversation keeps the text so far")
-    shell.until(lambda: isinstance(told(server.redis_url)[-1][-1], Cancelled), "the request is cancelled")
-    cut = told(server.redis_url)[-1]
+    shell.until(lambda: isinstance(told()[-1][-1], Cancelled), "the request is cancelled")
+    cut = told()[-1]
     shell.said(BRIEF)
     shell.said("more")
-    after = told(server.redis_url)[-1]
+    after = told()[-1]
     assert isinstance(after[-1], Finished)
     (role, answer), (_, last) = messages(after)[1:]
     assert role == "assistant" and len(answer) > 100 and text(cut).startswith(answer) and last == "more"
@@ -138,28 +149,30 @@ def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: P
 
 
 def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
-    shell: Terminal, server: Server, tmp_path: Path
+    shell: Terminal, plain_server: Server, told: Told, tmp_path: Path
 ) -> None:
     shell.said("/set ignore_eos=true max_tokens=800")
     shell.enter("long")
     until_long(shell)
-    (worker,) = server.command.workers(WEB)
+    (worker,) = plain_server.command.workers(WEB)
     worker.kill()
     shell.until_shown("the answer ends here: it reached its token limit")
-    history = told(server.redis_url)[-1]
+    history = told()[-1]
     assert isinstance(history[-1], Finished)
     shell.said("/save talk.json")
     (turn,) = json.loads((tmp_path / "talk.json").read_text())["turns"]
     assert turn["answer"] == text(history), "nothing is missing and nothing came twice"
     letters = "".join(shell.text.partition("> long")[2].split())
     assert "".join(text(history).split())[-200:] in letters
-    wait_until_ready(server.url, [server.command])
+    wait_until_ready(plain_server.url, [plain_server.command])
 
 
-def test_clients_whose_web_worker_dies_before_the_first_token_ask_again_and_each_is_one_request(server: Server) -> None:
+def test_clients_whose_web_worker_dies_before_the_first_token_ask_again_and_each_is_one_request(
+    plain_server: Server, told: Told
+) -> None:
     async def of_the_shell(number: int) -> str:
         reply, body = Reply(), {"messages": [{"role": "user", "content": f"shell {number}"}], "max_tokens": 8}
-        pieces = [piece.text async for piece in Client(server.url).answer(body | {"stream": True}, reply)]
+        pieces = [piece.text async for piece in Client(plain_server.url).answer(body | {"stream": True}, reply)]
         assert BROKE.text in pieces and reply.has_ended
         return reply.text
 
@@ -174,25 +187,24 @@ def test_clients_whose_web_worker_dies_before_the_first_token_ask_again_and_each
         return "".join([choice.delta.content or "" async for chunk in chunks for choice in chunk.choices])
 
     async def answers() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{plain_server.url}/v1", api_key="none") as client:
             asked = [*map(of_the_shell, range(12)), *(of_openai(number, client) for number in range(12))]
             return await asyncio.gather(*asked)
 
-    before = len(told(server.redis_url))
-    (engine,), (worker,) = server.command.workers(GENERATE), server.command.workers(WEB)
+    (engine,), (worker,) = plain_server.command.workers(GENERATE), plain_server.command.workers(WEB)
     engine.suspend()
     with ThreadPoolExecutor() as pool:
         try:
             waiting = pool.submit(asyncio.run, answers())
-            eventually(lambda: len(told(server.redis_url)) == before + 24, "the log has every request")
+            eventually(lambda: len(told()) == 24, "the log has every request")
             worker.kill()
         finally:
             engine.resume()
         texts = waiting.result(timeout=60)
-    histories = told(server.redis_url)[before:]
+    histories = told()
     assert sorted(texts) == sorted(map(text, histories)) and len(histories) == 24
     assert {history[-1].kind for history in histories} == {"finished"}
-    wait_until_ready(server.url, [server.command])
+    wait_until_ready(plain_server.url, [plain_server.command])
 
 
 @contextlib.contextmanager
@@ -222,22 +234,22 @@ def test_a_server_that_is_killed_and_comes_back_is_answered_in_the_same_shell(tm
         with served(port, tmp_path):
             shell.said(BRIEF)
             assert "error" not in shell.said("four")
-            log = told(f"unix://{tmp_path / 'data' / 'redis.sock'}")
-    first, _, last = log
+            with contextlib.closing(RedisLog(f"unix://{tmp_path / 'data' / 'redis.sock'}", Names())) as log:
+                first, _, last = told_of(log)
     assert messages(last) == [("user", "one"), ("assistant", text(first)), ("user", "four")]
     assert isinstance(last[-1], Finished)
 
 
-def test_a_script_gets_the_answer_alone(server: Server) -> None:
+def test_a_script_gets_the_answer_alone(plain_server: Server, told: Told) -> None:
     def ask(*arguments: str, piped: str = "", code: int = 0) -> tuple[str, str]:
-        command = [*MINISGL, "shell", "--url", server.url, "--set", "max_tokens=9", "seed=1", *arguments]
+        command = [*MINISGL, "shell", "--url", plain_server.url, "--set", "max_tokens=9", "seed=1", *arguments]
         done = subprocess.run(command, input=piped, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code
         return done.stdout, done.stderr
 
     for arguments, piped, said in ((["-q", "Hi"], "", "Hi"), ([], "Hello\nyou\n", "Hello\nyou")):
         answer, errors = ask(*arguments, piped=piped)
-        history = told(server.redis_url)[-1]
+        history = told()[-1]
         assert messages(history) == [("user", said)]
         assert (answer.removesuffix("\n"), errors) == (text(history).removesuffix("\n"), "")
     _, errors = ask("tempratur=1", "-q", "Hi")

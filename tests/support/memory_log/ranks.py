@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from pipeline.log.memory.leases import Leases
-from pipeline.log.memory.streams import Stream, Streams, id_text
+from support.memory_log.leases import Leases
+from support.memory_log.streams import Stream, Streams, id_text
+
 from pipeline.log.protocol import Entry, Owner
 from pipeline.log.ranks import Formation, ranks_inbox
 from pipeline.names import Names, parse_id, rank_stage, slot_stage
