@@ -17,7 +17,8 @@ from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, new_uid
 from pipeline.flags import parse_flags
-from pipeline.log.protocol import Entry, HistoryLog, RequestLimits, StreamLog, Submission
+from pipeline.log.protocol import Entry, HistoryLog, RequestLimits, Submission
+from pipeline.log.redis import RedisLog
 from pipeline.views.history import REQUEUED_FROM, copied_history, plain_letter, sent_again
 from web.config import RequestConfig
 
@@ -164,7 +165,7 @@ def letters_in(log: HistoryLog) -> Iterator[Entry]:
         before = letters[-1].id
 
 
-def find(log: StreamLog, named: str) -> Entry:
+def find(log: RedisLog, named: str) -> Entry:
     """Return the letter with the id, or of the request with the uid, *named*.
 
     Raises:
@@ -177,7 +178,7 @@ def find(log: StreamLog, named: str) -> Entry:
     raise NotThere(f"{one_line(named)}: no such dead letter; minisgl dead ls shows which there are")
 
 
-def request_of(log: StreamLog, letter: Entry) -> Submitted:
+def request_of(log: RedisLog, letter: Entry) -> Submitted:
     """Return the request that asks again for what was asked, as the history says.
 
     Raises:

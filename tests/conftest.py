@@ -22,7 +22,6 @@ from support.redis_servers import PLACES, Servers
 from support.selection import by_night, chosen, group_of_file
 from werkzeug.routing import Rule
 
-from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
@@ -135,7 +134,7 @@ def each_redis_url(request: pytest.FixtureRequest, redis_servers: Servers) -> st
 
 
 @pytest.fixture(params=["memory", "redis"])
-def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], StreamLog]]:
+def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], RedisLog]]:
     """Give a function that opens this test's log for another thread: the one in memory, then the one in Redis."""
     if request.param == "memory":
         shared = MemoryLog(Names())
@@ -144,7 +143,7 @@ def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Itera
     url = redis_servers.url("embedded")
     with contextlib.ExitStack() as stack:
 
-        def opened() -> StreamLog:
+        def opened() -> RedisLog:
             log = RedisLog(url, Names())
             stack.callback(log.close)
             return log

@@ -176,8 +176,8 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
         if not g.caller.hashed:
             own_address = str((request.server or ("",))[0])
             _refuse(origins.refusal(request.headers, own_address, is_open=_is_open()))
-        said = operation_of(app.view_functions[request.endpoint]) if request.endpoint else None
-        if said is not None and said.bodies and request.method == "POST":
+        described = operation_of(app.view_functions[request.endpoint]) if request.endpoint else None
+        if described is not None and described.bodies and request.method == "POST":
             _refuse(body_refusal(request.headers))
 
 

@@ -48,7 +48,7 @@ from pipeline.events import (
 from pipeline.flags import at_least, flag, parse_flags, seconds
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
-from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.log.replies import server_of as version_of
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name, tokens_id
@@ -352,7 +352,7 @@ def server_of(url: str) -> dict[str, Any]:
         return named | {name: info.get(name) for name in kept} | {"over": over}
 
 
-def commit_times(log: StreamLog, num_samples: int, num_rows: int) -> Figures:
+def commit_times(log: RedisLog, num_samples: int, num_rows: int) -> Figures:
     """Time every commit of requests that live at the same time, until there are *num_samples* steps."""
     engine, detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
     try:
@@ -367,7 +367,7 @@ def commit_times(log: StreamLog, num_samples: int, num_rows: int) -> Figures:
     return dict(lives.times_us)
 
 
-def _own(log: StreamLog, stage: str) -> Owner:
+def _own(log: RedisLog, stage: str) -> Owner:
     owner = log.acquire(slot_name(stage, 0), "bench", LIVE_LEASE_MS)
     assert owner is not None, "the namespace is this benchmark's own"
     return owner
@@ -376,7 +376,7 @@ def _own(log: StreamLog, stage: str) -> Owner:
 class Lives:
     """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
 
-    def __init__(self, log: StreamLog, engine: Owner, detokenizer: Owner) -> None:
+    def __init__(self, log: RedisLog, engine: Owner, detokenizer: Owner) -> None:
         self._log, self._engine, self._detokenizer = log, engine, detokenizer
         self._submitted, self._steps = Inbox.submitted(log.names), Inbox.steps(log.names, engine.slot)
         for inbox in (self._submitted, Inbox.tokenized(log.names), self._steps):

@@ -24,7 +24,8 @@ from ops.trace import as_json, when
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import MOST_MS
 from pipeline.flags import flag, parse_flags, seconds, split_names, yes_or_no
-from pipeline.log.protocol import Forgotten, NotWhole, RequestLimits, StreamLog
+from pipeline.log.protocol import Forgotten, NotWhole, RequestLimits
+from pipeline.log.redis import RedisLog
 from pipeline.recording import SHOWN, Recording
 from web.wire.uids import drawn_ms, uid_of
 
@@ -217,7 +218,7 @@ def import_file(arguments: Sequence[str], environment: Mapping[str, str]) -> int
     return 1 if tally.refused else 0
 
 
-def take_in(log: StreamLog, dump: Dump, name: str, tally: Tally, *, keep_owner: bool, again: bool = False) -> None:
+def take_in(log: RedisLog, dump: Dump, name: str, tally: Tally, *, keep_owner: bool, again: bool = False) -> None:
     """Import the requests of the file *name*, and count them in *tally*. Raises as `import_file` does."""
     origin = origin_of(name, dump)
     for recording in dump.recordings:
@@ -243,7 +244,7 @@ def origin_of(name: str, dump: Dump) -> dict[str, Any]:
     return {"file": name} | said
 
 
-def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool, again: bool) -> bool:
+def _import(log: RedisLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool, again: bool) -> bool:
     if uid_of(recording.uid) != recording.uid:
         raise UndecodableEvent("not a uid; expected 32 hex digits of a UUID version 7")
     if drawn_ms(recording.uid) > MOST_MS:

@@ -26,8 +26,9 @@ from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled
 from pipeline.flags import flag, parse_flags, split_names
-from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Unconsumed, uids_in
+from pipeline.log.forgetting import FORGOTTEN, Purged, Unconsumed, uids_in
 from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, parse_id
 from pipeline.process.failpoints import failpoint
 from pipeline.stage.slots import read_statuses
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return 1 if tally.left else 0
 
 
-def _archive_of(log: ForgettingLog, folder: str) -> Archive | None:
+def _archive_of(log: RedisLog, folder: str) -> Archive | None:
     """Return the archive in *folder*. Raises ConfigError if it is not that of the namespace."""
     archive, found = open_archive(folder) if folder else None, log.archive_id()
     if found and archive is None:
@@ -154,7 +155,7 @@ class Requests:
         """Of the requests in the log."""
         self.archived: set[str] = set()
 
-    def look(self, log: ForgettingLog, archive: Archive | None, bases: Sequence[str]) -> None:
+    def look(self, log: RedisLog, archive: Archive | None, bases: Sequence[str]) -> None:
         """Take in what the log, its dead letters and the archive say. With *bases*, only these are to be found."""
         uids = log.made_between(0, 2**48)
         for first in range(0, len(uids), READ_AT_ONCE):
@@ -241,7 +242,7 @@ def _object(fields: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def forget(
-    log: ForgettingLog, archive: Archive | None, requests: Requests, uids: Sequence[str], folder: Path | None
+    log: RedisLog, archive: Archive | None, requests: Requests, uids: Sequence[str], folder: Path | None
 ) -> Tally:
     """Forget *uids*. *folder* is that of the embedded Redis. Raises LogUnavailable."""
     tally = Tally(list(uids))
@@ -310,7 +311,7 @@ def _polled(condition: Callable[[], bool]) -> bool:
     return False
 
 
-def _flush(log: ForgettingLog, tally: Tally) -> None:
+def _flush(log: RedisLog, tally: Tally) -> None:
     """Have the engines forget the pages of all prompts that no request uses."""
     flush_id = parse_id(log.flush("forget"))
 
@@ -322,7 +323,7 @@ def _flush(log: ForgettingLog, tally: Tally) -> None:
         tally.left.append(f"{', '.join(waiting())}: the prefix cache is not flushed; wait, or end the engine")
 
 
-def _drain(log: ForgettingLog, tally: Tally) -> None:
+def _drain(log: RedisLog, tally: Tally) -> None:
     """Wait until detokenizers have consumed all steps that engines have written up to now."""
     newest = {engine: parse_id(last) for engine, (_, last) in log.unread_steps().items()}
 
@@ -335,7 +336,7 @@ def _drain(log: ForgettingLog, tally: Tally) -> None:
         tally.left.append(f"{where}: no detokenizer has read them; start minisgl stage detokenize, or wait")
 
 
-def _forget_archived(log: ForgettingLog, archive: Archive | None, uids: Collection[str], tally: Tally) -> set[str]:
+def _forget_archived(log: RedisLog, archive: Archive | None, uids: Collection[str], tally: Tally) -> set[str]:
     """Wait until archivers have written their files anew, as long as they get on; only they do that.
 
     Return which requests the archive still has.

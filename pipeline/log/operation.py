@@ -55,7 +55,7 @@ def commit(
 ) -> Script[T]:
     """Return a commit whose script has its keys and arguments by name (`named` in lib.lua), and *more* by place.
 
-    None, "" and False are missing there. Numbers are sent as texts, because Lua's are doubles.
+    None and False are missing there. Numbers are sent as texts, because Lua's are doubles.
     """
     flat: list[str] = []
     index: dict[str, int | list[int]] = {}
@@ -69,7 +69,7 @@ def commit(
     said: dict[str, Any] = {"keys": index}
     for called, value in args.items():
         if isinstance(value, str | int):
-            if value is not False and value != "":
+            if value is not False:
                 said[called] = str(value)
         elif value is not None:
             said[called] = [*map(str, value)]

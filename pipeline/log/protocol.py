@@ -1,21 +1,16 @@
-"""StreamLog: everything that a stage can do with the log. Its methods are commits and reads; there is no plain append.
-
-Knows the types of arguments and results, and not Redis. `redis.RedisLog` implements it. The tests have another
-one, `MemoryLog`, with which a contract suite compares it (tests/pipeline/log/contract).
-"""
+"""What the methods of the log take and return, and its parts that another log than the one in Redis has, too."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from pipeline.errors import LogError
-from pipeline.events import End, Failed, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
+from pipeline.events import End, Failed, Mark, Submitted, Tokenized, TokensProduced
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names
-from pipeline.serving import Served, Serving
 
 
 class Submission(Enum):
@@ -378,210 +373,6 @@ class RequestLog(HistoryLog, Protocol):
 
     def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
         """Return uid -> the frontend that submitted it; "" if no client listens or the history is gone."""
-
-
-class StreamLog(RequestLog, Protocol):
-    """The log for stages.
-
-    A commit is safe to run twice. If it is not, its operation sets `once`, and it is never sent again.
-
-    Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
-    """
-
-    # requests
-
-    def abandon(
-        self,
-        uid: str,
-        event: End,
-        *,
-        frontend: str,
-        once: Once | None = None,
-        attached: bool = False,
-        refused: bool = False,
-    ) -> bool:
-        """End a request whose client left, as `end` does. Return False also if another client reads it.
-
-        *once*: idempotency key of the client. *attached*: the client did not send the request; the key led it there.
-        Such a client ends the request only after the sender has left. A sender that leaves one of several siblings to
-        its readers has left them all; abandon each of them all the same. *refused*: the client left because a sibling
-        was refused; without tokens the history is kept as briefly as that sibling's.
-        """
-
-    def reading(self, uids: Sequence[str], who: str) -> None:
-        """Record for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
-
-    def stop_reading(self, uid: str, who: str) -> None:
-        """Remove what `reading` recorded."""
-
-    # the janitor
-
-    def overdue(self, max_uids: int) -> list[str]:
-        """Return requests that are past their deadline and have not ended, by Redis' clock."""
-
-    def living(self) -> list[str]:
-        """Return all requests that have not ended."""
-
-    def read_by_others(self, uids: Sequence[str]) -> set[str]:
-        """Return which of *uids* are read by another client than their sender."""
-
-    # dead letters
-
-    def drop_dead(self, entry_id: str) -> bool:
-        """Remove a letter; return False if it does not exist."""
-
-    # after the log could not be reached
-
-    def incarnation(self) -> str:
-        """Return a text that changes when another server process holds the log.
-
-        A new process may know less than the old one had confirmed: it lacks the last second before a crash, or what a
-        replica had not received.
-        """
-
-    # engines
-
-    def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
-        """Read up to *max_entries* new entries of `tokenized` for an engine. They are pending until `step` ends them.
-
-        Raise Fenced.
-        """
-
-    def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
-        """Wait up to *block_ms* until `tokenized` or `control` has something after the cursors."""
-
-    def step(
-        self,
-        owner: Owner,
-        steps: Mapping[int, StepCompleted],
-        *,
-        ended: Sequence[str],
-        control_cursor: str,
-        lease_ms: int,
-    ) -> StepCommitted:
-        """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raise Fenced.
-
-        Without steps, only return what is new. A step has the id `<epoch>-<number>`. The numbers ascend. A caller that
-        did not get the reply commits the same steps again. Raise LogUnavailable while the stream holds a later entry
-        that is not the engine's.
-        """
-
-    def flush(self, by: str) -> str:
-        """Ask all engines to remove the prefixes that no request uses; return an id, which `take` and `step` deliver.
-
-        The message may be lost, so a caller that waits for the engines' answer asks again.
-        """
-
-    # detokenizers
-
-    def produced(
-        self,
-        owner: Owner,
-        entries: Sequence[Entry],
-        engine: str,
-        events: Sequence[Produced],
-        journal: Journalled = (),
-        *,
-        tries: int = 0,
-    ) -> bool:
-        """Consume steps and write the events that follow to the histories and the replies. Raise Fenced.
-
-        Nothing is written unless all *entries* are pending. *journal* goes into the engine's journal, with the ids of
-        the steps, and the oldest entries leave it. If memory is short, the whole journal is deleted instead.
-
-        With *tries* the single step is not consumed: *events* are a part of what follows from it, and *tries* becomes
-        its number of tries. Nothing is written if it already had as many.
-        """
-
-    # consumer groups
-
-    def backlog(self, inbox: Inbox) -> int:
-        """Return how many entries the stream holds: unread ones and those that are being worked on."""
-
-    def prepare(self, inbox: Inbox) -> None:
-        """Create the stream and its group where they are missing. The group also reads entries appended before."""
-
-    def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
-        """Read new entries for *consumer*, waiting up to *block_ms*."""
-
-    def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
-        """Return the entries that *consumer* has read and not consumed, in order. This does not count as a try."""
-
-    def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of consumers whose slots are free. Raise Fenced if there is one to claim."""
-
-    def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of the slot that *guest* owns; none if it has another owner. Raise Fenced."""
-
-    def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
-        """Add one to the tries of a pending entry, before the work on it begins; return the number of tries.
-
-        The read that delivered the entry is the first try. 0: the entry is not pending for this slot. Raise Fenced.
-        """
-
-    def num_pending(self, inbox: Inbox, consumer: str) -> int:
-        """Return how many entries *consumer* has read and not consumed."""
-
-    def forsaken(self, inbox: Inbox, *, but: str = "") -> list[str]:
-        """Return the consumers that have entries pending and whose slots no worker holds; not the slot *but*."""
-
-    # slots
-
-    def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
-        """Take a free slot under a new epoch; return None if its lease is held.
-
-        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST. *serving*: what the
-        worker serves. Its stage serves that from now on, if no other worker of it lives. Raise DoesNotFit if the living
-        workers of any stage serve something else.
-        """
-
-    def announce(self, slot: str, status: str) -> bool:
-        """Publish the *status* (JSON) of a worker that will ask for *slot*; return False if the slot is held."""
-
-    def unattended(self) -> list[str]:
-        """Return the engines that live or have steps waiting, and whose detokenizer is away."""
-
-    def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> bool:
-        """Keep the lease, or take it again if it expired, and publish *status* (JSON) unless that is empty.
-
-        Return False if the slot has another owner, or if others serve something else since the lease expired.
-        """
-
-    def release(self, owner: Owner) -> bool:
-        """Give the lease back and drop the status; return False if another owner has the lease."""
-
-    def lease(self, slot: str) -> Lease:
-        """Return the holder of a slot's lease, and its remaining time."""
-
-    def serving(self) -> dict[str, Served]:
-        """Return what each stage with a living worker serves."""
-
-    # frontends
-
-    def open_replies(self, frontend: str, *, read: str = "") -> str:
-        """Create the replies stream, or keep it for 60 s more; return its last id.
-
-        Drop the replies before the id *read*. Large ones would stay in a stream to which little is added.
-        """
-
-    def read_replies(
-        self, frontend: str, after: str, *, block_ms: int, skipped: Callable[[str, str], None] = ...
-    ) -> tuple[str, list[Reply]]:
-        """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call.
-
-        *skipped* is called with the id of an entry that cannot be read, and the reason; the default writes a log line.
-        """
-
-    def import_history(self, uid: str, entries: Sequence[Entry], *, again: bool = False) -> bool:
-        """Write the whole history of an ended request unchanged, and keep it for the retention of this log.
-
-        Return False if there is a history of *uid*, which stays as it is.
-
-        Raises:
-            NotWhole: The new history has no seal.
-            Forgotten: The request was erased, and *again* is not set.
-            LogFull: Redis is at its maxmemory.
-        """
 
 
 MOMENT_DIGITS: Final = 12

@@ -1,4 +1,4 @@
-"""The methods of the log for the ranks of an engine, beside StreamLog. The same contract suite tests them.
+"""How the ranks of an engine find each other through the log.
 
 Rank 0 of a group writes a formation each time the group starts. The other ranks join it, each as a member of a consumer
 group of its own.
@@ -6,13 +6,16 @@ group of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipeline.errors import UndecodableEvent
-from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.names import Names, slot_stage
+
+if TYPE_CHECKING:
+    from pipeline.log.redis import RedisLog
 
 
 def ranks_inbox(names: Names, group: str, stage: str) -> Inbox:
@@ -62,24 +65,7 @@ class Formation:
             raise UndecodableEvent(f"a formation of ranks does not decode: {error!r} in {dict(fields)}") from error
 
 
-class RankLog(StreamLog, Protocol):
-    """The log for ranks."""
-
-    def form(self, group: str, formation: Formation, *, ttl_ms: int) -> str:
-        """Write the newest formation of *group*, which deletes the older ones, and return its id.
-
-        The stream lives for *ttl_ms*. The same formation again, by its nonce, only extends that. Raise Fenced if rank 0
-        has lost its slot.
-        """
-
-    def joined(self, owner: Owner, group: str, entries: Sequence[Entry]) -> None:
-        """Consume formations that the rank *owner* has joined, or will not join. Raise Fenced.
-
-        The entries stay for the other ranks.
-        """
-
-
-def formation_to_join(log: RankLog, owner: Owner, group: str, *, block_ms: int) -> tuple[Entry, Formation] | None:
+def formation_to_join(log: RedisLog, owner: Owner, group: str, *, block_ms: int) -> tuple[Entry, Formation] | None:
     """Wait up to *block_ms* for a formation that the rank *owner* may join: the newest one, if its rank 0 lives.
 
     The entry stays pending until the rank has `joined` it. If the rank dies before, its next owner gets the formation

@@ -1,4 +1,4 @@
-"""StreamLog in Redis Streams, on the commands of Redis 6.2: RedisLog for the synchronous stages, AsyncRedisLog for web.
+"""The log in Redis Streams, on the commands of Redis 6.2: RedisLog for the synchronous stages, AsyncRedisLog for web.
 
 A method sends the operation of its name: `pipeline.log.operations` defines the operations, `pipeline.log.drivers` sends
 them.
@@ -13,7 +13,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from pipeline.log.drivers import AsyncDriver, Driver
 from pipeline.log.entries import Skipped, say_skipped
 from pipeline.log.operation import LogContext, Operation, Steps, Words
-from pipeline.log.operations import archivers, forgetting, frontends, past, ranks, requests, workers
+from pipeline.log.operations import (
+    archivers,
+    detokenizers,
+    engines,
+    forgetting,
+    frontends,
+    groups,
+    past,
+    ranks,
+    requests,
+    slots,
+)
 from pipeline.log.protocol import DEFAULT_LIMITS, Reply, RequestLimits
 from pipeline.names import Names
 
@@ -46,7 +57,13 @@ def _awaited(
 
 
 class RedisLog:
-    """StreamLog over synchronous connections. One instance per thread."""
+    """All that a stage can do with the log: commits and reads; there is no plain append. One instance per thread.
+
+    `False` from a commit means that it was done before. A commit is safe to run twice. If it is not, its operation sets
+    `once`, and it is never sent again. The tests have another log, with which a contract suite compares this one.
+
+    Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
+    """
 
     def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.url = url
@@ -85,12 +102,12 @@ class RedisLog:
 
     # engines and detokenizers
 
-    take = _sent(workers.take)
-    wait = _sent(workers.wait)
-    step = _sent(workers.step)
-    flush = _sent(workers.flush)
-    produced = _sent(workers.produced)
-    journal = _sent(workers.journal)
+    take = _sent(engines.take)
+    wait = _sent(engines.wait)
+    step = _sent(engines.step)
+    flush = _sent(engines.flush)
+    produced = _sent(detokenizers.produced)
+    journal = _sent(detokenizers.journal)
 
     # archivers
 
@@ -107,29 +124,29 @@ class RedisLog:
 
     # consumer groups
 
-    backlog = _sent(workers.backlog)
-    prepare = _sent(workers.prepare)
-    read = _sent(workers.read)
-    pending = _sent(workers.pending)
-    claim = _sent(workers.claim)
-    claim_from = _sent(workers.claim_from)
-    retry = _sent(workers.retry)
-    num_pending = _sent(workers.num_pending)
-    bury = _sent(workers.bury)
-    leave = _sent(workers.leave)
-    left = _sent(workers.left)
-    forsaken = _sent(workers.forsaken)
+    backlog = _sent(groups.backlog)
+    prepare = _sent(groups.prepare)
+    read = _sent(groups.read)
+    pending = _sent(groups.pending)
+    claim = _sent(groups.claim)
+    claim_from = _sent(groups.claim_from)
+    retry = _sent(groups.retry)
+    num_pending = _sent(groups.num_pending)
+    bury = _sent(groups.bury)
+    leave = _sent(groups.leave)
+    left = _sent(groups.left)
+    forsaken = _sent(groups.forsaken)
 
     # slots
 
-    acquire = _sent(workers.acquire)
-    announce = _sent(workers.announce)
-    unattended = _sent(workers.unattended)
-    renew = _sent(workers.renew)
-    release = _sent(workers.release)
-    lease = _sent(workers.lease)
-    statuses = _sent(workers.statuses)
-    serving = _sent(workers.serving)
+    acquire = _sent(slots.acquire)
+    announce = _sent(slots.announce)
+    unattended = _sent(slots.unattended)
+    renew = _sent(slots.renew)
+    release = _sent(slots.release)
+    lease = _sent(slots.lease)
+    statuses = _sent(slots.statuses)
+    serving = _sent(slots.serving)
 
     # frontends, and tools that show the log
 
@@ -157,7 +174,7 @@ class RedisLog:
 
 
 class AsyncRedisLog:
-    """The part of the log that a frontend needs, for asyncio. Methods do the same as StreamLog's of the same name."""
+    """The part of the log that a frontend needs, for asyncio. Methods do the same as RedisLog's."""
 
     def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.url = url
@@ -196,7 +213,7 @@ class AsyncRedisLog:
 
         await self._driver.repeat(first.words, then)
 
-    submit = _awaited(requests.submit)
+    submit = _awaited(requests.submit_within)
     end = _awaited(requests.end)
     abandon = _awaited(requests.abandon)
     reading = _awaited(requests.reading)
@@ -205,15 +222,15 @@ class AsyncRedisLog:
     entries = _awaited(requests.entries)
     histories = _awaited(requests.histories_there)
     read_histories = _awaited(requests.read_histories)
-    flush = _awaited(workers.flush)
-    statuses = _awaited(workers.statuses)
-    drop_journals = _awaited(workers.drop_journals)
+    flush = _awaited(engines.flush)
+    statuses = _awaited(slots.statuses)
+    drop_journals = _awaited(detokenizers.drop_journals)
     server = _awaited(frontends.server)
     used_bytes = _awaited(frontends.used_bytes)
     occupancy = _awaited(frontends.occupancy)
     peek = _awaited(frontends.peek)
     lengths = _awaited(requests.lengths)
-    journal = _awaited(workers.journal)
+    journal = _awaited(detokenizers.journal)
     dead_letters = _awaited(requests.dead_letters)
     dead_letter = _awaited(requests.dead_letter)
     drop_dead = _awaited(requests.drop_dead)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from pipeline.log.protocol import Depth, Entry, Lease
+from pipeline.errors import Fenced
+from pipeline.log.protocol import Depth, Entry, Lease, Owner
 from pipeline.names import UNREADABLE
 
 
@@ -127,3 +128,10 @@ def server_of(info: Mapping[str, Any]) -> tuple[str, str]:
     if "valkey_version" in info:
         return "Valkey", str(info["valkey_version"])
     return "Redis", str(info.get("redis_version", "?"))
+
+
+def unless_fenced(owner: Owner, reply: Any) -> Any:
+    """Return *reply*. Raise Fenced if it shows that *owner* has lost its slot."""
+    if reply == b"FENCED":
+        raise Fenced(f"{owner.slot} has another owner than {owner}")
+    return reply

@@ -23,7 +23,8 @@ from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError, DoesNotFit, LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
-from pipeline.log.protocol import GUEST, HistoryLog, Owner, StreamLog
+from pipeline.log.protocol import GUEST, HistoryLog, Owner
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
 from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE
@@ -47,7 +48,7 @@ LOOK_AGAIN_S = 0.05
 """Pause between two looks at what other workers serve, while this one does not fit."""
 
 
-GiveUp = Callable[[StreamLog], None]
+GiveUp = Callable[[RedisLog], None]
 """Ends the request that keeps a worker's loop. The watchdog calls it with its own log, and then ends the process."""
 
 
@@ -142,12 +143,12 @@ def known_statuses(texts: Mapping[str, str]) -> list[Status]:
     return found
 
 
-def acquire_guest(log: StreamLog, slot: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
+def acquire_guest(log: RedisLog, slot: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
     """Take over *slot* while its worker is away, which can then no longer write. Return None if the slot is held."""
     return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms, serving)
 
 
-def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
+def wait_until_it_fits(log: RedisLog, serving: Serving, stop: Ends) -> None:
     """Return when no living worker serves something else than *serving*, or at *stop*.
 
     A record of dead workers holds until their leases would have expired. A living worker renews it. A record that never
@@ -175,8 +176,8 @@ def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
 
 
 def slot_leases(
-    log: StreamLog,
-    lease_log: StreamLog,
+    log: RedisLog,
+    lease_log: RedisLog,
     stage: str,
     lease_ms: int,
     *,
@@ -219,7 +220,7 @@ def slot_leases(
         preferred = slot_index(owner.slot)
 
 
-def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None) -> Serving | None:
+def _with_the_context_of_all(log: RedisLog, stage: str, serving: Serving | None) -> Serving | None:
     """Return *serving* with the context that the workers of *stage* serve, which the first of them has set."""
     try:
         served = log.serving().get(stage) if serving is not None and serving.context else None
@@ -231,7 +232,7 @@ def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None
 
 
 def acquire_slot(
-    log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None, serving: Serving | None = None
+    log: RedisLog, stage: str, lease_ms: int, *, preferred: int | None = None, serving: Serving | None = None
 ) -> Owner:
     """Take the slot *preferred*, once its dead holder's lease has expired, or else the lowest free one of *stage*.
 
@@ -251,7 +252,7 @@ def acquire_slot(
         index += 1
 
 
-def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
+def _acquire_when_dead(log: RedisLog, slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
     """Wait for the lease of *slot* to expire; return None as soon as its holder shows a sign of life."""
     before = log.lease(slot)
     while True:
@@ -298,7 +299,7 @@ class Reporter(Says, Protocol):
 class Heartbeat:
     """A thread with its own log that publishes a worker's status, three times within a lease and at each change."""
 
-    def __init__(self, log: StreamLog, slot: str, owner: str, lease_ms: int) -> None:
+    def __init__(self, log: RedisLog, slot: str, owner: str, lease_ms: int) -> None:
         self._log = log
         self._lease_ms = lease_ms
         self._status = Status(
@@ -385,7 +386,7 @@ class Heartbeat:
 class Announcement(Heartbeat):
     """The status of a worker without a slot, published under the lowest free slot from *preferred* on."""
 
-    def __init__(self, log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
+    def __init__(self, log: RedisLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
         self._stage = stage
         super().__init__(log, slot_name(stage, preferred or 0), "", lease_ms)
 
@@ -406,7 +407,7 @@ class SlotLease(Heartbeat):
 
     def __init__(
         self,
-        log: StreamLog,
+        log: RedisLog,
         owner: Owner,
         lease_ms: int,
         measures: Measures | None = None,

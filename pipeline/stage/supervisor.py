@@ -26,7 +26,7 @@ from pipeline.names import rank_stage, slot_index, slot_stage
 from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE, SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
-    from pipeline.log.protocol import StreamLog
+    from pipeline.log.redis import RedisLog
     from pipeline.stage.slots import Status
 
 logger = structlog.get_logger()
@@ -113,7 +113,7 @@ class Supervisor:
 
     def __init__(
         self,
-        open_log: Callable[[], StreamLog],
+        open_log: Callable[[], RedisLog],
         jobs: Sequence[Job],
         *,
         program: Sequence[str],
@@ -143,7 +143,7 @@ class Supervisor:
         self.signals = 0
 
     @functools.cached_property
-    def _log(self) -> StreamLog:
+    def _log(self) -> RedisLog:
         return self._open_log()
 
     def listen(self) -> None:

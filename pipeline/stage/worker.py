@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Generator, Sequence
 import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
-from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.serving import Serving
 from pipeline.stage.slots import Announcement, SlotLease, slot_leases
@@ -99,7 +100,7 @@ class WorkerProcess:
     """What a process that works for *stage* has from its start: signals, two connections to the log, metrics."""
 
     def __init__(
-        self, stage: str, open_log: Callable[[], StreamLog], *, lease_ms: int, preferred: int | None = None
+        self, stage: str, open_log: Callable[[], RedisLog], *, lease_ms: int, preferred: int | None = None
     ) -> None:
         self.stop = Stop().on_signals()
         self.log = open_log()
@@ -131,7 +132,7 @@ class WorkerProcess:
 
 
 def follow(
-    log: StreamLog,
+    log: RedisLog,
     inbox: Inbox,
     slot_lease: SlotLease,
     handle: Handle,
@@ -189,7 +190,7 @@ class _Reader:
 
     def __init__(
         self,
-        log: StreamLog,
+        log: RedisLog,
         inbox: Inbox,
         slot_lease: SlotLease,
         bury: Bury,

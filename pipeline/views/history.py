@@ -94,7 +94,7 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     told: dict[str, Any] = {"uid": uid, "state": "queued", "endpoint": "", "model": "", "submitted_ms": 0}
     told |= {"deadline_ms": 0, "labels": {}, "sampling": {}, "prompt_tokens": None}
     for moment in walk(history, over_holes=True, without=UNTOLD):
-        changes = fold.hear(moment.id, moment.n, moment.event)
+        changes = fold.add(moment.id, moment.n, moment.event)
         told |= changes.facts
         texts.append(changes.text)
         moments |= changes.moments
@@ -132,7 +132,7 @@ class Story:
         """The wait for the first engine, and its prefill."""
         self._changes = Changes()
 
-    def hear(self, entry_id: str, n: int, event: HistoryEvent) -> Changes:
+    def add(self, entry_id: str, n: int, event: HistoryEvent) -> Changes:
         """Take in the next event, after which there are *n* tokens."""
         self._changes = changes = Changes()
         missing = range(self._n + 1, n + 1 - (event.count if isinstance(event, TokensProduced) else 0))

@@ -18,8 +18,9 @@ from pipeline.archive.volume import VolumeBusy
 from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, LogError, LogUnavailable
 from pipeline.events import Failed
-from pipeline.log.forgetting import ArchiverLog, ended_inbox
+from pipeline.log.forgetting import ended_inbox
 from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
     ARCHIVE_BACKLOG,
@@ -58,7 +59,7 @@ class ArchiveWorker:
 
     def __init__(
         self,
-        log: ArchiverLog,
+        log: RedisLog,
         slot_lease: SlotLease,
         writer: Writer,
         archive_id: str,
@@ -258,7 +259,7 @@ def is_kept(submitted: Mapping[str, str]) -> bool:
     return submitted.get("endpoint") != PROBE and submitted.get("task", "generate") == "generate"
 
 
-def open_archive(log: ArchiverLog, archive_id: str) -> None:
+def open_archive(log: RedisLog, archive_id: str) -> None:
     """Let the log append ended requests to `ended`, for archivers.
 
     Raises:
@@ -273,7 +274,7 @@ def open_archive(log: ArchiverLog, archive_id: str) -> None:
 
 
 def serve(
-    log: ArchiverLog,
+    log: RedisLog,
     slot_lease: SlotLease,
     config: ArchiveConfig,
     archive_id: str,
@@ -300,7 +301,7 @@ def serve(
         worker.drain()
 
 
-def run(config: ArchiveConfig, open_log: Callable[[], ArchiverLog]) -> int:
+def run(config: ArchiveConfig, open_log: Callable[[], RedisLog]) -> int:
     """Run one archiver until SIGTERM; return the exit code.
 
     Raises:

@@ -19,7 +19,8 @@ from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEven
 from pipeline.events import Failed, StepCompleted, Tokenized, decode
 from pipeline.log.entries import clipped
 from pipeline.log.journal import JournalWriter
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, UNREADABLE_ENTRIES
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, parse_id, slot_index, slot_name
@@ -73,7 +74,7 @@ class DetokenizeWorker:
     """Feeds the fold with steps and with the histories that it asks for, and commits its results."""
 
     def __init__(
-        self, log: StreamLog, slot_lease: SlotLease, fold: DetokenizeFold, engine: str, measures: Measures | None = None
+        self, log: RedisLog, slot_lease: SlotLease, fold: DetokenizeFold, engine: str, measures: Measures | None = None
     ) -> None:
         self._log = log
         self._slot_lease = slot_lease
@@ -338,7 +339,7 @@ class DetokenizeWorker:
         return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
     def _produce(self, folded: Sequence[_Folded], *, tries: int = 0) -> bool:
-        """Consume steps; return False if one of them was consumed before. *tries*: see StreamLog.produced."""
+        """Consume steps; return False if one of them was consumed before. *tries*: see RedisLog.produced."""
         writer = None if tries else self._journal
         journal = [writer.fields(one.entry, one.step) for one in folded] if writer is not None else []
         produced = [item for one in folded for item in one.produced]
@@ -382,16 +383,14 @@ def load_decoder(folder: Path) -> Decoder:
     return Decoder(plain, special, token_text_of(tokenizer), vocabulary.added.special)
 
 
-def serve(
-    log: StreamLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None
-) -> None:
+def serve(log: RedisLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None) -> None:
     """Serve the engine of the slot of *slot_lease*, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
     worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
     follow_steps(log, Inbox.steps(log.names, engine), slot_lease, worker, stop)
 
 
-def follow_steps(log: StreamLog, inbox: Inbox, slot_lease: SlotLease, worker: DetokenizeWorker, stop: Stop) -> None:
+def follow_steps(log: RedisLog, inbox: Inbox, slot_lease: SlotLease, worker: DetokenizeWorker, stop: Stop) -> None:
     """Feed *worker* with the steps of its engine."""
     follow(
         log,
@@ -406,7 +405,7 @@ def follow_steps(log: StreamLog, inbox: Inbox, slot_lease: SlotLease, worker: De
     )
 
 
-def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: DetokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) -> int:
     """Run one detokenizer until SIGTERM; return the exit code."""
     process = WorkerProcess(DETOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     with process.loading("tokenizer", LOAD_TIMEOUT_S):
@@ -427,7 +426,7 @@ def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Pat
     return 0
 
 
-def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
+def _say_whom_it_waits_for(log: RedisLog, engine: str) -> None:
     try:
         if log.lease(engine).is_free:
             logger.debug("waiting_for", stages=[engine])
@@ -436,7 +435,7 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 
 
 def look_after_others(
-    open_log: Callable[[], StreamLog],
+    open_log: Callable[[], RedisLog],
     decoder: Decoder,
     lease_ms: int,
     stop: Stop,

@@ -19,7 +19,8 @@ import structlog
 from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Failed, Submitted, Tokenized
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog, StreamLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE, base_uid
@@ -405,7 +406,7 @@ class TokenizeWorker:
         finally:
             self.slot_lease.report_progress(patience_s=LONGEST_BATCH_S)
 
-    def _give_up(self, entries: Sequence[Entry], log: StreamLog) -> None:
+    def _give_up(self, entries: Sequence[Entry], log: RedisLog) -> None:
         """End the request that takes too long. Of several it is not known which: the next tokenizer tries each alone.
 
         The watchdog calls this with its own *log*, and then ends the process.
@@ -440,7 +441,7 @@ def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
     return events[0]
 
 
-def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) -> int:
     """Run one tokenizer until SIGTERM; return the exit code."""
     give_way(GIVES_WAY)
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)

@@ -269,24 +269,24 @@ def wrong_with(answer: Answer, history: Sequence[Entry], judge: Judge) -> list[s
     if answer.ids[-1:] != [SEAL]:
         found.append(f"the last id is {answer.ids[-1:]}, expected the seal")
     try:
-        told = read_story(history)
+        story = read_story(history)
     except UndecodableEvent as error:
         return [*found, f"the history is wrong: {error}"]
-    if answer.text != told.text:
-        found.append(f"the client has the text {answer.text!r}, but the history {told.text!r}")
-    if said := judge(told):
-        found.append(said)
+    if answer.text != story.text:
+        found.append(f"the client has the text {answer.text!r}, but the history {story.text!r}")
+    if problem := judge(story):
+        found.append(problem)
     return found
 
 
 def same_as(expected: Story) -> Judge:
     """Expect the tokens and the text of a run that nobody disturbed."""
 
-    def judge(told: Story) -> str:
-        if told.tokens == expected.tokens and told.text == expected.text:
+    def judge(story: Story) -> str:
+        if story.tokens == expected.tokens and story.text == expected.text:
             return ""
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(told.tokens, expected.tokens, strict=False))))
-        ours, theirs = told.tokens[same : same + 5], expected.tokens[same : same + 5]
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(story.tokens, expected.tokens, strict=False))))
+        ours, theirs = story.tokens[same : same + 5], expected.tokens[same : same + 5]
         return f"from token {same + 1} on the answer is {ours} .., undisturbed {theirs} .."
 
     return judge
@@ -295,13 +295,13 @@ def same_as(expected: Story) -> Judge:
 def one_chain(prompt_ids: Sequence[int], num_tokens: int) -> Judge:
     """Expect so many tokens that are one chain behind the prompt."""
 
-    def judge(told: Story) -> str:
-        broken = check_chain(prompt_ids, told.tokens)
+    def judge(story: Story) -> str:
+        broken = check_chain(prompt_ids, story.tokens)
         if broken is not None:
-            return f"the chain is broken at token {broken + 1} of {len(told.tokens)}"
-        if tokens_of(told.text) != list(told.tokens):
-            return f"the text {told.text!r} is not that of the tokens"
-        return "" if len(told.tokens) == num_tokens else f"{len(told.tokens)} tokens, expected {num_tokens}"
+            return f"the chain is broken at token {broken + 1} of {len(story.tokens)}"
+        if tokens_of(story.text) != list(story.tokens):
+            return f"the text {story.text!r} is not that of the tokens"
+        return "" if len(story.tokens) == num_tokens else f"{len(story.tokens)} tokens, expected {num_tokens}"
 
     return judge
 

@@ -48,7 +48,7 @@ class Rounds:
 
     def __init__(self, rounds: Sequence[Round]) -> None:
         self._rounds = rounds
-        self.said: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []
         """Of each round: what its tests said, by their name."""
 
     @pytest.hookimpl(tryfirst=True)
@@ -60,7 +60,7 @@ class Rounds:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for tests, around in self._rounds:
-            self.said.append({})
+            self.messages.append({})
             with around():
                 for item in session.items:
                     if any(item.nodeid == test or item.nodeid.startswith(f"{test}[") for test in tests):
@@ -70,8 +70,8 @@ class Rounds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.rpartition("::")[2]
         crash = getattr(report.longrepr, "reprcrash", None)
-        said = (crash.message if crash else str(report.longrepr)) if report.failed else ""
-        self.said[-1][name] = self.said[-1].get(name, "") + said
+        message = (crash.message if crash else str(report.longrepr)) if report.failed else ""
+        self.messages[-1][name] = self.messages[-1].get(name, "") + message
 
 
 def apply(mutation: Mutation, folder: Path) -> None:
@@ -118,7 +118,7 @@ def messages_of(rounds: Sequence[Round]) -> list[dict[str, str]]:
     plugin = Rounds(rounds)
     options = [*OPTIONS.split(), f"--hypothesis-seed={SEED}"]
     pytest.main([*options, *sorted({test for tests, _ in rounds for test in tests})], plugins=[plugin])
-    return plugin.said
+    return plugin.messages
 
 
 def strangers() -> list[str]:
@@ -136,11 +136,11 @@ def main(path: str) -> None:
     # Stories pass or fail where they are; here they would pass slowly.
     without_stories = {test for some in tests.values() for test in some} - {MACHINE.format(server=place)}
     commits = [mutation for mutation in MUTATIONS if mutation.file.endswith(".lua")]
-    unchanged, *said = messages_of(
+    unchanged, *of_commits = messages_of(
         [(sorted(without_stories), contextlib.nullcontext)]
         + [(tests[mutation], functools.partial(applied, mutation)) for mutation in commits],
     )
-    mutated = {mutation.name: messages for mutation, messages in zip(commits, said, strict=True)}
+    mutated = {mutation.name: messages for mutation, messages in zip(commits, of_commits, strict=True)}
     elsewhere = strangers()
     for mutation in MUTATIONS:
         if mutation not in commits:

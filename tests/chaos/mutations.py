@@ -290,7 +290,7 @@ redis.call('XDEL', key.submitted, arg.entry)
     lua("abandon", "who leaves siblings has not left them", "  if holder == arg.base and left == '' then\n",
         "  if holder == arg.uid and left == '' then\n",
         contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all")),
-    Mutation("a take whose reply was lost is done again", "pipeline/log/operations/workers.py",
+    Mutation("a take whose reply was lost is done again", "pipeline/log/operations/engines.py",
         "control_cursor=control_cursor,\n        once=True,\n", "control_cursor=control_cursor,\n",
         (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",)),
     Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",

@@ -30,13 +30,13 @@ from chaos.recovery_figures import (
     StreamFigures,
     failures,
     figures,
+    logged_since,
     longest_later_s,
     longest_pause,
     medians,
     must_have_hit,
     pauses_of,
     resumed,
-    said_since,
     table,
     token_times_ms,
     verdict,
@@ -157,29 +157,29 @@ class Deployment:
     victim: Status
     kill: Callable[[], None]
     """Ends the engine at once, and its supervisor too where nothing shall start it again."""
-    said: Path
+    log_file: Path
     """The server's output."""
 
 
 @contextlib.contextmanager
 def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`; its supervisor lives."""
-    said, redis_url = data / "minisgl.log", url_of(socket_of(data))
+    log_file, redis_url = data / "minisgl.log", url_of(socket_of(data))
     with our_server(data, _serve_flags(folder, config)) as (ours, _):
-        victim = _engine_beside((), redis_url, said)
-        yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), said)
+        victim = _engine_beside((), redis_url, log_file)
+        yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), log_file)
 
 
 @contextlib.contextmanager
 def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`, and a second engine with a detokenizer as `minisgl stage` commands around one Redis."""
-    said = data / "minisgl.log"
+    log_file = data / "minisgl.log"
     with contextlib.ExitStack() as stack:
         redis_server = EmbeddedRedis(data / "redis")
         stack.callback(redis_server.stop)
         where = ["--redis-url", redis_server.url]
         ours, _ = stack.enter_context(our_server(data, [*where, *_serve_flags(folder, config)]))
-        survivor = _engine_beside((), redis_server.url, said)
+        survivor = _engine_beside((), redis_server.url, log_file)
         stages = {}
         for stage in (DETOKENIZE, GENERATE):
             command = ["stage", stage, *where, *_flags(folder, config, stage)]
@@ -193,7 +193,7 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
             with contextlib.suppress(ProcessLookupError):  # it dies with its supervisor
                 os.kill(victim.pid, signal.SIGKILL)
 
-        yield Deployment(ours, redis_server.url, victim, kill, said)
+        yield Deployment(ours, redis_server.url, victim, kill, log_file)
 
 
 def _serve_flags(folder: Path, config: RecoveryConfig) -> list[str]:
@@ -213,8 +213,8 @@ def _engines(redis_url: str) -> list[Status]:
     return [one for one in ready if one.slot.partition("-")[2] in heard]
 
 
-def _engine_beside(others: Sequence[int], redis_url: str, said: Path) -> Status:
-    """Wait for a ready engine that is none of the processes *others*; its supervisor's output is in *said*.
+def _engine_beside(others: Sequence[int], redis_url: str, log_file: Path) -> Status:
+    """Wait for a ready engine that is none of the processes *others*; its supervisor's output is in *log_file*.
 
     Raises:
         SideFailed: There is none in time.
@@ -225,7 +225,7 @@ def _engine_beside(others: Sequence[int], redis_url: str, said: Path) -> Status:
         if found:
             return found[0]
         if time.monotonic() > deadline_s:
-            raise SideFailed(f"an engine was not ready in {READY_TIMEOUT_S:g} s; its last line: {last_line(said)}")
+            raise SideFailed(f"an engine was not ready in {READY_TIMEOUT_S:g} s; its last line: {last_line(log_file)}")
         time.sleep(STATUS_POLL_S)
 
 
@@ -295,7 +295,7 @@ def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -
         killed = asyncio.run(_killed_under(server, streams, comes_back=config.peers == 1))
         with contextlib.closing(RedisLog(server.redis_url, Names())) as log:
             histories = log.histories([stream.uid for stream in streams])
-        noticed_s, load_s = said_since(server.said, killed.at_ms, server.victim.slot)
+        noticed_s, load_s = logged_since(server.log_file, killed.at_ms, server.victim.slot)
     recovery = Recovery(
         streams=_figures_of(streams, histories, killed),
         lease_s=0.0 if config.peers == 1 else config.lease_s,
@@ -362,17 +362,17 @@ def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> tuple[flo
     freed_s = owner_s = ready_s = None
     with connect(server.redis_url, decode_responses=True) as client:
         while owner_s is None or (comes_back and ready_s is None):
-            lease, owner, said = cast(list[str | None], client.mget(keys))
+            lease, owner, status_text = cast(list[str | None], client.mget(keys))
             now_s = time.perf_counter() - killed_s
             if freed_s is None and lease != victim.owner:
                 freed_s = now_s
             if owner_s is None and owner != victim.owner:
                 owner_s = now_s
-            status = parse_status(said) if said else victim
+            status = parse_status(status_text) if status_text else victim
             if status.pid != victim.pid and status.phase == "ready" and status.owner:
                 ready_s = now_s
             if now_s > READY_TIMEOUT_S:
-                raise SideFailed(f"{now_s:.0f} s after the kill nobody serves {victim.slot}; see {server.said}")
+                raise SideFailed(f"{now_s:.0f} s after the kill nobody serves {victim.slot}; see {server.log_file}")
             time.sleep(POLL_S)
     return owner_s if freed_s is None else freed_s, owner_s, ready_s
 

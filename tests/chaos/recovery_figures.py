@@ -275,17 +275,17 @@ def what_is_wrong(arrivals: Sequence[Arrival], history: Sequence[Entry], output_
     return "" if answer.text == story.text else "its client read another text than its history has"
 
 
-def said_since(said: Path, killed_ms: float, slot: str) -> tuple[float | None, float | None]:
+def logged_since(log_file: Path, killed_ms: float, slot: str) -> tuple[float | None, float | None]:
     """Return how many seconds after the kill the supervisor logged the death of *slot*, and how long the load took."""
     noticed_s = load_s = None
-    for line in said.read_text(errors="replace").splitlines():
+    for line in log_file.read_text(errors="replace").splitlines():
         with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
-            told = orjson.loads(line)
-            since_s = datetime.fromisoformat(told["timestamp"]).timestamp() - killed_ms / 1000
-            if since_s >= 0 and told["event"] == "worker_died" and told["worker"] == slot and noticed_s is None:
+            entry = orjson.loads(line)
+            since_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - killed_ms / 1000
+            if since_s >= 0 and entry["event"] == "worker_died" and entry["worker"] == slot and noticed_s is None:
                 noticed_s = since_s
-            if since_s >= 0 and told["event"] == "engine_loaded" and load_s is None:
-                load_s = float(told["seconds"])
+            if since_s >= 0 and entry["event"] == "engine_loaded" and load_s is None:
+                load_s = float(entry["seconds"])
     return noticed_s, load_s
 
 

@@ -372,13 +372,13 @@ def _keys_that_grew(first: Redis, last: Redis) -> str:
     """Return which kinds of keys grew, most growth first, with the entries of streams."""
     before, after = first.bytes_by_key, last.bytes_by_key
     grown = [kind for kind, size in after.items() if size > before.get(kind, 0) * (1 + LARGEST_GROWTH)]
-    said = []
+    kinds = []
     for kind in sorted(grown, key=lambda kind: before.get(kind, 0) - after[kind]):
         entries = ""
         if kind in last.entries_by_key:
             entries = f" ({first.entries_by_key.get(kind, 0):,} to {last.entries_by_key[kind]:,} entries)"
-        said.append(f"{kind} from {before.get(kind, 0):,} to {after[kind]:,} bytes{entries}")
-    return ", ".join(said)
+        kinds.append(f"{kind} from {before.get(kind, 0):,} to {after[kind]:,} bytes{entries}")
+    return ", ".join(kinds)
 
 
 if __name__ == "__main__":

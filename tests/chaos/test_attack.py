@@ -15,7 +15,7 @@ import tokenizers
 from chaos.attack import bodies
 from chaos.attack.__main__ import AttackConfig, Run, Seen, broken, main, table
 from chaos.attack.bodies import LARGEST_BODY, LETTER_A, NO_CHARACTER, giant_bodies
-from chaos.attack.clients import Newcomers, Reading, Streams, Told, attacker, health, newcomers, streams
+from chaos.attack.clients import Newcomers, Reading, Result, Streams, attacker, health, newcomers, streams
 from chaos.attack.kinds import ALONE, KINDS, UNANSWERED, Attack, Order
 from chaos.attack.target import Server, read_deaths
 from chaos.attack.wire import ATTACKERS_HOST
@@ -75,9 +75,9 @@ def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
         end.set()
         return await reading
 
-    told = asyncio.run(run())
+    result = asyncio.run(run())
     assert len(begun) == 1
-    return told
+    return result
 
 
 def test_a_whole_stream_counts_and_one_that_is_cut_or_short_is_seen(stand_in: OpenAIStandIn) -> None:
@@ -88,17 +88,17 @@ def test_a_whole_stream_counts_and_one_that_is_cut_or_short_is_seen(stand_in: Op
         return wrong[len(stand_in.bodies) - 2] if 1 < len(stand_in.bodies) < 6 else whole(body)
 
     stand_in.script = script
-    told = read_streams(stand_in, 6)
-    assert (told.whole, told.refused) == (len(stand_in.bodies) - len(wrong), 1)
-    assert [text[:4] for text in told.early] == ["it e", "it e", "EOFE"] and "500" in told.early[2]
+    result = read_streams(stand_in, 6)
+    assert (result.whole, result.refused) == (len(stand_in.bodies) - len(wrong), 1)
+    assert [text[:4] for text in result.early] == ["it e", "it e", "EOFE"] and "500" in result.early[2]
 
 
 def test_health_is_asked_on_new_connections_and_what_is_no_200_is_counted(stand_in: OpenAIStandIn) -> None:
     async def run() -> tuple[list[float], int]:
         end = asyncio.Event()
         asyncio.get_running_loop().call_later(0.12, end.set)
-        told = await health(order(stand_in), lambda: None, end)
-        return told.ms, told.failures
+        result = await health(order(stand_in), lambda: None, end)
+        return result.ms, result.failures
 
     times, failures = asyncio.run(run())  # the stand-in has no /health
     assert len(times) == failures > 0 and all(0 < each < 5000 for each in times)
@@ -109,8 +109,8 @@ def test_bodies_are_as_large_as_they_may_be_and_one_is_larger() -> None:
     assert set(kinds) == {"wrong bodies", "legal bodies", "lists of prompts", "tokenizes"}
     for kind, requests in kinds.items():
         sizes = [len(data.partition(b"\r\n\r\n")[2]) for data in requests]
-        told = [int(data.partition(b"Content-Length: ")[2].partition(b"\r")[0]) for data in requests]
-        assert sizes == told
+        lengths = [int(data.partition(b"Content-Length: ")[2].partition(b"\r")[0]) for data in requests]
+        assert sizes == lengths
         assert sum(size > LARGEST_BODY for size in sizes) == (kind == "wrong bodies")
         assert max(sizes) > 0.9 * 1_000_000
     legal = [data.partition(b"\r\n\r\n")[2] for kind in ("legal bodies", "tokenizes") for data in kinds[kind]]
@@ -159,9 +159,9 @@ def test_newcomers_count_what_each_got(stand_in: OpenAIStandIn) -> None:
         return await asking
 
     stand_in.script = script
-    told = asyncio.run(run())
-    assert told.answers["patterns"] == {"an error after 200": 1} and told.answers["chats"] == {"200": 1}
-    assert len(told.first_ms) == 1 and "admin" in told.answers
+    result = asyncio.run(run())
+    assert result.answers["patterns"] == {"an error after 200": 1} and result.answers["chats"] == {"200": 1}
+    assert len(result.first_ms) == 1 and "admin" in result.answers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,23 +174,23 @@ def test_every_kind_attacks_each_time_until_it_should_end(kind: str) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nx-minisgl-uid: 1\r\n\r\n")
         writer.close()
 
-    async def run() -> list[Told]:
+    async def run() -> list[Result]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
             asked = Order(server.sockets[0].getsockname()[1], idle=3)
             play = await attacker(kind, asked)
-            told: list[Told] = []
+            results: list[Result] = []
             for _ in range(2):
                 end, before = asyncio.Event(), len(seen)
                 playing = asyncio.create_task(play(asked, lambda: None, end))
                 while len(seen) < before + 3:
                     await asyncio.sleep(0.005)
                 end.set()
-                told.append(await playing)
-        return told
+                results.append(await playing)
+        return results
 
-    for told in asyncio.run(run()):
-        assert isinstance(told, Attack) and (told.answers or told.connections) and told.cpu_s > 0
+    for result in asyncio.run(run()):
+        assert isinstance(result, Attack) and (result.answers or result.connections) and result.cpu_s > 0
     assert set(seen) == {ATTACKERS_HOST}
 
 
@@ -201,12 +201,12 @@ def test_the_kinds_that_are_measured_alone_use_up_nothing_that_all_share() -> No
 def test_stop_strings_almost_match_the_answer(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(nonsense(tmp_path) / "tokenizer.json"))
     assert tokenizer.decode([LETTER_A]) == "a" and tokenizer.decode([NO_CHARACTER]) == "\ufffd"
-    told = sent(bodies.stops())
+    stops = sent(bodies.stops())
     for longest in (1800, 3900, 1024):
-        ((body,), most) = told[f"stops of {longest:,} characters"], longest
+        ((body,), most) = stops[f"stops of {longest:,} characters"], longest
         assert len(body["stop"]) == 16 == len(set(body["stop"])) and not {"a" * n for n in range(9)} & {*body["stop"]}
         assert len(body["stop"][0]) == most and body["stop"][0] == "a" * (most - 1) + "b"
-    assert max(map(len, told["stops of 1,024 characters"][0]["stop"])) == 1024
+    assert max(map(len, stops["stops of 1,024 characters"][0]["stop"])) == 1024
 
 
 def test_scores_are_as_many_as_their_names_say() -> None:
@@ -221,8 +221,8 @@ def test_scores_are_as_many_as_their_names_say() -> None:
 
 def test_grammars_schemas_and_labels_have_the_sizes_that_their_names_say() -> None:
     assert bodies.terminals(range(3)) == "start: A\nA: /.*a.{0}/ & /.*b.{1}/ & /.*c.{2}/\n"
-    told = sent(bodies.grammars())
-    assert [body["guided_grammar"].count("&") for body in told["60 terminals"]] == [59, 59]
+    grammars = sent(bodies.grammars())
+    assert [body["guided_grammar"].count("&") for body in grammars["60 terminals"]] == [59, 59]
     (body,) = sent(bodies.schemas())["2,000 properties of 200 KB"]
     schema = body["tools"][0]["function"]["parameters"]
     assert len(schema["properties"]) == 2000 and len(schema["$defs"]["d"]["description"]) == 200_000

@@ -53,8 +53,8 @@ UNDISTURBED = read_story(history(TOKENS))
 WHOLE = answer_to(TOKENS)
 
 
-def problems(answer: Answer, told: Sequence[Entry], expected: Story = UNDISTURBED) -> str:
-    return "; ".join(wrong_with(answer, told, same_as(expected)))
+def problems(answer: Answer, entries: Sequence[Entry], expected: Story = UNDISTURBED) -> str:
+    return "; ".join(wrong_with(answer, entries, same_as(expected)))
 
 
 def test_a_request_that_nothing_happened_to_is_in_order() -> None:
@@ -62,7 +62,7 @@ def test_a_request_that_nothing_happened_to_is_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "problem"),
     [
         ({"refusal": "503"}, "was told 503"),
         ({"done": False}, "no end"),
@@ -73,8 +73,8 @@ def test_a_request_that_nothing_happened_to_is_in_order() -> None:
         ({"text": WHOLE.text + " 000d"}, "the client has the text"),
     ],
 )
-def test_it_is_seen_when_a_client_saw_something_else(changed: dict[str, object], said: str) -> None:
-    assert said in problems(dataclasses.replace(WHOLE, **changed), history(TOKENS))  # type: ignore[arg-type]
+def test_it_is_seen_when_a_client_saw_something_else(changed: dict[str, object], problem: str) -> None:
+    assert problem in problems(dataclasses.replace(WHOLE, **changed), history(TOKENS))  # type: ignore[arg-type]
 
 
 def test_it_is_seen_when_the_log_holds_something_else() -> None:

@@ -107,9 +107,9 @@ def test_a_request_that_kills_its_worker_fails_alone(
         uid = poisoned.headers["x-minisgl-uid"]
         assert (letter.fields["uid"], letter.fields["stage"]) == (uid, stage)
         assert int(letter.fields["deaths"]) <= MOST_DEATHS
-        told = story(uid, copied_history(letter))
-        assert (told["state"], told["error"]["code"]) == ("failed", "poisonous")
-        assert told["completion_tokens"] == 0 or stage != TOKENIZE
+        traced = story(uid, copied_history(letter))
+        assert (traced["state"], traced["error"]["code"]) == ("failed", "poisonous")
+        assert traced["completion_tokens"] == 0 or stage != TOKENIZE
         assert_nothing_is_left(log)
         log.close()
 

@@ -9,7 +9,7 @@ from support.tool import Tool
 
 import ops.dead
 from pipeline.events import Failed, SamplingParams, Submitted, decode, new_uid
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.views.history import copied_history, story
@@ -138,7 +138,7 @@ def test_a_letter_that_somebody_else_requeues_meanwhile_is_sent_once(
 ) -> None:
     uid, find, sent = lived.dead(), ops.dead.find, list[str]()
 
-    def find_then_another_sends(log: StreamLog, named: str) -> Entry:
+    def find_then_another_sends(log: RedisLog, named: str) -> Entry:
         letter = find(log, named)
         monkeypatch.setattr(ops.dead, "find", find)
         sent.append(dead("requeue", named)[0])

@@ -23,7 +23,8 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log.protocol import Inbox, Owner, StreamLog
+from pipeline.log.protocol import Inbox, Owner
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, parse_id, slot_index, slot_name
 from pipeline.serving import Serving
@@ -110,7 +111,7 @@ LETTERS = Decoder(letters, letters, chr)
 class Scene:
     """A log, requests in it, and engines that serve them."""
 
-    def __init__(self, another_log: Callable[[], StreamLog]) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog]) -> None:
         self.another_log = another_log
         self.log = another_log()
         self.submitted, self.tokenized = Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names)
@@ -147,7 +148,7 @@ class Scene:
         heard: bool = True,
         cache: PrefixCache | None = None,
         lease_ms: int = LEASE_MS,
-        thread_log: StreamLog | None = None,
+        thread_log: RedisLog | None = None,
         serving: Serving | None = None,
         numerics: str = "",
         pace: Pace | None = None,
@@ -256,7 +257,7 @@ class LetterEncoder:
 class Pipeline:
     """A tokenizer, an engine that counts on from the last letter of a prompt, and a detokenizer."""
 
-    def __init__(self, another_log: Callable[[], StreamLog]) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog]) -> None:
         self.another_log = another_log
         self.log = another_log()
         self.names = self.log.names
@@ -306,7 +307,7 @@ class Pipeline:
         return self.scene.history(uid)
 
     @contextlib.contextmanager
-    def _in_slot(self, stage: str, work: Callable[[StreamLog, SlotLease, Stop], object]) -> Iterator[None]:
+    def _in_slot(self, stage: str, work: Callable[[RedisLog, SlotLease, Stop], object]) -> Iterator[None]:
         log, stop = self.another_log(), Stop()
         owner = log.acquire(slot_name(stage, 0), "n", LEASE_MS)
         assert isinstance(owner, Owner)
@@ -328,7 +329,7 @@ class Pipeline:
             slot_lease.leave()
 
     def _detokenizer(self) -> contextlib.AbstractContextManager[None]:
-        def work(log: StreamLog, slot_lease: SlotLease, stop: Stop) -> None:
+        def work(log: RedisLog, slot_lease: SlotLease, stop: Stop) -> None:
             serve(log, slot_lease, LETTERS, stop, self.measures[DETOKENIZE])
 
         return self._in_slot(DETOKENIZE, work)
@@ -336,7 +337,7 @@ class Pipeline:
     def _tokenizer(self) -> contextlib.AbstractContextManager[None]:
         encoder: Any = LetterEncoder()
 
-        def work(log: StreamLog, slot_lease: SlotLease, stop: Stop) -> None:
+        def work(log: RedisLog, slot_lease: SlotLease, stop: Stop) -> None:
             worker = TokenizeWorker(log, slot_lease, encoder, self.measures[TOKENIZE])
             follow(log, self.inboxes[0], slot_lease, worker.handle, worker.bury, stop, max_entries=4, look=worker.look)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.events import Admitted, EventRow, FinishReason, SamplingParams, Submitted, Tokenized, TokenRow
-from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from stages.detokenize.text import Decoder
 
 
@@ -29,7 +30,7 @@ def admitted(uid: str, n: int = 0, cached: int = 0) -> EventRow:
     return EventRow(uid=uid, n=n, event=event)
 
 
-def prepared(log: StreamLog, engine: str = "generate-0") -> Inbox:
+def prepared(log: RedisLog, engine: str = "generate-0") -> Inbox:
     """Make the groups of a log with one engine, and the replies of web-0; return the inbox of its steps."""
     steps = Inbox.steps(log.names, engine)
     for inbox in (Inbox.submitted(log.names), Inbox.tokenized(log.names), steps):
@@ -38,7 +39,7 @@ def prepared(log: StreamLog, engine: str = "generate-0") -> Inbox:
     return steps
 
 
-def bring(log: StreamLog, uid: str, prompt_ids: Sequence[int] = (1,), **sampling: object) -> None:
+def bring(log: RedisLog, uid: str, prompt_ids: Sequence[int] = (1,), **sampling: object) -> None:
     """Bring a request of web-0 as far as the engines."""
     params = SamplingParams.model_validate(sampling)
     log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)])

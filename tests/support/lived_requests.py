@@ -10,13 +10,14 @@ from typing import Any
 from support.log_contract import FINISHED, Detokenizer, Scene, say_end, say_tokens
 
 from pipeline.events import Admitted, End, Mark, SamplingParams, Submitted, TakenOver, Usage, new_uid
-from pipeline.log.protocol import DeadLetter, Produced, StreamLog, Submission
+from pipeline.log.protocol import DeadLetter, Produced, Submission
+from pipeline.log.redis import RedisLog
 
 
 class LivedRequests:
     """Makes requests in *log*, one after the other; nobody else may work on it."""
 
-    def __init__(self, log: StreamLog) -> None:
+    def __init__(self, log: RedisLog) -> None:
         self.log = log
         self.frontend = "web-0"
         self.owner = ""

@@ -1,4 +1,4 @@
-"""What the tests of the log's contract have in common: one suite over every StreamLog, tests/pipeline/log/contract."""
+"""What the tests of the log's contract have in common: one suite over every RedisLog, tests/pipeline/log/contract."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from pipeline.log.protocol import (
     Reply,
     RequestLimits,
     StepCommitted,
-    StreamLog,
     Submission,
     SubmitResult,
 )
@@ -95,7 +94,7 @@ def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False, fron
     return Produced(uid, SEAL, n, event, frontend, tell_engine)
 
 
-def put(log: StreamLog, key: str, fields: Mapping[str, str], entry_id: str = "*") -> str:
+def put(log: RedisLog, key: str, fields: Mapping[str, str], entry_id: str = "*") -> str:
     """Append what no commit would; return its id."""
     if isinstance(log, RedisLog):
         words = (word for pair in fields.items() for word in pair)
@@ -134,7 +133,7 @@ def with_front(url: str, act: Callable[[AsyncRedisLog], Awaitable[T]], limits: R
 class Scene:
     """A log, and what tests have the stages do with it."""
 
-    def __init__(self, log: StreamLog) -> None:
+    def __init__(self, log: RedisLog) -> None:
         self.log = log
         self.submitted = Inbox.submitted(log.names)
         self.steps = Inbox.steps(log.names, "generate-0")
@@ -167,7 +166,7 @@ class Scene:
                 scene.log.close()
         return brought
 
-    def meanwhile(self, wait: Callable[[StreamLog], T], act: Callable[[], object] = lambda: None) -> T:
+    def meanwhile(self, wait: Callable[[RedisLog], T], act: Callable[[], object] = lambda: None) -> T:
         """Return what *wait* brings in a thread of its own, while *act* is done: sooner than the longest block."""
         log, brought = self.another().log, list[T]()
         thread = threading.Thread(target=lambda: brought.append(wait(log)))

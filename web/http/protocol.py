@@ -254,8 +254,8 @@ class Protocol:
         if caller is not None and caller.scope:
             connection_limit.belongs(connection, f"key {caller.scope}", connection_limit.key_share)
         elif connection.is_proxy and connection.client is not None:
-            said = [value.decode("latin1") for name, value in request.headers if name == b"x-forwarded-for"]
-            client = self._config.proxies.client_of(connection.client[0], said)
+            forwarded = [value.decode("latin1") for name, value in request.headers if name == b"x-forwarded-for"]
+            client = self._config.proxies.client_of(connection.client[0], forwarded)
             connection_limit.belongs(connection, address_of(client), connection_limit.share)
         if path in VIEWS:
             connection_limit.views(connection)

@@ -93,12 +93,12 @@ class Catalogue:
             return Listed(tuple(found), frozenset(archived), following, self._is_complete)
 
         for some in _together(uids, TRIED_AT_ONCE):
-            told = await self._look(some, in_archive)
-            num_tried, num_peeked = num_tried + len(some), num_peeked + told.num_peeked
+            looked = await self._look(some, in_archive)
+            num_tried, num_peeked = num_tried + len(some), num_peeked + looked.num_peeked
             for uid in some:
-                if uid in told.facts and fits(told.facts[uid]):
-                    found.append(told.facts[uid])
-                    archived |= {uid} & told.archived
+                if uid in looked.facts and fits(looked.facts[uid]):
+                    found.append(looked.facts[uid])
+                    archived |= {uid} & looked.archived
                     if len(found) == limit:
                         return listed(uid)
             if num_peeked >= MOST_PEEKED or num_tried >= MOST_TRIED:
@@ -109,8 +109,8 @@ class Catalogue:
         """Return uid -> owner of the requests that the log still has. Raises as the log does."""
         owners: dict[str, str] = {}
         for first in range(0, len(uids), TRIED_AT_ONCE):
-            told = await self._look(uids[first : first + TRIED_AT_ONCE])
-            owners |= {uid: facts.owner for uid, facts in told.facts.items()}
+            looked = await self._look(uids[first : first + TRIED_AT_ONCE])
+            owners |= {uid: facts.owner for uid, facts in looked.facts.items()}
         return owners
 
     async def _scan(self) -> None:

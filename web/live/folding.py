@@ -117,5 +117,5 @@ async def _pages(
 
 
 def _ms(entry: Entry) -> int:
-    said = entry.fields.get("ms", "")
-    return int(said) if said.isdecimal() else 0
+    text = entry.fields.get("ms", "")
+    return int(text) if text.isdecimal() else 0

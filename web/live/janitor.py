@@ -16,7 +16,8 @@ import structlog
 
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import Owner, StreamLog
+from pipeline.log.protocol import Owner
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REQUEST_SUCCESS
 from pipeline.names import JANITOR, slot_name
@@ -38,7 +39,7 @@ class Janitor:
 
     def __init__(
         self,
-        log: StreamLog,
+        log: RedisLog,
         *,
         patience_s: float = PATIENCE_S,
         clock_s: Callable[[], float] = time.monotonic,

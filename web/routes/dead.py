@@ -49,7 +49,7 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
     async def letters() -> Response:
         _check()
         limit, before, uid = limit_asked(LIMIT, MOST), _before(), _uid()
-        told: list[Entry] = []
+        entries: list[Entry] = []
         if uid:
             with reaching("letters_not_read"):
                 letter = await _letter_of(frontend.log, uid)
@@ -57,15 +57,15 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
         if before == LEAST_ID:  # Redis refuses an interval that ends before the least id; this one is empty
             return json_response({"dead": [], "next": None})
         with reaching("letters_not_read"):
-            while len(told) < limit:
-                some = min(limit - len(told), READ_AT_ONCE)
+            while len(entries) < limit:
+                some = min(limit - len(entries), READ_AT_ONCE)
                 found = await frontend.log.dead_letters(some, before=before)
-                told += found
+                entries += found
                 if len(found) < some:
                     before = ""
                     break
                 before = found[-1].id
-        return json_response({"dead": [plain_letter(letter) for letter in told], "next": before or None})
+        return json_response({"dead": [plain_letter(letter) for letter in entries], "next": before or None})
 
     @routes.post("/v1/dead/<name>/requeue")
     @operation("Send the request of a dead letter again, under a new uid, and drop the letter")

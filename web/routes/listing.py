@@ -59,8 +59,8 @@ def listing_routes(frontend: Frontend) -> Blueprint:
         states, text = _states(), request.args.get("search", "")[:MOST_SEARCHED].lower()
         with reaching("requests_not_listed"):
             listed = await frontend.catalogue.newest(before, limit, _fits(who, states, text))
-        told = [plain(facts) | {"archived": facts.uid in listed.archived} for facts in listed.requests]
-        return json_response({"requests": told, "next": listed.next or None, "complete": listed.is_complete})
+        requests = [plain(facts) | {"archived": facts.uid in listed.archived} for facts in listed.requests]
+        return json_response({"requests": requests, "next": listed.next or None, "complete": listed.is_complete})
 
     @routes.get("/v1/requests/<name>/steps")
     @operation("Who shared the batch with a request, and why its tokens were late")
@@ -87,8 +87,8 @@ def _company(company: Company, who: Caller, owners: Mapping[str, str]) -> bytes:
             return other
         return numbers.setdefault(other, len(numbers) + 1)
 
-    told = company.plain(called)
-    return orjson.dumps({"others": len(numbers)} | told)
+    plain_company = company.plain(called)
+    return orjson.dumps({"others": len(numbers)} | plain_company)
 
 
 def plain(facts: RequestFacts) -> dict[str, Any]:

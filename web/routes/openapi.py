@@ -47,10 +47,10 @@ class Operation:
 
 def operation(summary: str, *bodies: type[BaseModel], **more: Any) -> Callable[[F], F]:
     """Attach a description to a view function, which stays as it is. *more* as in Operation."""
-    said = Operation(summary, bodies, **more)
+    described = Operation(summary, bodies, **more)
 
     def say(view: F) -> F:
-        setattr(view, _ATTRIBUTE, said)
+        setattr(view, _ATTRIBUTE, described)
         return view
 
     return say
@@ -102,15 +102,17 @@ def openapi(app: Quart) -> dict[str, Any]:
     """Return the document, OpenAPI 3.1, of the routes of *app*; routes without a description are left out."""
     operations: list[tuple[str, str, Operation]] = []
     for rule in app.url_map.iter_rules():
-        said = operation_of(app.view_functions[rule.endpoint])
-        if said is not None:
-            operations += [(rule.rule, method, said) for method in METHODS if method in (rule.methods or ())]
+        described = operation_of(app.view_functions[rule.endpoint])
+        if described is not None:
+            operations += [(rule.rule, method, described) for method in METHODS if method in (rule.methods or ())]
     operations.sort(key=lambda each: (each[0], METHODS.index(each[1])))
-    models: dict[type[BaseModel], None] = dict.fromkeys(body for _, _, said in operations for body in said.bodies)
+    models: dict[type[BaseModel], None] = dict.fromkeys(
+        body for _, _, described in operations for body in described.bodies
+    )
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     paths: dict[str, dict[str, Any]] = {}
-    for path, method, said in operations:
-        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = _operation(path, method, said)
+    for path, method, described in operations:
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = _operation(path, method, described)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -127,28 +129,28 @@ def openapi(app: Quart) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, said: Operation) -> dict[str, Any]:
+def _operation(path: str, method: str, described: Operation) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(path)
     ]
-    for where, names in (("query", said.query), ("header", said.headers)):
+    for where, names in (("query", described.query), ("header", described.headers)):
         parameters += [
             {"name": name, "in": where, "description": schema["description"], "schema": {"type": "string", **schema}}
             for name, schema in names.items()
         ]
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
-        "summary": said.summary,
+        "summary": described.summary,
         "parameters": parameters,
-        "responses": {"200": _answer("Success.", said.answers), "default": _error("An error.")},
+        "responses": {"200": _answer("Success.", described.answers), "default": _error("An error.")},
     }
-    if said.not_ready:
-        found["responses"]["503"] = _answer("Not ready; the body says what is missing.", said.answers)
-    if said.bodies:
-        references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in said.bodies]
+    if described.not_ready:
+        found["responses"]["503"] = _answer("Not ready; the body says what is missing.", described.answers)
+    if described.bodies:
+        references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in described.bodies]
         schema = references[0] if len(references) == 1 else {"anyOf": references}
-        found["requestBody"] = {"required": not said.body_is_optional, "content": {JSON: {"schema": schema}}}
+        found["requestBody"] = {"required": not described.body_is_optional, "content": {JSON: {"schema": schema}}}
     return found
 
 

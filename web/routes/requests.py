@@ -69,8 +69,8 @@ def request_routes(frontend: Frontend) -> Blueprint:
             async with frontend.folding.turn():
                 stories = await _stories(frontend, found.uids)
         if found.uids != (uid,):
-            told = [orjson.Fragment(each) for each in stories]
-            return json_response({"uid": uid, "siblings": found.uids, "requests": told})
+            documents = [orjson.Fragment(each) for each in stories]
+            return json_response({"uid": uid, "siblings": found.uids, "requests": documents})
         if not stories:
             raise absent(uid, frontend.limits.retention_s)
         return json_response(bytes(stories[0]))

@@ -47,14 +47,14 @@ def _prompts(events: Sequence[Submitted]) -> list[str | list[int]]:
 
 
 def _openai_body(first: Submitted, prompts: Sequence[str | list[int]], choices: int) -> Body:
-    shown, said = first.presentation, _sampling(first.sampling)
-    scores = said.pop("logprobs", None)
+    shown, sampling = first.presentation, _sampling(first.sampling)
+    scores = sampling.pop("logprobs", None)
     if not shown.prompt_scores:  # `echo` with `logprobs` asks for them, too
-        said.pop("prompt_logprobs", None)
-    said.pop("max_tokens", None)
+        sampling.pop("prompt_logprobs", None)
+    sampling.pop("max_tokens", None)
     body = {
         "model": first.model,
-        **said,
+        **sampling,
         **_openai_length(first),
         **_shown(first),
         **constraint_fields(first.constraint),
@@ -93,9 +93,9 @@ def _shown(first: Submitted) -> Body:
         "truncation_side": first.truncation_side if first.truncation_side != "left" else "",
         "priority": first.priority,
     }
-    told = {"add_special_tokens": first.add_special_tokens, "truncate_prompt_tokens": first.truncate_prompt_tokens}
-    told |= {name: first.labels.get(name) for name in fields.LABELS}
-    return {name: value for name, value in given.items() if value} | _set(told)
+    others = {"add_special_tokens": first.add_special_tokens, "truncate_prompt_tokens": first.truncate_prompt_tokens}
+    others |= {name: first.labels.get(name) for name in fields.LABELS}
+    return {name: value for name, value in given.items() if value} | _set(others)
 
 
 def _templating(first: Submitted) -> Body:
@@ -122,9 +122,9 @@ def _reasoning(first: Submitted) -> Body:
 
 
 def _sglang_body(first: Submitted, prompts: Sequence[str | list[int]], choices: int) -> Body:
-    shown, said = first.presentation, _sampling(first.sampling)
+    shown, sampling = first.presentation, _sampling(first.sampling)
     scores, of_prompt = first.sampling.logprobs, first.sampling.prompt_logprobs
-    params = {name: value for name, value in said.items() if name in SamplingFields.model_fields}
+    params = {name: value for name, value in sampling.items() if name in SamplingFields.model_fields}
     params |= {"sampling_seed": first.sampling.seed, "n": choices, **constraint_fields(first.constraint, WITHIN)}
     if shown.prompt_only:
         params["max_new_tokens"] = 0

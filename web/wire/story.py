@@ -28,12 +28,12 @@ class StoryFrames(EventFrames):
         if not event.entry_id and isinstance(event.event, Failed):
             return super().of(event)
         assert not isinstance(event.event, StepCompleted)
-        changes = self._story.hear(event.entry_id, event.n, event.event)
-        told = {"moments": [*changes.moments.items()], "bars": [*changes.bars.items()], "tokens": changes.tokens}
-        told = changes.facts | {name: values for name, values in told.items() if values}
+        changes = self._story.add(event.entry_id, event.n, event.event)
+        lists = {"moments": [*changes.moments.items()], "bars": [*changes.bars.items()], "tokens": changes.tokens}
+        frame = changes.facts | {name: values for name, values in lists.items() if values}
         if isinstance(event.event, Submitted):
-            told["asked"] = asked_of(event.event)
-        return sse.frame(orjson.dumps(told), self.id_of(event))
+            frame["asked"] = asked_of(event.event)
+        return sse.frame(orjson.dumps(frame), self.id_of(event))
 
 
 def asked_of(event: Submitted) -> dict[str, Any]:

@@ -42,10 +42,10 @@ def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: De
         "calls": request.calls,
         "thinking_budget": request.thinking_budget_tokens,
     }
-    said = _common(request, CHAT_ENDPOINT, frontend, model) | common
+    request_fields = _common(request, CHAT_ENDPOINT, frontend, model) | common
     sampling = _sampling(request, defaults)
     presentation = _presentation(request).model_copy(update={"reasoning": request.reasoning_shown})
-    return _choices(said, sampling, presentation, request.num_choices, [{}])
+    return _choices(request_fields, sampling, presentation, request.num_choices, [{}])
 
 
 def completion_events(request: CompletionRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
@@ -57,8 +57,8 @@ def completion_events(request: CompletionRequest, *, frontend: str, model: str, 
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         sampling = sampling.model_copy(update={"prompt_logprobs": request.logprobs})
     presentation = _presentation(request).model_copy(update={"echo": bool(request.echo), "prompt_only": prompt_only})
-    said = _common(request, COMPLETIONS_ENDPOINT, frontend, model)
-    return _choices(said, sampling, presentation, request.num_choices, _prompts(request.prompts))
+    request_fields = _common(request, COMPLETIONS_ENDPOINT, frontend, model)
+    return _choices(request_fields, sampling, presentation, request.num_choices, _prompts(request.prompts))
 
 
 def generate_events(
@@ -189,15 +189,15 @@ def _sampling_params(
 ) -> SamplingParams:
     """Return the fields of *asked* that SamplingParams has, too, and those that an endpoint names its *own* way."""
     bias = asked.logit_bias
-    said = asked.model_dump(include=set(SamplingParams.model_fields)) | {
+    params = asked.model_dump(include=set(SamplingParams.model_fields)) | {
         "top_k": None if asked.top_k is None else max(asked.top_k, 0),
         "seed": secrets.randbelow(2**63) if seed in (None, -1) else seed,
         "logit_bias": None if bias is None else tuple((int(token), value) for token, value in bias.items()),
         **own,
     }
     if asked.top_p == 0:
-        said |= {"top_p": None, "temperature": 0.0}
-    given = {name: value for name, value in said.items() if value is not None}
+        params |= {"top_p": None, "temperature": 0.0}
+    given = {name: value for name, value in params.items() if value is not None}
     return SamplingParams.model_validate({**defaults, **given})
 
 

@@ -12,5 +12,5 @@ if key.shared and not is_shared(key.shared) then -- of an older version, or gone
 end
 if not append(key.history, '0-2', fields, now_ms()) then return 'GONE' end
 for digest, text in pairs(texts) do redis.call('HSET', key.shared, digest, text) end
-redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend)
+redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend or '')
 return 'OK'

@@ -7,22 +7,28 @@ from typing import Any
 
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, commit
 from pipeline.log.operations.requests import wholes
-from pipeline.log.operations.workers import unless_fenced
 from pipeline.log.protocol import Entry, Owner
-from pipeline.log.replies import as_text, history_of, nothing
+from pipeline.log.replies import as_text, history_of, nothing, unless_fenced
 from pipeline.names import ARCHIVE
 
 
 def open_archive(log: LogContext, archive_id: str) -> Script[str]:
+    """Let the commits that end requests append their uids to `ended` from now on.
+
+    Return the id of the namespace's archive: *archive_id*, unless it already has another one.
+    """
     keys = {"ended": log.names.ended, "archive": log.names.archive}
     return commit("open_archive", as_text, keys, group=ARCHIVE, archive=archive_id)
 
 
 def close_archive(log: LogContext) -> Command[bool]:
+    """Undo `open_archive`, and drop the entries of `ended`. Return False if the namespace has no archive."""
     return Command(["DEL", log.names.ended, log.names.archive], bool)
 
 
 def archived(log: LogContext, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> Script[None]:
+    """Consume *entries* of `ended`, and *lost* ones whose histories expired, which are counted. Raise Fenced."""
+
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))
 
@@ -45,4 +51,5 @@ def begins(log: LogContext, uids: Sequence[str]) -> Steps[dict[str, Entry]]:
 
 
 def num_unarchived(log: LogContext) -> Command[int]:
+    """Return how many requests expired before an archiver read them."""
     return Command(["HMGET", log.names.archive, "unarchived"], lambda found: int(found[0] or 0))

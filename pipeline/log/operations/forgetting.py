@@ -13,7 +13,7 @@ from pipeline.log.forgetting import Chooser, Purged, Unconsumed, of_journals, of
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, commit
 from pipeline.log.operations.frontends import scan
 from pipeline.log.operations.requests import end_words, shared_by
-from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
+from pipeline.log.operations.slots import SLOTS_PER_LOOK, slots_of
 from pipeline.log.replies import as_text, entries_of, info_of, is_ok, nothing
 from pipeline.names import GENERATE
 
@@ -25,16 +25,19 @@ MOST_BEGINNINGS: Final = 100
 
 
 def archive_id(log: LogContext) -> Command[str]:
+    """Return the id of the archive of the namespace; "" if it has none."""
     return Command(["HMGET", log.names.archive, "id"], lambda found: as_text(found[0] or b""))
 
 
 def at_work(log: LogContext, uids: Collection[str]) -> Steps[list[str]]:
+    """Return where tokenizers and engines still find some of *uids*: `submitted`, `tokenized`."""
     submitted = yield from _told(log.names.submitted, uids)
     tokenized = yield from _told(log.names.tokenized, uids)
     return [name for name, found in (("submitted", submitted), ("tokenized", tokenized)) if found.num_entries]
 
 
 def unread_steps(log: LogContext) -> Steps[dict[str, tuple[str, str]]]:
+    """Return the ids of the first and the last step that no detokenizer has consumed, of engines that have some."""
     found: dict[str, tuple[str, str]] = {}
     for first in count(0, SLOTS_PER_LOOK):
         engines = slots_of(GENERATE, first)
@@ -50,6 +53,7 @@ def unread_steps(log: LogContext) -> Steps[dict[str, tuple[str, str]]]:
 
 
 def told(log: LogContext, uids: Collection[str]) -> Steps[Unconsumed]:
+    """Say what of *uids* waits for archivers."""
     return (yield from _told(log.names.ended, uids))
 
 
@@ -65,6 +69,11 @@ def _told(stream: str, uids: Collection[str]) -> Steps[Unconsumed]:
 
 
 def erase(log: LogContext, uid: str, *, finished: bool = False) -> Script[bool]:
+    """Replace the history of *uid* by a tombstone, which is kept for the retention, also if there is no history.
+
+    What its siblings share goes, too: erase them all. The archivers are told, unless *finished*: then all of the
+    request is gone everywhere. False, and nothing is changed, if it has not ended.
+    """
     names, words = log.names, end_words(tombstone(finished=finished))
     return commit(
         "erase",
@@ -85,6 +94,11 @@ def erase(log: LogContext, uid: str, *, finished: bool = False) -> Script[bool]:
 
 
 def purge(log: LogContext, uids: Collection[str]) -> Steps[Purged]:
+    """Take what is about *uids* and their siblings out of dead letters, replies, journals and `control`.
+
+    Nothing of it stays in the memory of the server, nor what was deleted from these streams before. The other
+    entries stay as they are. It is safe beside others who write, and who purge.
+    """
     names = log.names
     for copy in (yield from _keys(names.copy(""))):  # copies of runs that died; living runs begin again
         yield from Command(["PEXPIRE", copy, -1], nothing)
@@ -125,13 +139,14 @@ def _purge_once(log: LogContext, key: str, choose: Chooser) -> Steps[tuple[str, 
         if not entries and not cursor:
             return "DONE", 0
         chosen, last = choose(entries), entries[-1].id if entries else cursor
-        ids = {"from": cursor, "to": last}
+        ids = {"from": cursor or None, "to": last}
         outcome = yield from commit("purge", as_text, keys, *chosen, copy_ms=COPY_TTL_MS, once=True, **ids)
         cursor, num_chosen = last, num_chosen + len(chosen)
     return outcome, num_chosen
 
 
 def rewrite_files(_: LogContext) -> Steps[bool]:
+    """Have the server write its files anew, without what it does not hold any more. False: not now, ask again."""
     if _is_rewriting((yield from _persistence())):
         return False
     yield from Command(["BGREWRITEAOF"], as_text)
@@ -139,6 +154,7 @@ def rewrite_files(_: LogContext) -> Steps[bool]:
 
 
 def are_rewritten(_: LogContext) -> Steps[bool]:
+    """Return whether it has done that. Raises LogUnavailable if it failed."""
     told = yield from _persistence()
     if _is_rewriting(told):
         return False

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, Skipped, say_skipped, told_of
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.operations.requests import wholes
-from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
+from pipeline.log.operations.slots import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
 from pipeline.log.replies import (
     as_text,
@@ -39,12 +39,22 @@ _Found: TypeAlias = Mapping[str, tuple[bytes | None, bytes | None, bytes | None]
 
 
 def open_replies(log: LogContext, frontend: str, *, read: str = "") -> Script[str]:
-    return commit("open_replies", as_text, {"replies": log.names.replies(frontend)}, ttl_ms=REPLIES_TTL_MS, read=read)
+    """Create the replies stream, or keep it for 60 s more; return its last id.
+
+    Drop the replies before the id *read*. Large ones would stay in a stream to which little is added.
+    """
+    keys = {"replies": log.names.replies(frontend)}
+    return commit("open_replies", as_text, keys, ttl_ms=REPLIES_TTL_MS, read=read or None)
 
 
 def read_replies(
     log: LogContext, frontend: str, after: str, *, block_ms: int, skipped: Skipped = say_skipped
 ) -> Command[tuple[str, list[Reply]]]:
+    """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call.
+
+    *skipped* is called with the id of an entry that cannot be read, and the reason; the default writes a log line.
+    """
+
     def parse(raw: Any) -> tuple[str, list[Reply]]:
         pairs = first_pairs(raw)
         return (as_text(pairs[-1][0]) if pairs else after), told_of(pairs, skipped)

@@ -23,6 +23,15 @@ def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[st
 
 
 def import_history(log: LogContext, uid: str, entries: Sequence[Entry], *, again: bool = False) -> Script[bool]:
+    """Write the whole history of an ended request unchanged, and keep it for the retention of this log.
+
+    Return False if there is a history of *uid*, which stays as it is.
+
+    Raises:
+        NotWhole: The new history has no seal.
+        Forgotten: The request was erased, and *again* is not set.
+        LogFull: Redis is at its maxmemory.
+    """
     check_whole(uid, entries)
     pairs = [[entry.id, [word for pair in entry.fields.items() for word in pair]] for entry in entries]
     keys, kept_ms = {"history": log.names.request(uid)}, log.limits.retention_ms

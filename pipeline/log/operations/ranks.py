@@ -7,14 +7,18 @@ from typing import Any
 
 from pipeline.log.operation import LogContext, Script, commit
 from pipeline.log.operations.requests import flat
-from pipeline.log.operations.workers import unless_fenced
 from pipeline.log.protocol import Entry, Owner
 from pipeline.log.ranks import Formation
-from pipeline.log.replies import as_text, nothing
+from pipeline.log.replies import as_text, nothing, unless_fenced
 from pipeline.names import slot_stage
 
 
 def form(log: LogContext, group: str, formation: Formation, *, ttl_ms: int) -> Script[str]:
+    """Write the newest formation of *group*, which deletes the older ones, and return its id.
+
+    The stream lives for *ttl_ms*. The same formation again, by its nonce, only extends that. Raise Fenced if rank 0
+    has lost its slot.
+    """
     owner = formation.rank_0
     return commit(
         "form",
@@ -29,6 +33,11 @@ def form(log: LogContext, group: str, formation: Formation, *, ttl_ms: int) -> S
 
 
 def joined(log: LogContext, owner: Owner, group: str, entries: Sequence[Entry]) -> Script[None]:
+    """Consume formations that the rank *owner* has joined, or will not join. Raise Fenced.
+
+    The entries stay for the other ranks.
+    """
+
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))
 

@@ -79,6 +79,18 @@ def submit(
     *,
     quota: Quota | None = None,
     letter: str = "",
+) -> Steps[SubmitResult]:
+    return submit_within(log, uid, events, once, quota=quota, letter=letter)
+
+
+def submit_within(
+    log: LogContext,
+    uid: str,
+    events: Sequence[Submitted],
+    once: Once | None = None,
+    *,
+    quota: Quota | None = None,
+    letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
     """Submit, counted in the minute of this machine's clock, or once more in the minute of Redis' clock.
@@ -159,7 +171,7 @@ def _submit(
         max_queued=0 if is_full else limits.max_queued,
         digest=once.digest if once else None,
         instead_of=once.instead_of if once else None,
-        letter=letter,
+        letter=letter or None,
         version_ms=COPY_TTL_MS,
         first_minute=minute - 1,
         per_minute=quota.requests_per_minute if quota else 0,
@@ -249,6 +261,13 @@ def abandon(
     attached: bool = False,
     refused: bool = False,
 ) -> Script[bool]:
+    """End a request whose client left, as `end` does. Return False also if another client reads it.
+
+    *once*: idempotency key of the client. *attached*: the client did not send the request; the key led it there.
+    Such a client ends the request only after the sender has left. A sender that leaves one of several siblings to
+    its readers has left them all; abandon each of them all the same. *refused*: the client left because a sibling
+    was refused; without tokens the history is kept as briefly as that sibling's.
+    """
     names, kept = log.names, log.limits.retention_ms
     return commit(
         "abandon",
@@ -269,11 +288,13 @@ def abandon(
 
 
 def reading(log: LogContext, uids: Sequence[str], who: str) -> Script[None]:
+    """Record for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
     keys = {"readers": [*map(log.names.reader, uids)], "histories": [*map(log.names.request, uids)]}
     return commit("reading", nothing, keys, who=who, ttl_ms=READER_TTL_MS)
 
 
 def stop_reading(log: LogContext, uid: str, who: str) -> Command[None]:
+    """Remove what `reading` recorded."""
     return Command(["SREM", log.names.reader(uid), who], nothing)
 
 
@@ -382,16 +403,19 @@ def alive(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 
 
 def living(log: LogContext) -> Command[list[str]]:
+    """Return all requests that have not ended."""
     return Command(["ZRANGE", log.names.live, 0, -1], lambda uids: list(texts(uids)))
 
 
 def overdue(log: LogContext, max_uids: int) -> Steps[list[str]]:
+    """Return requests that are past their deadline and have not ended, by Redis' clock."""
     now_ms = yield from Command(["TIME"], clock_ms)
     words: Words = ["ZRANGEBYSCORE", log.names.live, "-inf", now_ms, "LIMIT", 0, max_uids]
     return (yield from Command(words, lambda uids: list(texts(uids))))
 
 
 def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
+    """Return which of *uids* are read by another client than their sender."""
     commands = [["EXISTS", log.names.reader(uid)] for uid in uids]
     return Batch(commands, lambda replies: {uid for uid, exists in zip(uids, replies, strict=True) if exists})
 
@@ -411,11 +435,18 @@ def dead_letter(log: LogContext, entry_id: str) -> Command[Entry | None]:
 
 
 def drop_dead(log: LogContext, entry_id: str) -> Script[bool]:
+    """Remove a letter; return False if it does not exist."""
     keys = {"dead": log.names.dead, "versions": log.names.copies}
     return commit("drop_dead", bool, keys, letter=entry_id, version_ms=COPY_TTL_MS)
 
 
 def incarnation(_: LogContext) -> Command[str]:
+    """Return a text that changes when another server process holds the log.
+
+    A new process may know less than the old one had confirmed: it lacks the last second before a crash, or what a
+    replica had not received.
+    """
+
     def parse(info: bytes) -> str:
         found = re.search(r"^run_id:(\w+)", as_text(info), re.MULTILINE)
         return found[1] if found else ""

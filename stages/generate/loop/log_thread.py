@@ -17,7 +17,8 @@ import structlog
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
@@ -136,7 +137,7 @@ class LogThread:
 
     def __init__(
         self,
-        log: StreamLog,
+        log: RedisLog,
         owner: Owner,
         *,
         lease_ms: int,

@@ -19,7 +19,8 @@ import structlog
 from pipeline import VERSION
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, StepCompleted, StepRow, StepStats, TakenOver, TokenRow
-from pipeline.log.protocol import Owner, StreamLog
+from pipeline.log.protocol import Owner
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
@@ -402,7 +403,7 @@ Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Load
 """Loads a model and reports its progress."""
 
 
-def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path) -> int:
     """Run one engine until SIGTERM; return the exit code."""
 
     def load_and_give_way(config: GenerateConfig, folder: Path, say: Callable[[float], None]) -> Loaded:
@@ -414,7 +415,7 @@ def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path)
     return run_engine(config, open_log, folder, load_and_give_way)
 
 
-def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path, load: Load) -> int:
     """Run one engine with the model that *load* returns.
 
     The engine asks for a slot once the model is loaded. When it loses the slot, it forgets its requests, keeps its

@@ -18,8 +18,9 @@ import structlog
 
 from pipeline import VERSION
 from pipeline.errors import ConfigError, Fenced, GroupLost, LogError, LogUnavailable, RankLost, UndecodableEvent
-from pipeline.log.protocol import Owner, StreamLog
-from pipeline.log.ranks import Formation, RankLog, formation_to_join
+from pipeline.log.protocol import Owner
+from pipeline.log.ranks import Formation, formation_to_join
+from pipeline.log.redis import RedisLog
 from pipeline.names import rank_stage
 from pipeline.stage.slots import Ends, SlotLease, read_statuses, slot_leases
 from pipeline.stage.worker import Stop
@@ -46,7 +47,7 @@ EXIT_RANK_LOST: Final = 1
 class RankSlot:
     """The slot of a rank. A thread holds it, and asks for another after each loss. The rank computes on meanwhile."""
 
-    def __init__(self, open_log: Callable[[], StreamLog], rank: int, lease_ms: int, preferred: int | None) -> None:
+    def __init__(self, open_log: Callable[[], RedisLog], rank: int, lease_ms: int, preferred: int | None) -> None:
         self._open_log, self._stage, self._lease_ms, self._preferred = open_log, rank_stage(rank), lease_ms, preferred
         self._stop = Stop()
         self._changed = threading.Condition()
@@ -168,7 +169,7 @@ Connect: TypeAlias = Callable[[Any, int, int], RankLinks]
 
 @contextlib.contextmanager
 def formed(
-    log: RankLog,
+    log: RedisLog,
     owner: Owner,
     group: str,
     size: int,
@@ -204,7 +205,7 @@ def joined(formation: Formation, rank: int, connect: Connect) -> RankLinks:
 
 
 def formation_of(
-    log: RankLog, slot: RankSlot, group: str, rank: int, terms: Terms, stop: Stop
+    log: RedisLog, slot: RankSlot, group: str, rank: int, terms: Terms, stop: Stop
 ) -> tuple[Owner, Any, Formation] | None:
     """Wait for a formation that *rank* in *slot* may join; return the owner, the entry and the formation. None: *stop*.
 
@@ -230,7 +231,7 @@ def formation_of(
     return None
 
 
-def ack(log: RankLog, owner: Owner, group: str, entry: Any) -> None:
+def ack(log: RedisLog, owner: Owner, group: str, entry: Any) -> None:
     """Write to the log that a rank has joined. If that fails, nothing changes."""
     try:
         log.joined(owner, group, [entry])
@@ -246,7 +247,7 @@ class RankWatch:
 
     def __init__(
         self,
-        open_log: Callable[[], StreamLog],
+        open_log: Callable[[], RedisLog],
         start: str,
         ranks: Iterable[int],
         on_lost: Callable[[RankLost], object],
@@ -281,7 +282,7 @@ class RankWatch:
         if lost is not None:
             self._on_lost(lost)
 
-    def _first_lost(self, log: StreamLog) -> RankLost | None:
+    def _first_lost(self, log: RedisLog) -> RankLost | None:
         """Look until a rank is gone, and return the error; None: the watch was ended."""
         looked_s = time.monotonic()
         patient_until_s = 0.0
@@ -305,7 +306,7 @@ class RankWatch:
                     return RankLost(f"rank {rank} has not renewed its lease: it stands still, or has ended")
         return None
 
-    def _is_there(self, log: StreamLog, rank: int) -> bool:
+    def _is_there(self, log: RedisLog, rank: int) -> bool:
         mine = (status for status in read_statuses(log, rank_stage(rank)) if status.group == self._start)
         return any(log.lease(status.slot).holder == status.owner for status in mine)
 

@@ -10,7 +10,8 @@ from typing import Final, Protocol
 import structlog
 
 from pipeline.errors import ConfigError, LogError
-from pipeline.log.protocol import Owner, StreamLog
+from pipeline.log.protocol import Owner
+from pipeline.log.redis import RedisLog
 from pipeline.names import rank_stage, slot_index
 from pipeline.stage.slots import Ends, Status, read_statuses
 
@@ -49,7 +50,7 @@ class Holder:
 class Holders:
     """The processes that are ranks of a group."""
 
-    def __init__(self, log: StreamLog, group: str) -> None:
+    def __init__(self, log: RedisLog, group: str) -> None:
         self._log, self._group = log, group
         self._least_ms: dict[str, int] = {}
         """Owner -> shortest remaining time of its lease that was seen."""
@@ -66,7 +67,7 @@ class Holders:
         return found
 
 
-def wait_until_single(log: StreamLog, slot: RankSlotLike, group: str, rank: int, node: int, stop: Ends) -> None:
+def wait_until_single(log: RedisLog, slot: RankSlotLike, group: str, rank: int, node: int, stop: Ends) -> None:
     """Return when no other process is *rank* of *group*, or at *stop*. The status of this one must be `starting`.
 
     If two start at the same time, the one in the lower slot stays.
@@ -93,7 +94,7 @@ def wait_until_single(log: StreamLog, slot: RankSlotLike, group: str, rank: int,
 
 
 def wait_for_others(
-    log: StreamLog,
+    log: RedisLog,
     slot: RankSlotLike,
     group: str,
     size: int,

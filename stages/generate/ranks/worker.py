@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import structlog
 
 from pipeline.errors import ConfigError, RankLost
-from pipeline.log.protocol import StreamLog
-from pipeline.log.ranks import RankLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import rank_stage
 from pipeline.process.priority import give_way
 from pipeline.stage.slots import progress_reporter
@@ -49,7 +48,7 @@ PATIENCE_S: Final = TIMEOUT_S + 10.0
 """Longest wait for a frame. It exceeds TIMEOUT_S, after which a rank without a frame ends by itself."""
 
 
-def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path) -> int:
     """Run one rank of an engine; return the exit code. Rank 0 ends at SIGTERM, the others with it.
 
     Raises:
@@ -86,7 +85,7 @@ def _resolved(config: GenerateConfig, folder: Path) -> tuple[ModelSpec, Settings
     return spec, settings, terms_of(fingerprint(folder, dummy=config.engine.dummy_weight), common)
 
 
-def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, slot: RankSlot, stop: Stop) -> int:
+def _lead(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path, slot: RankSlot, stop: Stop) -> int:
     group, size = config.nodes.group, config.engine.tp
     loading = EndAtOnce(slot.leave)
     _, _, terms = _resolved(config, folder)
@@ -102,7 +101,7 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
             assert owner is not None
             others, connect, address = range(1, size), _connect(config, settings), config.nodes.rank_address
             slot.say(phase="waiting", detail=", ".join(map(rank_stage, others)))
-            log = cast(RankLog, open_log())
+            log = open_log()
             with formed(log, owner, group, size, terms, connect, nonce=nonce, address=address) as links:
                 settings = settings.with_pages(least(links.frames, settings.num_pages, TIMEOUT_S))
             watch = RankWatch(open_log, start_of(group, nonce), others, end_process, loading=True)
@@ -145,13 +144,13 @@ class _NodeEnds(Exception):
     """The ranks of this machine must end, and rank 0 is on another one."""
 
 
-def _follow(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, slot: RankSlot, stop: Stop) -> int:
+def _follow(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path, slot: RankSlot, stop: Stop) -> int:
     rank, size, group = config.ranks.rank, config.engine.tp, config.nodes.group
     is_far = config.nodes.node_rank > 0
     loading = EndAtOnce(slot.leave)
     _, _, terms = _resolved(config, folder)
     slot.say(phase="waiting", detail=rank_stage(0), **asdict(terms))
-    log = cast(RankLog, open_log())
+    log = open_log()
     found = formation_of(log, slot, group, rank, terms, stop)
     if found is None:
         return 0

@@ -202,11 +202,11 @@ def _measured(server: Target, innocents: Sequence[Client], attackers: Sequence[C
     for group in (innocents, attackers):
         begin(group)
     seen = server.watch(length_s)
-    told = end([*innocents, *attackers])
+    results = end([*innocents, *attackers])
     if attackers:
         server.read_deaths(seen)
-    attacks = {each.name: told[each.name] for each in attackers}
-    return Seen(length_s, told[HEALTH], told[STREAMS], told[NEWCOMERS], seen, attacks)
+    attacks = {each.name: results[each.name] for each in attackers}
+    return Seen(length_s, results[HEALTH], results[STREAMS], results[NEWCOMERS], seen, attacks)
 
 
 def figure(name: str, all_seen: Sequence[Seen]) -> float:

@@ -71,31 +71,31 @@ class Newcomers:
     """What was asked -> status -> number."""
 
 
-Told = Health | Streams | Newcomers | Attack
-Role = Callable[[Order, Callable[[], None], asyncio.Event], Coroutine[Any, Any, Told]]
+Result = Health | Streams | Newcomers | Attack
+Role = Callable[[Order, Callable[[], None], asyncio.Event], Coroutine[Any, Any, Result]]
 """Takes the order, what to call when it has begun, and when to end."""
 
 
 async def health(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Health:
-    told, first_s = Health(), time.perf_counter()
+    result, first_s = Health(), time.perf_counter()
 
     async def one() -> None:
         began_s = time.perf_counter()
         status = await ask(order.port, request("/health", key=""), HEALTH_TIMEOUT_S)
-        told.ms.append((time.perf_counter() - began_s) * 1000)
-        told.sent_s.append(began_s - first_s)
-        told.failures += status != "200"
+        result.ms.append((time.perf_counter() - began_s) * 1000)
+        result.sent_s.append(began_s - first_s)
+        result.failures += status != "200"
 
     begun()
     async with asyncio.TaskGroup() as asked:
         while not end.is_set():
             asked.create_task(one())  # whether or not those before it are answered: else a slow server is asked less
             await asyncio.sleep(HEALTH_EVERY_S)
-    return told
+    return result
 
 
 async def streams(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Streams:
-    told, waiting = Streams(), set(range(order.streams))
+    result, waiting = Streams(), set(range(order.streams))
 
     def came(which: int) -> None:
         if which in waiting:
@@ -106,13 +106,13 @@ async def streams(order: Order, begun: Callable[[], None], end: asyncio.Event) -
     async def one_after_the_other(which: int) -> None:
         while not end.is_set():
             try:
-                await _stream(order, which, told, lambda: came(which), end)
+                await _stream(order, which, result, lambda: came(which), end)
             except (OSError, EOFError) as error:
-                told.early.append(f"{type(error).__name__}: {error}")
+                result.early.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_S)
 
     await asyncio.gather(*map(one_after_the_other, range(order.streams)))
-    return told
+    return result
 
 
 class Reading(asyncio.Protocol):
@@ -154,7 +154,7 @@ class Reading(asyncio.Protocol):
         return [line.strip() for line in self.end.split(b"\n")[:-1] if line.startswith(b"data: ")]
 
 
-async def _stream(order: Order, which: int, told: Streams, came: Callable[[], None], end: asyncio.Event) -> None:
+async def _stream(order: Order, which: int, result: Streams, came: Callable[[], None], end: asyncio.Event) -> None:
     """Read one answer to its end, or to the end of the measurement."""
     fields = {
         "stream": True,
@@ -173,12 +173,12 @@ async def _stream(order: Order, which: int, told: Streams, came: Callable[[], No
         finally:
             transport.abort()
             reading.stop()
-            told.longest_pause_ms = max(told.longest_pause_ms, reading.longest_s * 1000)
+            result.longest_pause_ms = max(result.longest_pause_ms, reading.longest_s * 1000)
     if not reading.closed.is_set():
         return
     status = reading.head.split(maxsplit=2)[1:2]
     if status == [b"503"]:
-        told.refused += 1
+        result.refused += 1
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(end.wait(), 1.0)
         return
@@ -186,9 +186,9 @@ async def _stream(order: Order, which: int, told: Streams, came: Callable[[], No
         raise EOFError(f"{b''.join(status).decode()}: {reading.end[-300:]!r}")
     *_, last, frame = [b"", b"", *reading.frames]
     if frame == b"data: [DONE]" and b'"completion_tokens":%d' % order.tokens in last:
-        told.whole += 1
+        result.whole += 1
     else:
-        told.early.append(f"it ended with {(last + frame)[-200:]!r}")
+        result.early.append(f"it ended with {(last + frame)[-200:]!r}")
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -202,7 +202,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def newcomers(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Newcomers:
-    told = Newcomers()
+    result = Newcomers()
 
     async def chat(what: str, **fields: object) -> None:
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields}).encode()
@@ -214,14 +214,14 @@ async def newcomers(order: Order, begun: Callable[[], None], end: asyncio.Event)
                 while not (await reader.readline()).startswith(b"data: ") and not reader.at_eof():
                     pass
                 if what == "chats" and status == "200":
-                    told.first_ms.append((time.perf_counter() - began_s) * 1000)
+                    result.first_ms.append((time.perf_counter() - began_s) * 1000)
                 rest = await reader.read()
                 if (status == "200" and b"data: [DONE]" not in rest) or b'{"error"' in rest:
                     status = "an error after 200"
         except TimeoutError:
             status = "timeout"
             if what == "chats":
-                told.first_ms.append((time.perf_counter() - began_s) * 1000)
+                result.first_ms.append((time.perf_counter() - began_s) * 1000)
         except (OSError, EOFError):
             status = NO_ANSWER
         count(what, status)
@@ -230,7 +230,7 @@ async def newcomers(order: Order, begun: Callable[[], None], end: asyncio.Event)
         count("admin", await ask(order.port, request("/v1/caller", key=ADMIN)))
 
     def count(what: str, status: str) -> None:
-        counts = told.answers.setdefault(what, {})
+        counts = result.answers.setdefault(what, {})
         counts[status] = counts.get(status, 0) + 1
 
     begun()
@@ -241,7 +241,7 @@ async def newcomers(order: Order, begun: Callable[[], None], end: asyncio.Event)
             asked.create_task(admin())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(end.wait(), NEWCOMERS_EVERY_S)
-    return told
+    return result
 
 
 INNOCENTS: Final[Mapping[str, Role]] = {HEALTH: health, STREAMS: streams, NEWCOMERS: newcomers}
@@ -280,9 +280,9 @@ async def main(name: str, order: Order) -> None:
         stopping = asyncio.create_task(lines.readline())
         await asyncio.wait((playing, stopping), return_when=asyncio.FIRST_COMPLETED)
         end.set()
-        told = await playing
+        result = await playing
         await stopping
-        _say(json.dumps(asdict(told)))
+        _say(json.dumps(asdict(result)))
 
 
 def _say(line: str) -> None:

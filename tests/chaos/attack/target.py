@@ -110,8 +110,8 @@ class Client:
 
     def result(self) -> dict[str, Any]:
         """Return what it saw, when it has ended."""
-        told: dict[str, Any] = json.loads(self._line())
-        return told
+        answer: dict[str, Any] = json.loads(self._line())
+        return answer
 
     def _say(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -162,9 +162,9 @@ def look(server: Server, redis_client: redis.Redis, pid: int) -> None:
             elif b"tokenize" in words:
                 server.tokenizer_bytes = max(server.tokenizer_bytes, _largest_bytes(each))
     with contextlib.suppress(redis.RedisError):
-        told: Any = redis_client.info("memory")
-        server.redis_bytes = max(server.redis_bytes, int(told["used_memory"]))
-        server.redis_budget_bytes = int(told["maxmemory"])
+        answer: Any = redis_client.info("memory")
+        server.redis_bytes = max(server.redis_bytes, int(answer["used_memory"]))
+        server.redis_budget_bytes = int(answer["maxmemory"])
 
 
 def _largest_bytes(pid: int) -> int:

@@ -35,7 +35,7 @@ from ops.replay.redact import redacted
 from ops.replay.sender import Sent
 from ops.replay.traffic import Outcome, Target, outcome_of, traffic_of
 from pipeline.events import Presentation, SamplingParams
-from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import WEB, sibling_uids
 from pipeline.recording import Recording
 from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
@@ -106,7 +106,7 @@ def test_without_a_url_the_server_at_port_gets_the_requests(
     assert len(stand_in.bodies) == 1
 
 
-def published(log: StreamLog) -> list[tuple[str, str]]:
+def published(log: RedisLog) -> list[tuple[str, str]]:
     return [(status.address, status.host) for status in read_statuses(log, WEB)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import zstandard
@@ -16,7 +16,6 @@ from support.tool import Tool
 
 from ops.replay.files import open_dump, read_dump, write_dump
 from pipeline.events import Cancelled, Failed, new_uid
-from pipeline.log.forgetting import ForgettingLog
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
@@ -199,7 +198,7 @@ def test_what_was_removed_with_forget_stays_away_until_it_is_asked_for_again(
     uids = [lived.answered("Hel", "lo"), lived.answered("Hel", "lo")]
     dump(str(path))
     before = lived.log.histories(uids[:1])
-    assert cast(ForgettingLog, lived.log).erase(uids[0])
+    assert lived.log.erase(uids[0])
     head, there, removed = bring_in(str(path))
     assert (head, there) == (f"{path}: 0 requests imported", "there already, and left as it is: 1 request")
     assert "removed with `minisgl replay forget`" in removed and "--again" in removed and " UTC: 1 request" in removed

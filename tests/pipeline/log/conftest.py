@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 from support.log_contract import LIMITS, NAMES, Scene
 
-from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 
 
@@ -19,7 +18,7 @@ def log(each_redis_url: str) -> Iterator[RedisLog]:
 
 
 @pytest.fixture
-def scene(log: StreamLog) -> Scene:
+def scene(log: RedisLog) -> Scene:
     """The log with its groups."""
     scene = Scene(log)
     scene.prepare()

@@ -69,10 +69,10 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     StepCommitted,
-    StreamLog,
     Submission,
     Taken,
 )
+from pipeline.log.redis import RedisLog
 from pipeline.names import (
     DETOKENIZE,
     GENERATE,
@@ -150,7 +150,7 @@ MOST_TAKEN: Final = 8
 LONG_MS: Final = 600_000
 """Nothing runs out by itself while a story lasts; what runs out is made to."""
 SHORT_LIVED: Final = (
-    "operations.workers.STATUS_TTL_MS",
+    "operations.slots.STATUS_TTL_MS",
     "operations.frontends.REPLIES_TTL_MS",
     "operations.requests.READER_TTL_MS",
     "entries.BRIEF_MS",
@@ -555,7 +555,7 @@ class Story(RuleBasedStateMachine):
     def claim(self, worker: Tokenizer, count: int) -> list[Entry]:
         """Claim what the dead had read. Who is fenced gets nothing, and may hear why only if there is something."""
 
-        def claimed(log: StreamLog) -> list[Entry]:
+        def claimed(log: RedisLog) -> list[Entry]:
             entries = log.claim(SUBMITTED, worker.owner, count)
             if not entries and not self.oracle.owns(worker.owner):
                 raise Fenced
@@ -842,7 +842,7 @@ class Story(RuleBasedStateMachine):
         if NAMES.replies(frontend) not in self.seen.streams:
             self.make_deaf(frontend)
 
-        def opened(log: StreamLog) -> None:
+        def opened(log: RedisLog) -> None:
             log.open_replies(frontend)
 
         self.say(opened)
@@ -881,7 +881,7 @@ class Story(RuleBasedStateMachine):
 
     # the log, the oracle, and what must be true
 
-    def say(self, call: Callable[[StreamLog], T]) -> T:
+    def say(self, call: Callable[[RedisLog], T]) -> T:
         """Let the log do a commit that is safe to do twice, and the oracle; return what both say."""
         said = self.say_once(call)
         if self.twice:
@@ -892,7 +892,7 @@ class Story(RuleBasedStateMachine):
                 self.fail(f"the second time changed {differences(self.seen, before)}")
         return said
 
-    def say_once(self, call: Callable[[StreamLog], T]) -> T:
+    def say_once(self, call: Callable[[RedisLog], T]) -> T:
         """As say, for what gives entries away or is meant to be different each time; a client does not repeat it."""
         try:
             return self.ask(call)
@@ -900,7 +900,7 @@ class Story(RuleBasedStateMachine):
             if not self.failed:
                 self.compare()
 
-    def ask(self, call: Callable[[StreamLog], T]) -> T:
+    def ask(self, call: Callable[[RedisLog], T]) -> T:
         """As say, for what changes nothing."""
         said, expected = _outcome(call, self.ground.log), _outcome(call, self.oracle.log)
         if said != expected:
@@ -921,7 +921,7 @@ class Story(RuleBasedStateMachine):
         self.compare()
 
     def flush(self) -> None:
-        def ask(log: StreamLog) -> None:
+        def ask(log: RedisLog) -> None:
             log.flush("web-0")
 
         self.say_once(ask)
@@ -1039,7 +1039,7 @@ class Story(RuleBasedStateMachine):
         self.nobody_ends_again()
 
     def nobody_ends_again(self) -> None:
-        def end_all(log: StreamLog) -> list[bool]:
+        def end_all(log: RedisLog) -> list[bool]:
             event = Cancelled(by="client")
             return [log.end(uid, event, frontend="web-0") for uid in self.clients]
 
@@ -1064,7 +1064,7 @@ class HastyStory(Story):
     waits_for_steps = False
 
 
-def _outcome(call: Callable[[StreamLog], Any], log: StreamLog) -> tuple[Any, type[LogError] | None]:
+def _outcome(call: Callable[[RedisLog], Any], log: RedisLog) -> tuple[Any, type[LogError] | None]:
     """Return what *log* answers, without what a clock makes, and the exception that it raises."""
     try:
         return _plain(call(log)), None

@@ -10,7 +10,7 @@ from support.redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.log.operations.requests import HISTORY_ENTRIES
-from pipeline.log.operations.workers import SLOTS_PER_LOOK
+from pipeline.log.operations.slots import SLOTS_PER_LOOK
 from pipeline.log.protocol import Depth, Inbox, Occupancy, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID

@@ -13,7 +13,7 @@ from support.redis_servers import command
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Preempted, Submitted, decode
 from pipeline.log.operations.frontends import HEAD_ENTRIES, LIVING_PER_LOOK
-from pipeline.log.operations.workers import SLOTS_PER_LOOK
+from pipeline.log.operations.slots import SLOTS_PER_LOOK
 from pipeline.log.protocol import Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery

@@ -11,7 +11,7 @@ from support.redis_servers import command
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Failed
 from pipeline.log.entries import request_of
-from pipeline.log.operations import workers
+from pipeline.log.operations import slots
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryQuery
@@ -94,7 +94,7 @@ def test_what_is_no_record_of_what_a_stage_serves_refuses_nobody_and_is_replaced
 
 def test_a_record_that_expires_while_it_is_read_is_no_record(log: RedisLog) -> None:
     """Else it would read as one that never expires, and another model would be refused."""
-    batch, text = workers.serving(log), Serving("qwen", "w1").text().encode()
-    assert batch.parse([text, workers.EXPIRED, None, workers.EXPIRED, text, 5]) == {
+    batch, text = slots.serving(log), Serving("qwen", "w1").text().encode()
+    assert batch.parse([text, slots.EXPIRED, None, slots.EXPIRED, text, 5]) == {
         SERVING_STAGES[2]: Served(Serving("qwen", "w1"), 5)
     }

@@ -22,7 +22,7 @@ from support.selection import by_night
 
 from pipeline.errors import NewerVersion
 from pipeline.events import Cancelled, Failed, decode
-from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.log.protocol import Inbox
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REFUSALS, REQUEST_SUCCESS, UNREADABLE_ENTRIES
@@ -50,7 +50,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pipeline(another_log: Callable[[], StreamLog]) -> Iterator[Pipeline]:
+def pipeline(another_log: Callable[[], RedisLog]) -> Iterator[Pipeline]:
     with Pipeline(another_log).running() as pipeline:
         yield pipeline
     assert not pipeline.errors
@@ -62,7 +62,7 @@ def lines() -> Iterator[Lines]:
         yield lines
 
 
-def letters(log: StreamLog) -> list[Mapping[str, str]]:
+def letters(log: RedisLog) -> list[Mapping[str, str]]:
     return [letter.fields for letter in log.dead_letters(999)]
 
 
@@ -149,7 +149,7 @@ DAMAGE: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def test_a_request_with_a_damaged_history_fails_alone(another_log: Callable[[], StreamLog], lines: Lines) -> None:
+def test_a_request_with_a_damaged_history_fails_alone(another_log: Callable[[], RedisLog], lines: Lines) -> None:
     """It is damaged before the tokenizer reads it, or before an engine does."""
     pipeline, damaged = Pipeline(another_log), list[str]()
     log = pipeline.log
@@ -239,7 +239,7 @@ def test_what_a_newer_worker_may_read_is_left_until_its_request_has_ended(
     assert line["id"] == entry.id and "version 2" in line["reason"] and counts(pipeline) == {STREAMS[stream]: 1}
 
 
-def live(log: StreamLog, uid: str) -> None:
+def live(log: RedisLog, uid: str) -> None:
     """Have a request live that this version cannot submit."""
     if isinstance(log, RedisLog):
         command(log.url, "ZADD", log.names.live, 2**40, uid)

@@ -17,7 +17,7 @@ from support.servers import ROOT
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.stage import worker
@@ -38,7 +38,7 @@ def uids_of(entries: Sequence[Entry]) -> list[str]:
 class Loop:
     """The loop of a tokenizer, and the log that it reads."""
 
-    def __init__(self, another_log: Callable[[], StreamLog]) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog]) -> None:
         self.another_log = another_log
         self.log = another_log()
         self.stop = Stop()
@@ -92,7 +92,7 @@ class Loop:
 
 
 @pytest.fixture
-def loop(another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch) -> Loop:
+def loop(another_log: Callable[[], RedisLog], monkeypatch: pytest.MonkeyPatch) -> Loop:
     """A loop that waits for nothing long."""
     for name, value in (("BACKOFF_S", 0.001), ("BLOCK_MS", 50), ("CLAIM_EVERY_S", 0.05)):
         monkeypatch.setattr(worker, name, value)
@@ -434,7 +434,7 @@ def test_a_process_whose_work_is_worth_nothing_half_done_ends_at_once_and_leaves
 
 
 def test_what_a_worker_loads_is_announced_and_may_take_longer_than_a_round_of_its_loop(
-    another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
+    another_log: Callable[[], RedisLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow disk must not make the watchdog end the process at every start."""
     given_s = []

@@ -301,7 +301,7 @@ def told(history: list[Entry]) -> dict[str, Any]:
     """Return what the changes of all events come to, each as it is when it is sent."""
     fold, facts = Story(), dict[str, Any](moments={}, bars={}, tokens=[])
     for each in walk(history, over_holes=True):
-        changes = copy.deepcopy(fold.hear(each.id, each.n, each.event))
+        changes = copy.deepcopy(fold.add(each.id, each.n, each.event))
         facts |= changes.facts
         facts["moments"] |= changes.moments
         facts["bars"] |= changes.bars

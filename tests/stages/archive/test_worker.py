@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -29,8 +28,8 @@ from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, GroupLost, LogUnavailable
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, new_uid
 from pipeline.log.config import LogConfig
-from pipeline.log.forgetting import ArchiverLog, ForgettingLog, ended_inbox
-from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.log.forgetting import ended_inbox
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import ARCHIVE_STOPPED, ARCHIVE_UNARCHIVED, ARCHIVED
@@ -53,7 +52,7 @@ KILLS_S = by_night(4, 60)
 class Archiver:
     """An archiver of one slot, which does one thing after the other."""
 
-    def __init__(self, log: ForgettingLog, folder: Path) -> None:
+    def __init__(self, log: RedisLog, folder: Path) -> None:
         self.log, self.folder, self.measures, self.stop = log, folder, Measures(), Stop()
         self.lived, self.inbox = LivedRequests(log), ended_inbox(log.names)
         self.id = make_archive(folder, log.names.namespace)
@@ -86,8 +85,8 @@ class Archiver:
 
 
 @pytest.fixture
-def archiver(another_log: Callable[[], StreamLog], tmp_path: Path) -> Iterator[Archiver]:
-    archiver = Archiver(cast(ForgettingLog, another_log()), tmp_path)
+def archiver(another_log: Callable[[], RedisLog], tmp_path: Path) -> Iterator[Archiver]:
+    archiver = Archiver(another_log(), tmp_path)
     yield archiver
     archiver.lease.leave()
 
@@ -328,9 +327,9 @@ def test_an_archiver_that_is_to_end_first_writes_what_is_there(archiver: Archive
 
 
 def test_an_archiver_goes_on_when_the_log_has_lost_its_stream(
-    another_log: Callable[[], StreamLog], archiver: Archiver
+    another_log: Callable[[], RedisLog], archiver: Archiver
 ) -> None:
-    own = cast(ArchiverLog, another_log())
+    own = another_log()
     config = config_of(archiver.folder)
     thread = threading.Thread(target=serve, args=(own, archiver.lease, config, archiver.id, archiver.stop))
     thread.start()

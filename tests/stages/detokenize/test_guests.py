@@ -30,7 +30,8 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log.protocol import GUEST, Entry, StreamLog
+from pipeline.log.protocol import GUEST, Entry
+from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_index, slot_name
@@ -64,7 +65,7 @@ DECODER = Decoder(from_bytes, from_bytes, lambda token: from_bytes([token]))
 class Engine:
     """Engine *index*: requests in its hand, and steps that a test wants said."""
 
-    def __init__(self, another_log: Callable[[], StreamLog], index: int = 0) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog], index: int = 0) -> None:
         self.log = another_log()
         self.slot = slot_name("generate", index)
         self.inbox = prepared(self.log, self.slot)
@@ -110,7 +111,7 @@ class Engine:
 class Detokenizer:
     """Holds the slot of an engine's detokenizer, and handles what a test has it read."""
 
-    def __init__(self, another_log: Callable[[], StreamLog], engine: Engine, *, guest: bool = False) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog], engine: Engine, *, guest: bool = False) -> None:
         self.log = another_log()
         self.inbox = engine.inbox
         slot = engine.slot.replace("generate", "detokenize")
@@ -135,7 +136,7 @@ class Detokenizer:
 class Scene:
     """Engines and detokenizers on one log."""
 
-    def __init__(self, another_log: Callable[[], StreamLog], stack: contextlib.ExitStack) -> None:
+    def __init__(self, another_log: Callable[[], RedisLog], stack: contextlib.ExitStack) -> None:
         self.another_log = another_log
         self._stack = stack
 
@@ -164,7 +165,7 @@ class Scene:
 
     @contextlib.contextmanager
     def looking_after_others(
-        self, open_log: Callable[[], StreamLog] | None = None, *, measures: Measures | None = None
+        self, open_log: Callable[[], RedisLog] | None = None, *, measures: Measures | None = None
     ) -> Iterator[None]:
         """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
         open_log = open_log or self.another_log
@@ -187,7 +188,7 @@ def running(work: Callable[[Stop], None]) -> Iterator[None]:
 
 
 @pytest.fixture
-def scene(another_log: Callable[[], StreamLog]) -> Iterator[Scene]:
+def scene(another_log: Callable[[], RedisLog]) -> Iterator[Scene]:
     with contextlib.ExitStack() as stack:
         yield Scene(another_log, stack)
 

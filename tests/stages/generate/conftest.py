@@ -10,7 +10,7 @@ from support import checkpoints
 from support.engine_rig import Scene
 from support.selection import rest_at_night
 
-from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from stages.generate.kernels import library
 
 
@@ -23,7 +23,7 @@ def torch_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def scene(another_log: Callable[[], StreamLog]) -> Scene:
+def scene(another_log: Callable[[], RedisLog]) -> Scene:
     """An empty log without engines."""
     return Scene(another_log)
 

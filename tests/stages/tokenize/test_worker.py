@@ -26,7 +26,8 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.markup import Markup
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -153,7 +154,7 @@ class SlowChecker:
 
 
 class Rig:
-    def __init__(self, open_log: Callable[[], StreamLog]) -> None:
+    def __init__(self, open_log: Callable[[], RedisLog]) -> None:
         self.log = open_log()
         self.inbox = Inbox.submitted(self.log.names)
         self.log.prepare(self.inbox)
@@ -227,7 +228,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(another_log: Callable[[], StreamLog]) -> Iterator[Rig]:
+def rig(another_log: Callable[[], RedisLog]) -> Iterator[Rig]:
     rig = Rig(another_log)
     yield rig
     rig.slot_lease.leave()

@@ -14,7 +14,7 @@ from pipeline.names import Names
 
 
 class MemoryArchivers:
-    """ArchiverLog's methods beside StreamLog, on the streams, the leases and the lock of a MemoryLog."""
+    """RedisLog's methods beside RedisLog, on the streams, the leases and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits

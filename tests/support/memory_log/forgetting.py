@@ -13,7 +13,7 @@ from pipeline.names import GENERATE, SEAL, parse_id, slot_stage
 
 
 class MemoryForgetting(MemoryArchivers):
-    """ForgettingLog's methods beside ArchiverLog, on the streams and the lock of a MemoryLog."""
+    """RedisLog's methods beside RedisLog, on the streams and the lock of a MemoryLog."""
 
     _readers: dict[str, dict[str, int]]
 

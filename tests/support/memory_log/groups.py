@@ -13,7 +13,7 @@ from pipeline.names import is_too_new, newer_consumer, parse_id
 
 
 class MemoryGroups:
-    """StreamLog's methods for consumer groups, on the streams, the leases and the lock of a MemoryLog."""
+    """RedisLog's methods for consumer groups, on the streams, the leases and the lock of a MemoryLog."""
 
     _changed: threading.Condition
     _streams: Streams

@@ -1,4 +1,4 @@
-"""StreamLog in this process: the commits, under one lock. `support.memory_log.streams` has the streams.
+"""RedisLog in this process: the commits, under one lock. `support.memory_log.streams` has the streams.
 
 The clock is an argument. It is the reference for commits: the contract suite compares Redis with it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import orjson
 from support.memory_log.forgetting import MemoryForgetting
@@ -58,6 +58,7 @@ from pipeline.log.protocol import (
     SubmitResult,
     Taken,
 )
+from pipeline.log.redis import RedisLog
 from pipeline.log.shared import submitted_bytes, submitted_fields, submitted_words
 from pipeline.names import (
     DETOKENIZE,
@@ -79,8 +80,14 @@ LETTER_LABELS_BYTES: Final = 4096
 request. end.lua has the same number."""
 
 
-class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
-    """ForgettingLog, with all its parts, and RankLog under one condition: every append wakes all that wait.
+if TYPE_CHECKING:
+    _Like = RedisLog
+else:
+    _Like = object
+
+
+class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
+    """RedisLog, with all its parts, and RedisLog under one condition: every append wakes all that wait.
 
     Many threads may share it.
     """

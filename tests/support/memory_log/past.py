@@ -13,7 +13,7 @@ from pipeline.names import Names
 
 
 class MemoryPast:
-    """StreamLog's methods for past requests and steps, on the streams and the lock of a MemoryLog."""
+    """RedisLog's methods for past requests and steps, on the streams and the lock of a MemoryLog."""
 
     names: Names
     limits: RequestLimits

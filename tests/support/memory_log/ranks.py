@@ -14,7 +14,7 @@ from pipeline.names import Names, parse_id, rank_stage, slot_stage
 
 
 class MemoryRanks:
-    """RankLog's methods beside StreamLog, on the streams, the leases and the lock of a MemoryLog."""
+    """RedisLog's methods beside RedisLog, on the streams, the leases and the lock of a MemoryLog."""
 
     names: Names
     _changed: threading.Condition

@@ -9,7 +9,7 @@ from support.measured import count_of
 from support.redis_servers import command, until
 
 from pipeline.events import Cancelled, End, Failed, Finished, SamplingParams, Submitted, Timings, Usage, decode, new_uid
-from pipeline.log.protocol import Inbox, RequestLimits, StreamLog
+from pipeline.log.protocol import Inbox, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REQUEST_SUCCESS
@@ -30,7 +30,7 @@ class Clock:
 
 
 @pytest.fixture
-def log(another_log: Callable[[], StreamLog]) -> StreamLog:
+def log(another_log: Callable[[], RedisLog]) -> RedisLog:
     opened = another_log()
     opened.prepare(Inbox.submitted(opened.names))
     return opened
@@ -47,7 +47,7 @@ def measures() -> Measures:
 
 
 @pytest.fixture
-def janitor(log: StreamLog, clock: Clock, measures: Measures) -> Janitor:
+def janitor(log: RedisLog, clock: Clock, measures: Measures) -> Janitor:
     return Janitor(log, patience_s=PATIENCE_S, clock_s=clock, measures=measures)
 
 
@@ -56,7 +56,7 @@ def ended(measures: Measures) -> list[float]:
     return [count_of(measures, REQUEST_SUCCESS, reason) for reason in ("error", "abort")]
 
 
-def submit(log: StreamLog, *, frontend: str = "web-0", timeout_ms: int = LONG_MS, count: int = 1) -> str:
+def submit(log: RedisLog, *, frontend: str = "web-0", timeout_ms: int = LONG_MS, count: int = 1) -> str:
     uid = new_uid()
     event = Submitted(endpoint="chat", frontend=frontend, prompt="x", sampling=SamplingParams())
     log.limits = RequestLimits(timeout_s=timeout_ms / 1000)
@@ -64,13 +64,13 @@ def submit(log: StreamLog, *, frontend: str = "web-0", timeout_ms: int = LONG_MS
     return uid
 
 
-def end_of(log: StreamLog, uid: str) -> End | None:
+def end_of(log: RedisLog, uid: str) -> End | None:
     last = decode(log.histories([uid])[0][-1].fields)
     return last if isinstance(last, Finished | Failed | Cancelled) else None
 
 
 def test_what_is_past_its_deadline_fails_though_no_engine_is_there(
-    log: StreamLog, janitor: Janitor, measures: Measures
+    log: RedisLog, janitor: Janitor, measures: Measures
 ) -> None:
     log.acquire("web-0", "n", LONG_MS)
     late, early = submit(log, timeout_ms=1), submit(log)
@@ -82,7 +82,7 @@ def test_what_is_past_its_deadline_fails_though_no_engine_is_there(
     assert log.living() == [early] and ended(measures) == [1, 0]
 
 
-def test_siblings_past_their_deadline_fail_each(log: StreamLog, janitor: Janitor) -> None:
+def test_siblings_past_their_deadline_fail_each(log: RedisLog, janitor: Janitor) -> None:
     log.acquire("web-0", "n", LONG_MS)
     uids = sibling_uids(submit(log, timeout_ms=1, count=3), 3)
     log.end(uids[1], Cancelled(by="client"), frontend="web-0")
@@ -92,7 +92,7 @@ def test_siblings_past_their_deadline_fail_each(log: StreamLog, janitor: Janitor
     assert [end and end.kind for end in ends] == ["failed", "cancelled", "failed"]
 
 
-def test_a_request_that_ended_in_time_is_left_as_it_is(log: StreamLog, janitor: Janitor, measures: Measures) -> None:
+def test_a_request_that_ended_in_time_is_left_as_it_is(log: RedisLog, janitor: Janitor, measures: Measures) -> None:
     log.acquire("web-0", "n", LONG_MS)
     uid = submit(log, timeout_ms=1)
     usage, timings = Usage(prompt_tokens=1, completion_tokens=0), Timings(admitted_ms=1, first_token_ms=1, total_ms=1)
@@ -103,7 +103,7 @@ def test_a_request_that_ended_in_time_is_left_as_it_is(log: StreamLog, janitor: 
 
 
 def test_a_request_whose_frontend_is_gone_for_a_minute_is_cancelled(
-    log: StreamLog, janitor: Janitor, clock: Clock, measures: Measures
+    log: RedisLog, janitor: Janitor, clock: Clock, measures: Measures
 ) -> None:
     owner = log.acquire("web-0", "n", LONG_MS)
     assert owner is not None
@@ -122,7 +122,7 @@ def test_a_request_whose_frontend_is_gone_for_a_minute_is_cancelled(
     assert end_of(log, other) is None and ended(measures) == [0, 1]
 
 
-def test_a_frontend_that_came_back_in_time_keeps_its_requests(log: StreamLog, janitor: Janitor, clock: Clock) -> None:
+def test_a_frontend_that_came_back_in_time_keeps_its_requests(log: RedisLog, janitor: Janitor, clock: Clock) -> None:
     uid = submit(log)
     janitor.sweep()
     clock.now_s = PATIENCE_S - 1
@@ -136,7 +136,7 @@ def test_a_frontend_that_came_back_in_time_keeps_its_requests(log: StreamLog, ja
 
 
 def test_a_request_that_nobody_was_to_listen_for_is_not_abandoned(
-    log: StreamLog, janitor: Janitor, clock: Clock
+    log: RedisLog, janitor: Janitor, clock: Clock
 ) -> None:
     uid = submit(log, frontend="")
     janitor.sweep()
@@ -158,7 +158,7 @@ def test_a_request_that_somebody_reads_elsewhere_is_not_abandoned(redis_url: str
     log.close()
 
 
-def test_one_process_at_a_time_is_the_janitor(log: StreamLog) -> None:
+def test_one_process_at_a_time_is_the_janitor(log: RedisLog) -> None:
     first, second = Janitor(log), Janitor(log)
     assert first.holds_slot() and first.holds_slot()
     assert not second.holds_slot()

@@ -81,11 +81,11 @@ async def test_the_steps_are_those_of_the_journal_however_they_are_read(
 
 
 async def test_rows_that_a_step_does_not_repeat_are_found_before_the_first_one(
-    bare: Site, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+    bare: Site, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.folding, "READ_AT_ONCE", 3)
     uid, other = lived.running(), new_uid()
-    engine = Journalled(lived.log, uid)
+    engine = Journalled(log, uid)
     engine.steps(-1000, 20, **{other: 1})
     engine.steps(10, 1, **{other: 21, uid: 0})
     told = await steps_of(bare, uid)

@@ -55,8 +55,8 @@ class Glm:
             yield from source.space()
             if not (yield from source.skip(VALUE)):
                 return
-            told = f"{before}{quoted(key.strip())}: "
-            if not (yield from member(source, sink, told, types_of(key.strip(), tool), VALUE_END)):
+            opening = f"{before}{quoted(key.strip())}: "
+            if not (yield from member(source, sink, opening, types_of(key.strip(), tool), VALUE_END)):
                 return
             before = ", "
             yield from source.space()

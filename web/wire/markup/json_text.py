@@ -55,9 +55,9 @@ def skim(source: Source, tell: Callable[[str], None], *, stop: str = "") -> Step
                 ended = True
                 break
             place += 1
-        told, source.at = text[source.at : place], place
-        if told:
-            tell(told)
+        piece, source.at = text[source.at : place], place
+        if piece:
+            tell(piece)
         if ended:
             return
         if waits:

@@ -114,10 +114,10 @@ def literal(written: str) -> str:
             pieces.append(quoted(_ESCAPE.sub(_unescaped, token[1:-1])))
         else:
             pieces.append(_WORDS.get(token, token))
-    told = "".join(pieces)
-    if place < len(written) or (parsed(told) is None and told != "null"):
+    joined = "".join(pieces)
+    if place < len(written) or (parsed(joined) is None and joined != "null"):
         return quoted(written)
-    return told
+    return joined
 
 
 def quoted(text: str) -> str:

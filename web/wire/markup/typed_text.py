@@ -35,9 +35,9 @@ def _text(source: Source, sink: Sink, end: str, gap: str) -> Steps[bool]:
     while True:
         place = source.text.find(end, source.at)
         if place >= 0:
-            told = source.text[source.at : place].removesuffix(gap)
+            text = source.text[source.at : place].removesuffix(gap)
             source.at = place + len(end)
-            sink.arguments(quoted(told)[1:-1] + '"')
+            sink.arguments(quoted(text)[1:-1] + '"')
             return True
         rest = source.text[source.at :]
         ends = (rest[-n:] for n in range(min(len(whole), len(rest)), 0, -1))
@@ -52,11 +52,11 @@ def _text(source: Source, sink: Sink, end: str, gap: str) -> Steps[bool]:
 
 def as_json(value: str, types: set[str]) -> str:
     """Return the JSON of a value whose type is one of *types*, or any if there are none."""
-    told = value.strip()
-    is_json = parsed(told) is not None or told == "null"
-    if is_json and ("string" not in types or (told == "null" and "null" in types)):
-        return told
-    other = literal(told)
+    stripped = value.strip()
+    is_json = parsed(stripped) is not None or stripped == "null"
+    if is_json and ("string" not in types or (stripped == "null" and "null" in types)):
+        return stripped
+    other = literal(stripped)
     return quoted(value) if "string" in types or other[:1] == '"' else other
 
 

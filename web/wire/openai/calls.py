@@ -101,8 +101,8 @@ class TemplateFields(Strict):
         effort, thinks = self.reasoning_effort, self.enable_thinking
         if effort == "none" and thinks is None:
             thinks = False
-        said = {"reasoning_effort": effort, "enable_thinking": thinks}
-        return {name: value for name, value in said.items() if value is not None} | (self.chat_template_kwargs or {})
+        given = {"reasoning_effort": effort, "enable_thinking": thinks}
+        return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
 class ToolFields(TemplateFields):

@@ -33,7 +33,7 @@ def completion_logprobs(
     *scores* are those of the tokens of *text*, which begins at *offset*; a prompt before it begins at 0. *as_ids* is
     that of chat_logprobs.
     """
-    told = scores if prompt is None else prompt.scores
+    scored = scores if prompt is None else prompt.scores
 
     def rows() -> Iterator[Row]:
         yield from () if prompt is None else prompt_rows(prompt)
@@ -49,10 +49,10 @@ def completion_logprobs(
         yield from _offsets(tokens_of(scores), text, offset)
 
     return {
-        "tokens": _listed((_name(token, as_ids) for token in tokens()), told),
-        "token_logprobs": _listed((token.logprob for token in tokens()), told),
-        "top_logprobs": _listed((_by_name(token, top, as_ids) for token, top in rows()), told),
-        "text_offset": _listed(offsets(), told),
+        "tokens": _listed((_name(token, as_ids) for token in tokens()), scored),
+        "token_logprobs": _listed((token.logprob for token in tokens()), scored),
+        "top_logprobs": _listed((_by_name(token, top, as_ids) for token, top in rows()), scored),
+        "text_offset": _listed(offsets(), scored),
     }
 
 

@@ -205,14 +205,14 @@ class ChunkFrames(Frames):
         entry_id = self.id_of(event)
         match event.event:
             case TokensProduced() as tokens:
-                told = chunks.tokens(tokens)
-                return _framed(told, entry_id)
+                added = chunks.tokens(tokens)
+                return _framed(added, entry_id)
             case Finished() as finished:
-                told = chunks.finish(finished)
+                added = chunks.finish(finished)
                 if self._include_usage and all(choice.finished is not None for choice in self._choices):
                     counts = orjson.dumps(usage_of(self._choices))
-                    told.append(self._start + b',"choices":[],"usage":' + counts + b"}")
-                return _framed(told, entry_id)
+                    added.append(self._start + b',"choices":[],"usage":' + counts + b"}")
+                return _framed(added, entry_id)
             case Failed() | Cancelled() as ended:
                 if event.entry_id:
                     chunks.end()

@@ -194,8 +194,8 @@ def tokens_body(answers: Sequence[Answered], asked: Submitted, context: int) -> 
 
     *context* is the most tokens that a request of this model can have.
     """
-    told = [(len(answer.token_ids), answer.token_ids, answer.pieces) for answer in answers]
-    count, tokens, pieces = zip(*told, strict=True) if asked.presentation.in_list else told[0]
+    rows = [(len(answer.token_ids), answer.token_ids, answer.pieces) for answer in answers]
+    count, tokens, pieces = zip(*rows, strict=True) if asked.presentation.in_list else rows[0]
     return orjson.dumps(
         {
             "count": count,

@@ -117,8 +117,8 @@ class WholeTextFrames(Frames):
 
 def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
     """Yield the whole answer in SGLang's form in pieces, once all *choices* have ended."""
-    told = [answer.told(again=False) for answer in _answers(uid, events, choices)]
-    yield from encoded(told if events[0].presentation.in_list else told[0])
+    answers = [answer.told(again=False) for answer in _answers(uid, events, choices)]
+    yield from encoded(answers if events[0].presentation.in_list else answers[0])
 
 
 class _Answer:
@@ -180,11 +180,11 @@ class _Answer:
 
     def _lists(self, side: str, tokens: Iterator[Pair], rows: Iterator[Row]) -> dict[str, Slices]:
         """Return the lists of one *side*; those of the most probable tokens only if the client asked for them."""
-        told = {f"{side}_token_logprobs": sliced(map(self._one, tokens))}
+        lists = {f"{side}_token_logprobs": sliced(map(self._one, tokens))}
         if tops := self._sampling.logprobs:
             others = ([self._one(one) for one in top] if token.logprob is not None else None for token, top in rows)
-            told[f"{side}_top_logprobs"] = sliced(others, tops)
-        return told
+            lists[f"{side}_top_logprobs"] = sliced(others, tops)
+        return lists
 
     def _one(self, token: Pair) -> list[Any]:
         """Return log-probability, token id, and the text if the client asked for it."""

@@ -10,12 +10,11 @@ from support.log_contract import LIMITS, NAMES, Detokenizer, Scene
 from support.memory_log.log import MemoryLog
 from support.redis_servers import PLACES, Servers
 
-from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 
 
 @pytest.fixture(params=["memory", *PLACES])
-def log(request: pytest.FixtureRequest) -> Iterator[StreamLog]:
+def log(request: pytest.FixtureRequest) -> Iterator[RedisLog]:
     if request.param == "memory":
         yield MemoryLog(NAMES, LIMITS)
         return

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from support.log_contract import ATTACHED_TO_A, CANCELLED, FINISHED, ONCE, Detokenizer, Scene, say_tokens
 
-from pipeline.log.protocol import Once, StreamLog, Submission, SubmitResult
+from pipeline.log.protocol import Once, Submission, SubmitResult
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, sibling_uids
 
 
 def test_a_request_that_nobody_reads_is_abandoned_as_it_is_ended(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     cursor = log.open_replies("web-0")
     scene.accept("a")
@@ -24,7 +25,7 @@ def test_a_request_that_nobody_reads_is_abandoned_as_it_is_ended(
     assert log.alive(["a"]) == set()
 
 
-def test_a_request_that_somebody_reads_is_not_abandoned_but_can_be_ended(log: StreamLog, scene: Scene) -> None:
+def test_a_request_that_somebody_reads_is_not_abandoned_but_can_be_ended(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     log.reading(["a", "b"], "web-1")
     log.reading(["a"], "web-2")
@@ -42,7 +43,7 @@ def test_a_request_that_somebody_reads_is_not_abandoned_but_can_be_ended(log: St
     assert scene.end("b")
 
 
-def test_siblings_are_abandoned_each_and_those_that_somebody_reads_are_not(log: StreamLog, scene: Scene) -> None:
+def test_siblings_are_abandoned_each_and_those_that_somebody_reads_are_not(log: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 4, ONCE)
     scene.end("a.3", FINISHED)
     log.reading(["a.1"], "web-1")
@@ -52,7 +53,7 @@ def test_siblings_are_abandoned_each_and_those_that_somebody_reads_are_not(log: 
     assert log.living() == ["a.1"]
 
 
-def test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them(log: StreamLog, scene: Scene) -> None:
+def test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them(log: RedisLog, scene: Scene) -> None:
     uids = sibling_uids("a", 3)
     scene.submit_all("a", 3, ONCE)
     assert [scene.abandon(uid, once=ONCE, attached=True) for uid in uids] == [False] * 3
@@ -69,7 +70,7 @@ def test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them
     assert log.living() == []
 
 
-def test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all(log: StreamLog, scene: Scene) -> None:
+def test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all(log: RedisLog, scene: Scene) -> None:
     """Whoever came to them leaves before the client that sent them has said that of each, or never does."""
     scene.submit_all("a", 2, ONCE)
     log.reading(["a.0", "a.1"], "web-1")
@@ -84,7 +85,7 @@ def test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all(log: 
     assert scene.abandon("a.0", once=ONCE, attached=True)
 
 
-def test_a_reader_of_one_sibling_keeps_the_others_from_nobody(log: StreamLog, scene: Scene) -> None:
+def test_a_reader_of_one_sibling_keeps_the_others_from_nobody(log: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 2, ONCE)
     log.reading(["a.1"], "web-1")
     assert scene.abandon("a.0", once=ONCE)
@@ -94,7 +95,7 @@ def test_a_reader_of_one_sibling_keeps_the_others_from_nobody(log: StreamLog, sc
 
 
 @pytest.mark.parametrize("other", ["aa.0", "a0.0", "aa", "b.0"])
-def test_siblings_of_others_are_not_left_with_these(log: StreamLog, scene: Scene, other: str) -> None:
+def test_siblings_of_others_are_not_left_with_these(log: RedisLog, scene: Scene, other: str) -> None:
     scene.submit_all("a", 2, ONCE)
     scene.submit_all(other.partition(".")[0], 2 if "." in other else 1)
     log.reading([other], "web-1")
@@ -107,7 +108,7 @@ def test_siblings_of_others_are_not_left_with_these(log: StreamLog, scene: Scene
     assert scene.abandon(other, once=ONCE)
 
 
-def test_siblings_that_take_an_idempotency_key_have_not_been_left(log: StreamLog, scene: Scene) -> None:
+def test_siblings_that_take_an_idempotency_key_have_not_been_left(log: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 2, ONCE)
     log.reading(["a.0", "a.1"], "web-1")
     for uid in ("a.0", "a.1"):
@@ -121,7 +122,7 @@ def test_siblings_that_take_an_idempotency_key_have_not_been_left(log: StreamLog
 
 
 def test_a_request_that_has_no_idempotency_key_is_nobodys_to_abandon_but_its_senders(
-    log: StreamLog, scene: Scene
+    log: RedisLog, scene: Scene
 ) -> None:
     scene.submit()
     log.reading(["a"], "web-1")
@@ -131,7 +132,7 @@ def test_a_request_that_has_no_idempotency_key_is_nobodys_to_abandon_but_its_sen
     assert scene.abandon()
 
 
-def test_an_unknown_request_is_neither_read_nor_abandoned(log: StreamLog, scene: Scene) -> None:
+def test_an_unknown_request_is_neither_read_nor_abandoned(log: RedisLog, scene: Scene) -> None:
     log.reading(["a"], "web-1")
     assert not scene.abandon()
     scene.accept("a")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import cast
 
 import pytest
 from support.log_contract import CANCELLED, FAILED, FINISHED, Detokenizer, Scene, limits, put, say_end, say_tokens
 
 from pipeline.errors import Fenced
-from pipeline.log.forgetting import ArchiverLog, ForgettingLog, ended_inbox
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.forgetting import ended_inbox
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 
 
 @pytest.fixture
-def archive(log: StreamLog, scene: Scene) -> ArchiverLog:
+def archive(log: RedisLog, scene: Scene) -> RedisLog:
     """The log of a namespace that has an archive."""
-    found = cast(ArchiverLog, log)
+    found = log
     assert found.open_archive("one") == "one"
     return found
 
 
-def ended(log: StreamLog, consumer: str = "archive-0") -> list[Entry]:
+def ended(log: RedisLog, consumer: str = "archive-0") -> list[Entry]:
     return log.read(ended_inbox(log.names), consumer, max_entries=100, block_ms=0)
 
 
@@ -30,17 +30,17 @@ def uids(entries: list[Entry]) -> list[str]:
     return [entry.fields["uid"] for entry in entries]
 
 
-def test_without_archivers_nothing_is_kept_for_them(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_without_archivers_nothing_is_kept_for_them(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a", "b", "c")
     detokenizer.say(say_tokens("a", 1), say_end("a", FINISHED))
     scene.end("b")
     scene.abandon("c")
     assert log.backlog(ended_inbox(log.names)) == 0
-    assert cast(ArchiverLog, log).open_archive("one") == "one"
+    assert log.open_archive("one") == "one"
     assert ended(log) == []
 
 
-def test_whatever_ends_a_request_names_it_once(archive: ArchiverLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_whatever_ends_a_request_names_it_once(archive: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a", "b", "c", "d", "e")
     detokenizer.say(say_tokens("a", 1), say_end("a", FINISHED), say_tokens("b", 1))
     for _ in range(2):
@@ -56,14 +56,14 @@ def test_whatever_ends_a_request_names_it_once(archive: ArchiverLog, scene: Scen
     assert uids(ended(archive)) == ["a", "b", "c", "d", "e"]
 
 
-def test_siblings_are_named_each(archive: ArchiverLog, scene: Scene) -> None:
+def test_siblings_are_named_each(archive: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 3)
     for uid in ("a.2", "a.0", "a.1"):
         scene.end(uid)
     assert uids(ended(archive)) == ["a.2", "a.0", "a.1"]
 
 
-def test_the_archive_of_a_namespace_is_that_of_its_first_archiver(archive: ArchiverLog) -> None:
+def test_the_archive_of_a_namespace_is_that_of_its_first_archiver(archive: RedisLog) -> None:
     assert archive.open_archive("one") == "one"
     assert archive.open_archive("another") == "one"
     assert archive.close_archive()
@@ -71,7 +71,7 @@ def test_the_archive_of_a_namespace_is_that_of_its_first_archiver(archive: Archi
     assert archive.open_archive("another") == "another"
 
 
-def test_what_waits_is_dropped_with_the_archive(archive: ArchiverLog, scene: Scene) -> None:
+def test_what_waits_is_dropped_with_the_archive(archive: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     scene.end("a")
     archive.close_archive()
@@ -80,7 +80,7 @@ def test_what_waits_is_dropped_with_the_archive(archive: ArchiverLog, scene: Sce
     assert ended(archive) == []
 
 
-def test_what_is_archived_is_gone_and_nobody_reads_it_again(archive: ArchiverLog, scene: Scene) -> None:
+def test_what_is_archived_is_gone_and_nobody_reads_it_again(archive: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b", "c")
     for uid in "abc":
         scene.end(uid)
@@ -96,7 +96,7 @@ def test_what_is_archived_is_gone_and_nobody_reads_it_again(archive: ArchiverLog
     assert archive.num_unarchived() == 1 and archive.backlog(ended_inbox(archive.names)) == 0
 
 
-def test_who_lost_its_slot_consumes_nothing(archive: ArchiverLog, scene: Scene) -> None:
+def test_who_lost_its_slot_consumes_nothing(archive: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     scene.end("a")
     before = scene.own("archive-0")
@@ -108,7 +108,7 @@ def test_who_lost_its_slot_consumes_nothing(archive: ArchiverLog, scene: Scene) 
     archive.archived(after, read)
 
 
-def test_what_nobody_has_read_within_the_retention_is_dropped_and_counted(archive: ArchiverLog, scene: Scene) -> None:
+def test_what_nobody_has_read_within_the_retention_is_dropped_and_counted(archive: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b", "c", "d")
     archive.limits = limits(retention_ms=30)
     scene.end("a", FAILED)
@@ -121,11 +121,11 @@ def test_what_nobody_has_read_within_the_retention_is_dropped_and_counted(archiv
     assert uids(ended(archive)) == ["c"]
 
 
-def test_a_tool_whose_retention_is_shorter_drops_nothing(archive: ArchiverLog, scene: Scene) -> None:
+def test_a_tool_whose_retention_is_shorter_drops_nothing(archive: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b", "c")
     scene.end("a")
     archive.limits = dataclasses.replace(limits(retention_ms=1), drops_ended=False)
     time.sleep(0.01)
     scene.end("b", FAILED)
-    assert cast(ForgettingLog, archive).erase("b")
+    assert archive.erase("b")
     assert uids(ended(archive)) == ["a", "b", "b"] and archive.num_unarchived() == 0

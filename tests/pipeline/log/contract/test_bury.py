@@ -12,7 +12,8 @@ from pipeline import names
 from pipeline.errors import Fenced, LogUnavailable, NewerVersion, UndecodableEvent
 from pipeline.events import Failed
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, UNREADABLE
 
 DAMAGED = Failed(status=500, code="log_damaged", message="It could not be read.")
@@ -20,7 +21,7 @@ INBOXES = {"submitted": SUBMITTED, "tokenized": TOKENIZED, "steps": STEPS}
 CONSUMERS = {"submitted": "tokenize-0", "tokenized": "generate-0", "steps": "detokenize-0"}
 
 
-def read_bad(log: StreamLog, scene: Scene, where: str, fields: Mapping[str, str]) -> Entry:
+def read_bad(log: RedisLog, scene: Scene, where: str, fields: Mapping[str, str]) -> Entry:
     """Put an entry into a stream and read it as its stage does."""
     put(log, INBOXES[where].stream, fields)
     if where == "tokenized":
@@ -30,7 +31,7 @@ def read_bad(log: StreamLog, scene: Scene, where: str, fields: Mapping[str, str]
     return entry
 
 
-def bury(log: StreamLog, inbox: Inbox, entry: Entry, **requests: str) -> tuple[str, ...] | None:
+def bury(log: RedisLog, inbox: Inbox, entry: Entry, **requests: str) -> tuple[str, ...] | None:
     return log.bury(inbox, entry, "it says nothing", DAMAGED, requests)
 
 
@@ -39,7 +40,7 @@ def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_burial_consumes_the_entry_and_keeps_it_as_it_is(log: StreamLog, scene: Scene, where: str) -> None:
+def test_a_burial_consumes_the_entry_and_keeps_it_as_it_is(log: RedisLog, scene: Scene, where: str) -> None:
     entry = read_bad(log, scene, where, {"gar": "b\u00fc", "age": '"'})
     inbox = INBOXES[where]
     assert bury(log, inbox, entry) == ()
@@ -55,7 +56,7 @@ def test_a_burial_consumes_the_entry_and_keeps_it_as_it_is(log: StreamLog, scene
     assert int(letter.fields["ms"]) > 0 and "uid" not in letter.fields and "history" not in letter.fields
 
 
-def test_a_burial_ends_its_request_in_the_same_commit(log: StreamLog, scene: Scene, where: str) -> None:
+def test_a_burial_ends_its_request_in_the_same_commit(log: RedisLog, scene: Scene, where: str) -> None:
     start = log.open_replies("web-0")
     scene.accept("a", "b")
     scene.take(scene.own("generate-0"))
@@ -67,7 +68,7 @@ def test_a_burial_ends_its_request_in_the_same_commit(log: StreamLog, scene: Sce
     assert [letter.fields["uid"] for letter in log.dead_letters(9)] == ["a"]
 
 
-def test_an_entry_is_buried_once(log: StreamLog, scene: Scene, where: str) -> None:
+def test_an_entry_is_buried_once(log: RedisLog, scene: Scene, where: str) -> None:
     scene.accept("a")
     scene.take(scene.own("generate-0"))
     entry = read_bad(log, scene, where, {"uid": "a"})
@@ -76,14 +77,14 @@ def test_an_entry_is_buried_once(log: StreamLog, scene: Scene, where: str) -> No
     assert log.alive(["a"]) == {"a"} and len(log.dead_letters(9)) == 1
 
 
-def test_what_nobody_has_read_is_not_buried(log: StreamLog, scene: Scene, where: str) -> None:
+def test_what_nobody_has_read_is_not_buried(log: RedisLog, scene: Scene, where: str) -> None:
     unread = put(log, INBOXES[where].stream, {"uid": "b"})
     assert bury(log, INBOXES[where], Entry(unread, {"uid": "b"})) is None
     assert log.backlog(INBOXES[where]) == 1 and log.dead_letters(9) == []
 
 
 def test_a_burial_ends_several_requests_but_those_that_have_ended_or_are_gone(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a", "b", "c")
     detokenizer.say(say_tokens("b", 1))
@@ -97,7 +98,7 @@ def test_a_burial_ends_several_requests_but_those_that_have_ended_or_are_gone(
     assert "uid" not in letter.fields
 
 
-def test_a_burial_for_an_owner_is_fenced(log: StreamLog, scene: Scene) -> None:
+def test_a_burial_for_an_owner_is_fenced(log: RedisLog, scene: Scene) -> None:
     zombie = scene.own("detokenize-0")
     owner = scene.own_after(zombie)
     entry = read_bad(log, scene, "steps", {"uid": "a"})
@@ -117,7 +118,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_what_was_left_is_claimed_by_a_newer_worker_alone(
-    log: StreamLog, scene: Scene, newer: pytest.MonkeyPatch
+    log: RedisLog, scene: Scene, newer: pytest.MonkeyPatch
 ) -> None:
     old, other = scene.own("tokenize-0"), scene.own("tokenize-1")
     entry = read_bad(log, scene, "submitted", {"v": "2", "uid": "a"})
@@ -133,7 +134,7 @@ def test_what_was_left_is_claimed_by_a_newer_worker_alone(
     assert log.retry(SUBMITTED, other, entry) == 2
 
 
-def test_what_was_left_can_be_buried_by_any_worker(log: StreamLog, scene: Scene, where: str) -> None:
+def test_what_was_left_can_be_buried_by_any_worker(log: RedisLog, scene: Scene, where: str) -> None:
     entry = read_bad(log, scene, where, {"v": "3", "uid": "a"})
     assert log.leave(INBOXES[where], CONSUMERS[where], entry, 3)
     assert [bury(log, INBOXES[where], left) for left in log.left(INBOXES[where], 9)] == [()]
@@ -169,7 +170,7 @@ def test_an_entry_names_its_request_whatever_else_it_says() -> None:
 
 @pytest.mark.parametrize("entry_id", ["*", "1-9", f"{2**64 - 1}-{2**64 - 1}"])
 def test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer, entry_id: str
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer, entry_id: str
 ) -> None:
     engine = detokenizer.engine
     scene.step(engine, 1)
@@ -187,7 +188,7 @@ def test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing(
     assert scene.step(engine, 3).steps_length == 2
 
 
-def test_an_entry_of_many_fields_is_buried(log: StreamLog, scene: Scene) -> None:
+def test_an_entry_of_many_fields_is_buried(log: RedisLog, scene: Scene) -> None:
     """Lua cannot unpack as many."""
     entry = read_bad(log, scene, "submitted", {f"field{i}": "x" for i in range(9000)})
     assert bury(log, SUBMITTED, entry) == ()

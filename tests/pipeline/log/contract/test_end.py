@@ -24,7 +24,8 @@ from support.redis_servers import until
 
 from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
 from pipeline.log import entries
-from pipeline.log.protocol import Produced, Reply, StreamLog, Submission, SubmitResult
+from pipeline.log.protocol import Produced, Reply, Submission, SubmitResult
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from pipeline.views.history import copied_history
 
@@ -62,7 +63,7 @@ def test_end_reads_the_number_of_tokens_off_the_history(scene: Scene, detokenize
     assert scene.events("c")[-1] == FAILED
 
 
-def test_end_tells_frontend_and_engines_and_clears_live(log: StreamLog, scene: Scene) -> None:
+def test_end_tells_frontend_and_engines_and_clears_live(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     start = log.open_replies("web-0")
     scene.end("a", FAILED)
@@ -74,7 +75,7 @@ def test_end_tells_frontend_and_engines_and_clears_live(log: StreamLog, scene: S
 
 
 def test_an_answer_of_the_tokenizer_ends_a_request_and_reaches_its_frontend_whole(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.submit()
     scene.submit("b")
@@ -88,7 +89,7 @@ def test_an_answer_of_the_tokenizer_ends_a_request_and_reaches_its_frontend_whol
     assert replies == [Reply("a", SEAL, 0, answered), Reply("b", SEAL, 2, answered)]
 
 
-def test_end_consumes_the_entry_that_it_answers(log: StreamLog, scene: Scene) -> None:
+def test_end_consumes_the_entry_that_it_answers(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     assert scene.end("a", FAILED, consume=entry)
@@ -97,7 +98,7 @@ def test_end_consumes_the_entry_that_it_answers(log: StreamLog, scene: Scene) ->
     assert scene.submit("b", max_queued=1) is ACCEPTED
 
 
-def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: StreamLog, scene: Scene) -> None:
+def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     scene.end()
@@ -105,7 +106,7 @@ def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: Str
     assert log.pending(SUBMITTED, "tokenize-0") == []
 
 
-def test_end_lets_the_history_expire_after_the_retention(log: StreamLog, scene: Scene) -> None:
+def test_end_lets_the_history_expire_after_the_retention(log: RedisLog, scene: Scene) -> None:
     scene.submit("a")
     scene.submit("b")
     log.limits = limits(retention_ms=SHORT_MS)
@@ -138,7 +139,7 @@ def answered(kib: int) -> Answered:
     return Answered(text="x" * (kib << 10), by="tokenize-0")
 
 
-def test_a_refused_request_is_not_kept_for_longer_than_the_retention(log: StreamLog, scene: Scene) -> None:
+def test_a_refused_request_is_not_kept_for_longer_than_the_retention(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     log.limits = limits(retention_ms=SHORT_MS)
     scene.end("a", FAILED)
@@ -155,7 +156,7 @@ def test_end_of_an_unknown_request_makes_no_history(scene: Scene) -> None:
 
 
 def test_a_dead_letter_says_what_happened_and_brings_a_copy_of_the_sealed_history(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a")
     detokenizer.say(say_tokens("a", 1, text='"ü\n'))
@@ -175,7 +176,7 @@ def test_a_dead_letter_says_what_happened_and_brings_a_copy_of_the_sealed_histor
     assert scene.events()[-1] == KILLED.model_copy(update={"n": 1})
 
 
-def test_only_the_first_end_writes_its_letter(log: StreamLog, scene: Scene) -> None:
+def test_only_the_first_end_writes_its_letter(log: RedisLog, scene: Scene) -> None:
     scene.submit("a")
     scene.submit("b")
     assert scene.bury("a") and scene.end("b")
@@ -183,7 +184,7 @@ def test_only_the_first_end_writes_its_letter(log: StreamLog, scene: Scene) -> N
     assert [letter.fields["uid"] for letter in log.dead_letters(9)] == ["a"]
 
 
-def test_dead_letters_come_newest_first_and_page_by_page(log: StreamLog, scene: Scene) -> None:
+def test_dead_letters_come_newest_first_and_page_by_page(log: RedisLog, scene: Scene) -> None:
     for uid in ("a", "b", "c"):
         scene.submit(uid)
         scene.bury(uid)
@@ -194,7 +195,7 @@ def test_dead_letters_come_newest_first_and_page_by_page(log: StreamLog, scene: 
     assert log.dead_letters(2, before=rest[-1].id) == []
 
 
-def test_a_dead_letter_is_dropped_once_and_alone(log: StreamLog, scene: Scene) -> None:
+def test_a_dead_letter_is_dropped_once_and_alone(log: RedisLog, scene: Scene) -> None:
     for uid in ("a", "b"):
         scene.submit(uid)
         scene.bury(uid)
@@ -205,7 +206,7 @@ def test_a_dead_letter_is_dropped_once_and_alone(log: StreamLog, scene: Scene) -
 
 
 def test_a_submit_that_sends_a_dead_letter_again_drops_it_and_a_second_one_is_refused(
-    log: StreamLog, scene: Scene
+    log: RedisLog, scene: Scene
 ) -> None:
     for uid in ("a", "b"):
         scene.submit(uid)
@@ -218,7 +219,7 @@ def test_a_submit_that_sends_a_dead_letter_again_drops_it_and_a_second_one_is_re
     assert log.alive(["c", "d"]) == {"c"} and log.dead_letters(9) == [newest]
 
 
-def test_a_dead_letter_stays_whose_request_is_not_taken(log: StreamLog, scene: Scene) -> None:
+def test_a_dead_letter_stays_whose_request_is_not_taken(log: RedisLog, scene: Scene) -> None:
     scene.submit("a")
     scene.bury("a")
     scene.submit("b", max_queued=1)
@@ -229,7 +230,7 @@ def test_a_dead_letter_stays_whose_request_is_not_taken(log: StreamLog, scene: S
 
 
 def test_a_copy_is_cut_to_its_first_entry_and_as_many_of_the_last_as_fit(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a")
     for n in range(1, 41):
@@ -242,7 +243,7 @@ def test_a_copy_is_cut_to_its_first_entry_and_as_many_of_the_last_as_fit(
     assert 65536 - 5000 < len(letter.fields["history"].encode()) <= 65536
 
 
-def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: StreamLog, scene: Scene) -> None:
+def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: RedisLog, scene: Scene) -> None:
     event = Submitted(endpoint="e", frontend="web-0", prompt="x" * 65536, sampling=SamplingParams())
     log.submit("a", [event])
     assert scene.bury()
@@ -253,7 +254,7 @@ def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: S
 
 @pytest.mark.parametrize(("user", "kept"), [("ann", True), ("ann" * 2000, False)])
 def test_a_letter_without_the_first_entry_has_its_labels_unless_these_are_large(
-    log: StreamLog, scene: Scene, user: str, kept: bool
+    log: RedisLog, scene: Scene, user: str, kept: bool
 ) -> None:
     labels = {"user": user}
     event = Submitted(endpoint="e", frontend="web-0", prompt="x" * 65536, sampling=SamplingParams(), labels=labels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import cast
 
 import pytest
 import redis.exceptions
@@ -12,20 +11,21 @@ from support.log_contract import FINISHED, Detokenizer, Scene, limits, put, say_
 from support.redis_servers import until
 
 from pipeline.events import StepCompleted, TokenRow, encode, new_uid
-from pipeline.log.forgetting import FORGETTING, FORGOTTEN, ForgettingLog, Purged, Unconsumed, ended_inbox
+from pipeline.log.forgetting import FORGETTING, FORGOTTEN, Purged, Unconsumed, ended_inbox
 from pipeline.log.journal import JournalWriter
-from pipeline.log.protocol import Entry, Forgotten, StreamLog, Submission
+from pipeline.log.protocol import Entry, Forgotten, Submission
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 
 A, B, C = (f"0190000000007000800000000000000{digit}" for digit in "abc")
 
 
 @pytest.fixture
-def forgetting(log: StreamLog) -> ForgettingLog:
-    return cast(ForgettingLog, log)
+def forgetting(log: RedisLog) -> RedisLog:
+    return log
 
 
-def by(log: ForgettingLog, *uids: str) -> list[str]:
+def by(log: RedisLog, *uids: str) -> list[str]:
     """Return whose tombstones there are."""
     begins = log.begins(uids)
     return [begins[uid].fields["by"] if uid in begins and begins[uid].id == SEAL else "" for uid in uids]
@@ -35,7 +35,7 @@ def by(log: ForgettingLog, *uids: str) -> list[str]:
 
 
 def test_an_erased_request_is_nothing_but_a_tombstone_and_begins_never_again(
-    forgetting: ForgettingLog, scene: Scene, detokenizer: Detokenizer
+    forgetting: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept(A, B)
     detokenizer.say(say_tokens(A, 1), say_end(A, FINISHED), say_tokens(B, 1))
@@ -57,9 +57,7 @@ def test_an_erased_request_is_nothing_but_a_tombstone_and_begins_never_again(
     assert forgetting.alive([A, B]) == {B}
 
 
-def test_who_was_erased_can_be_imported_again(
-    forgetting: ForgettingLog, scene: Scene, detokenizer: Detokenizer
-) -> None:
+def test_who_was_erased_can_be_imported_again(forgetting: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept(A)
     detokenizer.say(say_end(A, FINISHED))
     assert forgetting.erase(A)
@@ -69,7 +67,7 @@ def test_who_was_erased_can_be_imported_again(
     assert not forgetting.import_history(A, copy, again=True)
 
 
-def test_who_has_not_ended_is_not_erased(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_who_has_not_ended_is_not_erased(forgetting: RedisLog, scene: Scene) -> None:
     scene.accept(A)
     before = scene.history(A)
     assert not forgetting.erase(A)
@@ -78,14 +76,14 @@ def test_who_has_not_ended_is_not_erased(forgetting: ForgettingLog, scene: Scene
     assert forgetting.erase(A)
 
 
-def test_what_expired_gets_a_tombstone_too_for_the_retention(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_what_expired_gets_a_tombstone_too_for_the_retention(forgetting: RedisLog, scene: Scene) -> None:
     scene.log.limits = limits(retention_ms=60)
     assert forgetting.erase(A)
     assert by(forgetting, A, B) == [FORGETTING, ""]
     until(lambda: not forgetting.begins([A]))
 
 
-def test_a_finished_tombstone_says_so_and_tells_no_archiver(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_a_finished_tombstone_says_so_and_tells_no_archiver(forgetting: RedisLog, scene: Scene) -> None:
     assert forgetting.archive_id() == ""
     forgetting.open_archive("one")
     assert forgetting.archive_id() == "one"
@@ -98,7 +96,7 @@ def test_a_finished_tombstone_says_so_and_tells_no_archiver(forgetting: Forgetti
     assert [entry.fields["uid"] for entry in forgetting.read(inbox, "archive-0", max_entries=9, block_ms=0)] == [A, A]
 
 
-def test_what_siblings_share_goes_with_the_first_of_them(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_what_siblings_share_goes_with_the_first_of_them(forgetting: RedisLog, scene: Scene) -> None:
     forgetting.submit(A, [submitted(number=number, prompt="long " * 50) for number in range(3)])
     uids = sibling_uids(A, 3)
     for uid in uids:
@@ -111,7 +109,7 @@ def test_what_siblings_share_goes_with_the_first_of_them(forgetting: ForgettingL
     assert by(forgetting, *uids) == [FORGETTING] * 3
 
 
-def test_how_requests_begin(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_how_requests_begin(forgetting: RedisLog, scene: Scene) -> None:
     scene.accept(A)
     scene.end(A)
     assert forgetting.begins([A, B]) == {A: scene.history(A)[0]}
@@ -121,7 +119,7 @@ def test_how_requests_begin(forgetting: ForgettingLog, scene: Scene) -> None:
 # who has it in hand
 
 
-def test_where_workers_find_a_request(forgetting: ForgettingLog, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_workers_find_a_request(forgetting: RedisLog, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.log.operations.forgetting.KEYS_PER_LOOK", 1)
     forgetting.open_archive("one")
     assert (
@@ -145,7 +143,7 @@ def test_where_workers_find_a_request(forgetting: ForgettingLog, scene: Scene, m
 
 
 def test_what_archivers_have_not_consumed_of_a_request(
-    forgetting: ForgettingLog, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    forgetting: RedisLog, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.log.operations.forgetting.KEYS_PER_LOOK", 1)
     forgetting.open_archive("one")
@@ -163,7 +161,7 @@ def test_what_archivers_have_not_consumed_of_a_request(
 # purge
 
 
-def journal(log: StreamLog) -> JournalWriter:
+def journal(log: RedisLog) -> JournalWriter:
     """Write steps of a, then of a and b, then of b; return who would write the next."""
     writer, steps = JournalWriter(), [(A, 1, 71), (A, 2, 72), (B, 1, 81), (B, 2, 82), (B, 3, 83)]
     rows = [TokenRow(uid=uid, n=n, token=token) for uid, n, token in steps]
@@ -180,7 +178,7 @@ def letter(uid: str, **more: str) -> Mapping[str, str]:
 
 
 def test_what_is_purged_is_gone_and_all_else_is_as_it_was(
-    forgetting: ForgettingLog, scene: Scene, detokenizer: Detokenizer
+    forgetting: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     log, names = forgetting, forgetting.names
     log.open_replies("web-0")
@@ -205,7 +203,7 @@ def test_what_is_purged_is_gone_and_all_else_is_as_it_was(
     assert scene.told() == () and log.dead_letters(10) == []
 
 
-def test_a_step_of_which_nobody_can_tell_what_it_had_is_purged(forgetting: ForgettingLog) -> None:
+def test_a_step_of_which_nobody_can_tell_what_it_had_is_purged(forgetting: RedisLog) -> None:
     journal(forgetting)
     for entry_id in ("2-1", "2-2"):
         put(forgetting, forgetting.names.journal("generate-0"), {"bytes": "1", "ms": "1", "tokens": "9"}, entry_id)
@@ -216,7 +214,7 @@ def test_a_step_of_which_nobody_can_tell_what_it_had_is_purged(forgetting: Forge
 
 @pytest.mark.parametrize(("later_ms", "left"), [(-1, ["1-1", "1-2"]), (0, ["1-1"])])
 def test_snapshots_go_whose_journal_has_lost_what_came_before(
-    forgetting: ForgettingLog, later_ms: int, left: list[str]
+    forgetting: RedisLog, later_ms: int, left: list[str]
 ) -> None:
     ms = str(int(C[:12], 16) + later_ms)
     for entry_id, more in (("1-1", {}), ("1-2", {"schedule": "{}"})):
@@ -230,7 +228,7 @@ def test_snapshots_go_whose_journal_has_lost_what_came_before(
     assert [entry.id for entry in forgetting.journal("generate-0")] == left
 
 
-def test_a_stream_goes_on_after_a_purge_as_if_nothing_had_been_taken_out(forgetting: ForgettingLog) -> None:
+def test_a_stream_goes_on_after_a_purge_as_if_nothing_had_been_taken_out(forgetting: RedisLog) -> None:
     log, names = forgetting, forgetting.names
     journal(log)
     log.purge([A, B])
@@ -241,7 +239,7 @@ def test_a_stream_goes_on_after_a_purge_as_if_nothing_had_been_taken_out(forgett
 
 
 def test_many_entries_are_purged_piece_by_piece_beside_those_who_write_and_purge(
-    forgetting: ForgettingLog, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    forgetting: RedisLog, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.log.operations.forgetting.ENTRIES_PER_LOOK", 7)
     uids = [new_uid() for _ in range(12)]
@@ -249,7 +247,7 @@ def test_many_entries_are_purged_piece_by_piece_beside_those_who_write_and_purge
         put(forgetting, forgetting.names.dead, {"uid": uids[number % 12], "number": str(number)})
 
     def purge(each: Scene, place: str) -> None:
-        log = cast(ForgettingLog, each.log)
+        log = each.log
         for uid in uids[int(place) : 8 : 2]:
             log.purge([uid])
 
@@ -270,12 +268,12 @@ def test_many_entries_are_purged_piece_by_piece_beside_those_who_write_and_purge
     assert left.count("new") == len(written)
 
 
-def test_files_are_written_anew(forgetting: ForgettingLog) -> None:
+def test_files_are_written_anew(forgetting: RedisLog) -> None:
     until(forgetting.rewrite_files)
     until(forgetting.are_rewritten)
 
 
-def test_nobody_gets_a_dead_letter_of_what_was_erased(forgetting: ForgettingLog, scene: Scene) -> None:
+def test_nobody_gets_a_dead_letter_of_what_was_erased(forgetting: RedisLog, scene: Scene) -> None:
     scene.accept(A)
     scene.end(A)
     forgetting.erase(A)

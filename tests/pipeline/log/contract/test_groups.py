@@ -6,13 +6,14 @@ import pytest
 from support.log_contract import LONG_MS, NAMES, SUBMITTED, TOKENIZED, Scene
 
 from pipeline.errors import Fenced, GroupLost
-from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import slot_name
 
 # groups
 
 
-def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: StreamLog, scene: Scene) -> None:
+def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: RedisLog, scene: Scene) -> None:
     assert log.backlog(SUBMITTED) == 0
     scene.submit("a")
     scene.submit("b")
@@ -23,7 +24,7 @@ def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: StreamLog, sce
     assert log.backlog(Inbox.steps(NAMES, "generate-7")) == 0
 
 
-def test_a_group_created_after_the_first_append_reads_it(log: StreamLog, scene: Scene) -> None:
+def test_a_group_created_after_the_first_append_reads_it(log: RedisLog, scene: Scene) -> None:
     engine = scene.own("generate-5")
     scene.step(engine, 1)
     inbox = Inbox.steps(NAMES, "generate-5")
@@ -31,7 +32,7 @@ def test_a_group_created_after_the_first_append_reads_it(log: StreamLog, scene: 
     assert scene.read_one(inbox, "detokenize-5").id == "1-1"
 
 
-def test_prepare_again_changes_nothing(log: StreamLog, scene: Scene) -> None:
+def test_prepare_again_changes_nothing(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     log.prepare(SUBMITTED)
@@ -39,7 +40,7 @@ def test_prepare_again_changes_nothing(log: StreamLog, scene: Scene) -> None:
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
-def test_a_read_without_a_group_says_that_the_group_is_lost(log: StreamLog, scene: Scene) -> None:
+def test_a_read_without_a_group_says_that_the_group_is_lost(log: RedisLog, scene: Scene) -> None:
     inbox = Inbox.steps(NAMES, "generate-7")
     owner = scene.own("detokenize-7")
     with pytest.raises(GroupLost):
@@ -56,13 +57,13 @@ def test_read_returns_nothing_when_its_time_is_over(scene: Scene, block_ms: int)
 
 
 def test_a_waiting_read_gets_what_is_appended(scene: Scene) -> None:
-    def read(log: StreamLog) -> list[Entry]:
+    def read(log: RedisLog) -> list[Entry]:
         return log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=LONG_MS)
 
     assert [entry.fields["uid"] for entry in scene.meanwhile(read, scene.submit)] == ["a"]
 
 
-def test_two_consumers_never_read_the_same_entry(log: StreamLog, scene: Scene) -> None:
+def test_two_consumers_never_read_the_same_entry(log: RedisLog, scene: Scene) -> None:
     scene.submit("a")
     scene.submit("b")
     assert scene.read_one(SUBMITTED, "tokenize-0").fields["uid"] == "a"
@@ -70,7 +71,7 @@ def test_two_consumers_never_read_the_same_entry(log: StreamLog, scene: Scene) -
     assert log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=0) == []
 
 
-def test_pending_is_in_order_and_no_delivery(log: StreamLog, scene: Scene) -> None:
+def test_pending_is_in_order_and_no_delivery(log: RedisLog, scene: Scene) -> None:
     uids = [f"r{i}" for i in range(120)]  # more than one page of XPENDING
     for uid in uids:
         scene.submit(uid, max_queued=1000)
@@ -84,7 +85,7 @@ def test_pending_is_in_order_and_no_delivery(log: StreamLog, scene: Scene) -> No
 # claim
 
 
-def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog, scene: Scene) -> None:
+def test_claim_takes_from_slots_without_a_lease_only(log: RedisLog, scene: Scene) -> None:
     for uid in ("a", "b", "c"):
         scene.submit(uid)
     scene.own("tokenize-0")
@@ -99,7 +100,7 @@ def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog, scene: Scen
     assert log.pending(SUBMITTED, "tokenize-2") == [left, mine]
 
 
-def test_claim_takes_at_most_so_many_and_from_several_slots(log: StreamLog, scene: Scene) -> None:
+def test_claim_takes_at_most_so_many_and_from_several_slots(log: RedisLog, scene: Scene) -> None:
     uids = ["a", "b", "c", "d"]
     for uid in uids:
         scene.submit(uid)
@@ -110,7 +111,7 @@ def test_claim_takes_at_most_so_many_and_from_several_slots(log: StreamLog, scen
     assert [entry.fields["uid"] for entry in log.claim(SUBMITTED, me, 3)] == ["d"]
 
 
-def test_claim_is_fenced(log: StreamLog, scene: Scene) -> None:
+def test_claim_is_fenced(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     zombie = scene.own("tokenize-1")
@@ -120,7 +121,7 @@ def test_claim_is_fenced(log: StreamLog, scene: Scene) -> None:
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
-def test_a_claimed_entry_is_committed_once(log: StreamLog, scene: Scene) -> None:
+def test_a_claimed_entry_is_committed_once(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     (claimed,) = log.claim(SUBMITTED, scene.own("tokenize-1"), 8)
@@ -128,7 +129,7 @@ def test_a_claimed_entry_is_committed_once(log: StreamLog, scene: Scene) -> None
     assert not scene.tokenize(entry)
 
 
-def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: StreamLog, scene: Scene) -> None:
+def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     entry = scene.read_one(SUBMITTED, "tokenize-0")
     scene.be_guest("tokenize-0")
@@ -139,7 +140,7 @@ def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: StreamLog
 # claim_from and forsaken
 
 
-def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog, scene: Scene) -> None:
+def test_forsaken_slots_have_entries_pending_and_no_worker(log: RedisLog, scene: Scene) -> None:
     owners = [scene.own(slot_name("generate", index)) for index in range(4)]
     for owner, uid in zip(owners, "abcd", strict=True):
         (entry,) = scene.take_all(owner, uid)
@@ -152,7 +153,7 @@ def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog, scene
     assert log.forsaken(TOKENIZED, but="generate-0") == ["generate-2"]
 
 
-def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLog, scene: Scene) -> None:
+def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: RedisLog, scene: Scene) -> None:
     owner, other = scene.own("generate-0"), scene.own("generate-1")
     (entry, *_) = scene.take_all(owner, "a", "b")
     scene.take_all(other, "c")
@@ -162,7 +163,7 @@ def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLo
 
 
 def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_most_so_many(
-    log: StreamLog, scene: Scene
+    log: RedisLog, scene: Scene
 ) -> None:
     dead, me = scene.own("generate-0"), scene.own("generate-1")
     entries = scene.take_all(dead, "a", "b", "c")
@@ -176,7 +177,7 @@ def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_m
     assert log.pending(TOKENIZED, "generate-1") == [*entries, mine]
 
 
-def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: StreamLog, scene: Scene) -> None:
+def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: RedisLog, scene: Scene) -> None:
     dead, me = scene.own("generate-0"), scene.own("generate-1")
     entries = scene.take_all(dead, "a")
     log.release(dead)
@@ -186,7 +187,7 @@ def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: StreamLo
     assert log.pending(TOKENIZED, "generate-0") == entries
 
 
-def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog, scene: Scene) -> None:
+def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: RedisLog, scene: Scene) -> None:
     dead, zombie = scene.own("generate-0"), scene.own("generate-1")
     entries = scene.take_all(dead, "a")
     log.release(dead)
@@ -201,7 +202,7 @@ def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog, scene: 
 
 
 def test_retry_counts_how_often_an_entry_was_worked_on_and_the_read_is_the_first_time(
-    log: StreamLog, scene: Scene
+    log: RedisLog, scene: Scene
 ) -> None:
     scene.submit("a")
     scene.submit("b")
@@ -212,7 +213,7 @@ def test_retry_counts_how_often_an_entry_was_worked_on_and_the_read_is_the_first
     assert log.retry(SUBMITTED, owner, second) == 2
 
 
-def test_a_claim_counts_as_no_try(log: StreamLog, scene: Scene) -> None:
+def test_a_claim_counts_as_no_try(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     scene.submit("b")
     scene.read_one(SUBMITTED, "tokenize-1")
@@ -226,7 +227,7 @@ def test_a_claim_counts_as_no_try(log: StreamLog, scene: Scene) -> None:
     assert log.retry(TOKENIZED, me, taken_over) == 2
 
 
-def test_who_does_not_hold_an_entry_counts_nothing(log: StreamLog, scene: Scene) -> None:
+def test_who_does_not_hold_an_entry_counts_nothing(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     owner, other = scene.own("tokenize-0"), scene.own("tokenize-1")
     entry = scene.read_one(SUBMITTED, "tokenize-0")
@@ -237,7 +238,7 @@ def test_who_does_not_hold_an_entry_counts_nothing(log: StreamLog, scene: Scene)
     assert log.retry(SUBMITTED, owner, entry) == 0
 
 
-def test_retry_is_fenced(log: StreamLog, scene: Scene) -> None:
+def test_retry_is_fenced(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     zombie = scene.own("tokenize-0")
     entry = scene.read_one(SUBMITTED, "tokenize-0")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from support.log_contract import LONG_MS, Detokenizer, Scene, say_tokens
 
 from pipeline.events import decode, encode
-from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, TOKENIZED_ID
 
 # histories and alive
 
 
-def test_histories_are_read_side_by_side_and_after_an_id(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
-) -> None:
+def test_histories_are_read_side_by_side_and_after_an_id(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a", "b")
     detokenizer.say(say_tokens("a", 1))
     found = log.histories(["b", "nobody", "a"])
@@ -22,7 +20,7 @@ def test_histories_are_read_side_by_side_and_after_an_id(
     assert log.histories([]) == []
 
 
-def test_after_the_seal_a_history_has_nothing(log: StreamLog, scene: Scene) -> None:
+def test_after_the_seal_a_history_has_nothing(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     scene.end()
     assert log.histories(["a"], after=SEAL) == [[]]
@@ -36,7 +34,7 @@ def test_entries_have_text_fields_and_begin_with_their_moment(scene: Scene) -> N
     assert encode(decode(fields)).items() <= fields.items()
 
 
-def test_alive_says_who_has_not_ended(log: StreamLog, scene: Scene) -> None:
+def test_alive_says_who_has_not_ended(log: RedisLog, scene: Scene) -> None:
     scene.submit("a")
     scene.submit("b")
     scene.end("b")
@@ -47,7 +45,7 @@ def test_alive_says_who_has_not_ended(log: StreamLog, scene: Scene) -> None:
 # frontends
 
 
-def test_open_replies_drops_what_was_read_before(log: StreamLog, scene: Scene) -> None:
+def test_open_replies_drops_what_was_read_before(log: RedisLog, scene: Scene) -> None:
     start = log.open_replies("web-0")
     for uid in "abc":
         scene.submit(uid)
@@ -63,7 +61,7 @@ def test_open_replies_drops_what_was_read_before(log: StreamLog, scene: Scene) -
 
 
 def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a")
     start = log.open_replies("web-0")
@@ -76,7 +74,7 @@ def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
     assert log.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
 
 
-def test_a_waiting_frontend_hears_what_is_said(log: StreamLog, scene: Scene) -> None:
+def test_a_waiting_frontend_hears_what_is_said(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     start = log.open_replies("web-0")
     _, found = scene.meanwhile(lambda log: log.read_replies("web-0", start, block_ms=LONG_MS), scene.end)

@@ -9,7 +9,6 @@ import pytest
 from support.log_contract import LIMITS, SHORT_MS, Detokenizer, Scene, put, say_tokens
 from support.redis_servers import command, until
 
-from pipeline.log.protocol import StreamLog
 from pipeline.log.redis import RedisLog
 
 JOURNAL_BYTES = 1000
@@ -18,7 +17,7 @@ NOTE: dict[str, str] = {}
 
 
 @pytest.fixture(autouse=True)
-def limited(log: StreamLog, scene: Scene) -> None:
+def limited(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     NOTE.update({"ms": str(int(time.time() * 1000)), "tokens": "41"})
     log.limits = replace(LIMITS, journal_bytes=JOURNAL_BYTES)
@@ -32,11 +31,11 @@ def note(detokenizer: Detokenizer, text: str = "41") -> str:
     return entry.id
 
 
-def ids(log: StreamLog) -> list[str]:
+def ids(log: RedisLog) -> list[str]:
     return [entry.id for entry in log.journal("generate-0")]
 
 
-def test_a_step_is_kept_in_the_journal_of_its_engine(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_a_step_is_kept_in_the_journal_of_its_engine(log: RedisLog, detokenizer: Detokenizer) -> None:
     assert log.journal("generate-0") == []
     first, second = note(detokenizer), note(detokenizer, "42")
     kept = log.journal("generate-0")
@@ -46,7 +45,7 @@ def test_a_step_is_kept_in_the_journal_of_its_engine(log: StreamLog, detokenizer
     assert log.journal("generate-1") == []
 
 
-def test_a_part_of_a_journal_can_be_read(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_a_part_of_a_journal_can_be_read(log: RedisLog, detokenizer: Detokenizer) -> None:
     one, two, three, four = (note(detokenizer) for _ in range(4))
     for asked, found in (
         ({"first": two}, [two, three, four]),
@@ -60,7 +59,7 @@ def test_a_part_of_a_journal_can_be_read(log: StreamLog, detokenizer: Detokenize
         assert [entry.id for entry in log.journal("generate-0", **asked)] == found
 
 
-def test_the_oldest_steps_leave_a_journal_that_is_full(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_the_oldest_steps_leave_a_journal_that_is_full(log: RedisLog, detokenizer: Detokenizer) -> None:
     said = [note(detokenizer, "7" * 100) for _ in range(20)]
     kept = ids(log)
     assert kept == said[-len(kept) :]
@@ -71,28 +70,28 @@ def test_the_oldest_steps_leave_a_journal_that_is_full(log: StreamLog, detokeniz
     assert ids(log) == [] and note(detokenizer) == ids(log)[0]
 
 
-def test_a_step_is_kept_no_longer_than_histories_are(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_a_step_is_kept_no_longer_than_histories_are(log: RedisLog, detokenizer: Detokenizer) -> None:
     old = str(int(NOTE["ms"]) - int(LIMITS.retention_ms) - 1000)
     entry = detokenizer.read_step()
     assert log.produced(detokenizer.owner, [entry], "generate-0", [], [NOTE | {"ms": old}])
     assert note(detokenizer) in ids(log) and entry.id not in ids(log)
 
 
-def test_without_a_limit_no_journal_is_written(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_without_a_limit_no_journal_is_written(log: RedisLog, detokenizer: Detokenizer) -> None:
     log.limits = LIMITS
     note(detokenizer)
     assert log.journal("generate-0") == []
 
 
 def test_a_journal_is_gone_when_its_last_step_is_as_old_as_histories_get(
-    log: StreamLog, detokenizer: Detokenizer
+    log: RedisLog, detokenizer: Detokenizer
 ) -> None:
     log.limits = replace(log.limits, retention_s=SHORT_MS / 1000)
     note(detokenizer)
     until(lambda: log.journal("generate-0") == [])
 
 
-def test_steps_that_are_consumed_together_are_in_the_journal_in_order(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_steps_that_are_consumed_together_are_in_the_journal_in_order(log: RedisLog, detokenizer: Detokenizer) -> None:
     entries = [detokenizer.read_step() for _ in range(3)]
     notes = [NOTE | {"tokens": text} for text in ("41", "42", "43")]
     assert log.produced(detokenizer.owner, entries, "generate-0", [], notes)
@@ -102,14 +101,14 @@ def test_steps_that_are_consumed_together_are_in_the_journal_in_order(log: Strea
     ]
 
 
-def test_a_step_that_is_committed_again_is_in_the_journal_once(log: StreamLog, detokenizer: Detokenizer) -> None:
+def test_a_step_that_is_committed_again_is_in_the_journal_once(log: RedisLog, detokenizer: Detokenizer) -> None:
     entry = detokenizer.read_step()
     for done in (True, False):
         assert log.produced(detokenizer.owner, [entry], "generate-0", [], [NOTE]) is done
     assert ids(log) == [entry.id]
 
 
-def test_a_journal_that_cannot_be_written_stops_no_step(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_a_journal_that_cannot_be_written_stops_no_step(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     put(log, log.names.journal("generate-0"), {"foreign": "entry"}, "99-1")
     note(detokenizer)
     assert ids(log) == ["99-1"]
@@ -117,7 +116,7 @@ def test_a_journal_that_cannot_be_written_stops_no_step(log: StreamLog, scene: S
 
 
 def test_where_memory_is_short_the_journal_goes_and_the_step_is_committed(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     if not isinstance(log, RedisLog):
         pytest.skip("the memory of a process has no limit of its own")

@@ -11,13 +11,12 @@ from support.redis_servers import until
 from pipeline.errors import Fenced
 from pipeline.events import Admitted, Mark, Markup, Preempted, TokensProduced, decode
 from pipeline.log.entries import REPLY_CAP
-from pipeline.log.protocol import Entry, Produced, Reply, StreamLog
+from pipeline.log.protocol import Entry, Produced, Reply
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, parse_id, tokens_id
 
 
-def test_produced_writes_histories_and_consumes_the_step(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
-) -> None:
+def test_produced_writes_histories_and_consumes_the_step(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a", "b")
     assert detokenizer.say(say_tokens("a", 1), say_tokens("b", 1))
     assert detokenizer.say(say_tokens("a", 2), say_end("b", FINISHED))
@@ -76,7 +75,7 @@ def test_tokens_say_how_long_before_their_commit_the_engine_had_made_them(
 
 
 def test_several_steps_are_consumed_in_one_commit_and_told_in_one_reply(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     cursor = log.open_replies("web-0")
     scene.accept("a", "b", "c")
@@ -100,7 +99,7 @@ def test_several_steps_are_consumed_in_one_commit_and_told_in_one_reply(
     assert put_in_one_entry(log, cursor)
 
 
-def put_in_one_entry(log: StreamLog, cursor: str) -> bool:
+def put_in_one_entry(log: RedisLog, cursor: str) -> bool:
     """Return whether all that a frontend was told came as one entry, for which it wakes once."""
     last, replies = log.read_replies("web-0", cursor, block_ms=0)
     return bool(replies) and log.read_replies("web-0", before(last), block_ms=0)[1] == replies
@@ -112,7 +111,7 @@ def before(entry_id: str) -> str:
 
 
 def test_several_steps_are_consumed_together_or_not_at_all(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     """The second try of a commit whose answer was late may find that one of them was consumed alone meanwhile."""
     scene.accept("a")
@@ -126,7 +125,7 @@ def test_several_steps_are_consumed_together_or_not_at_all(
 
 
 def test_a_part_of_a_step_is_written_once_and_counts_its_tries(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a", "b")
     cursor = log.open_replies("web-0")
@@ -148,7 +147,7 @@ def test_a_part_of_a_step_is_written_once_and_counts_its_tries(
     assert [reply.uid for reply in scene.replies_after(cursor)] == ["a", "b"]
 
 
-def test_produced_is_fenced(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_produced_is_fenced(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a")
     entry = detokenizer.read_step()
     scene.own_after(detokenizer.owner)
@@ -158,9 +157,7 @@ def test_produced_is_fenced(log: StreamLog, scene: Scene, detokenizer: Detokeniz
     assert log.pending(STEPS, "detokenize-0") == [entry]
 
 
-def test_a_repeated_produced_is_lost_and_changes_nothing(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
-) -> None:
+def test_a_repeated_produced_is_lost_and_changes_nothing(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a")
     start = log.open_replies("web-0")
     entry = detokenizer.read_step()
@@ -172,7 +169,7 @@ def test_a_repeated_produced_is_lost_and_changes_nothing(
 
 
 @pytest.mark.parametrize("refused", ["sealed", "there already", "expired"])
-def test_a_refused_row_loses_no_other(log: StreamLog, scene: Scene, detokenizer: Detokenizer, refused: str) -> None:
+def test_a_refused_row_loses_no_other(log: RedisLog, scene: Scene, detokenizer: Detokenizer, refused: str) -> None:
     scene.accept("a", "b", "c")
     match refused:
         case "sealed":
@@ -190,7 +187,7 @@ def test_a_refused_row_loses_no_other(log: StreamLog, scene: Scene, detokenizer:
 
 
 def test_produced_of_an_end_seals_clears_live_and_lets_the_history_expire(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a", "b")
     log.limits = limits(retention_ms=SHORT_MS)
@@ -209,9 +206,7 @@ def test_produced_tells_the_engine_only_of_ends_it_does_not_know(scene: Scene, d
     assert scene.told() == ("c", "b")
 
 
-def test_replies_carry_what_was_said_with_n_and_in_order(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
-) -> None:
+def test_replies_carry_what_was_said_with_n_and_in_order(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a", "b")
     start = log.open_replies("web-0")
     other = log.open_replies("web-1")
@@ -231,7 +226,7 @@ def test_replies_carry_what_was_said_with_n_and_in_order(
     assert scene.events("a")[2] == mark
 
 
-def test_replies_to_a_frontend_that_is_gone_are_dropped(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_replies_to_a_frontend_that_is_gone_are_dropped(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a")
     assert detokenizer.say(say_tokens("a", 1))
     assert scene.end()
@@ -239,7 +234,7 @@ def test_replies_to_a_frontend_that_is_gone_are_dropped(log: StreamLog, scene: S
     assert log.read_replies("web-0", "0-0", block_ms=0) == ("0-0", [])
 
 
-def test_a_replies_stream_keeps_only_the_last_entries(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_a_replies_stream_keeps_only_the_last_entries(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.accept("a")
     start = log.open_replies("web-0")
     for n in range(1, REPLY_CAP + 301):

@@ -17,11 +17,12 @@ from support.log_contract import (
     submitted,
 )
 
-from pipeline.log.protocol import Once, Quota, StreamLog, Submission, SubmitResult
+from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
+from pipeline.log.redis import RedisLog
 from pipeline.log.shared import REQUEST_BYTES, submitted_bytes, submitted_words
 
 
-def test_a_key_has_so_many_requests_accepted_in_a_minute(log: StreamLog, scene: Scene) -> None:
+def test_a_key_has_so_many_requests_accepted_in_a_minute(log: RedisLog, scene: Scene) -> None:
     def act(key: str) -> list[SubmitResult]:
         return [scene.submit_as(f"{key}{i}", Quota(key, requests_per_minute=3)) for i in range(5)]
 
@@ -132,7 +133,7 @@ ONE_BYTES = submitted_bytes(*submitted_words([submitted()]))
 """What one request of a scene counts."""
 
 
-def test_a_key_submits_no_more_than_its_share_of_the_log(log: StreamLog, scene: Scene) -> None:
+def test_a_key_submits_no_more_than_its_share_of_the_log(log: RedisLog, scene: Scene) -> None:
     quota = Quota("key", log_bytes=3 * ONE_BYTES - 1)
     outcomes = [scene.submit_as(uid, quota) for uid in "abcde"]
     assert [outcome.submission for outcome in outcomes] == [ACCEPTED] * 3 + [TOO_MUCH] * 2

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 from support.log_contract import LONG_MS, SHORT_MS, Scene, put
 from support.redis_servers import until
 
 from pipeline.errors import Fenced, GroupLost, UndecodableEvent
-from pipeline.log.protocol import Entry, Owner, StreamLog
-from pipeline.log.ranks import Formation, RankLog, formation_to_join, ranks_inbox
+from pipeline.log.protocol import Entry, Owner
+from pipeline.log.ranks import Formation, formation_to_join, ranks_inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import rank_stage, slot_stage
 
 
 @pytest.fixture
-def ranks(log: StreamLog) -> RankLog:
-    return cast(RankLog, log)
+def ranks(log: RedisLog) -> RedisLog:
+    return log
 
 
 def formation_of(scene: Scene, nonce: str = "first", *, size: int = 3) -> Formation:
     return Formation(scene.own("rank-0-0"), nonce, size, "file:/somewhere", "f")
 
 
-def form(log: RankLog, formation: Formation, *, group: str = "g", ttl_ms: int = LONG_MS) -> str:
+def form(log: RedisLog, formation: Formation, *, group: str = "g", ttl_ms: int = LONG_MS) -> str:
     return log.form(group, formation, ttl_ms=ttl_ms)
 
 
-def to_join(log: RankLog, owner: Owner, *, group: str = "g") -> tuple[Entry, Formation] | None:
+def to_join(log: RedisLog, owner: Owner, *, group: str = "g") -> tuple[Entry, Formation] | None:
     return formation_to_join(log, owner, group, block_ms=0)
 
 
-def num_pending(log: RankLog, owner: Owner) -> int:
+def num_pending(log: RedisLog, owner: Owner) -> int:
     return log.num_pending(ranks_inbox(log.names, "g", slot_stage(owner.slot)), owner.slot)
 
 
-def test_every_rank_but_0_joins_a_formation_once(ranks: RankLog, scene: Scene) -> None:
+def test_every_rank_but_0_joins_a_formation_once(ranks: RedisLog, scene: Scene) -> None:
     formation = formation_of(scene)
     entry_id = form(ranks, formation)
     for rank in (1, 2):
@@ -55,27 +55,27 @@ def test_every_rank_but_0_joins_a_formation_once(ranks: RankLog, scene: Scene) -
             to_join(ranks, scene.own(f"{rank_stage(rank)}-7"))
 
 
-def test_a_group_has_formations_of_its_own(ranks: RankLog, scene: Scene) -> None:
+def test_a_group_has_formations_of_its_own(ranks: RedisLog, scene: Scene) -> None:
     form(ranks, formation_of(scene))
     with pytest.raises(GroupLost):
         to_join(ranks, scene.own("rank-1-0"), group="another")
 
 
-def test_a_rank_waits_for_the_next_formation(ranks: RankLog, scene: Scene) -> None:
+def test_a_rank_waits_for_the_next_formation(ranks: RedisLog, scene: Scene) -> None:
     formation, owner = formation_of(scene), scene.own("rank-1-0")
     form(ranks, formation)
     found = to_join(ranks, owner)
     assert found is not None
     ranks.joined(owner, "g", [found[0]])
 
-    def wait(log: StreamLog) -> tuple[Entry, Formation] | None:
-        return formation_to_join(cast(RankLog, log), owner, "g", block_ms=LONG_MS)
+    def wait(log: RedisLog) -> tuple[Entry, Formation] | None:
+        return formation_to_join(log, owner, "g", block_ms=LONG_MS)
 
     later = replace(formation, nonce="later")
     assert scene.meanwhile(wait, lambda: form(ranks, later))[1] == later  # type: ignore[index]
 
 
-def test_the_same_formation_again_is_the_same_entry(ranks: RankLog, scene: Scene) -> None:
+def test_the_same_formation_again_is_the_same_entry(ranks: RedisLog, scene: Scene) -> None:
     formation, owner = formation_of(scene), scene.own("rank-1-0")
     entry_id = form(ranks, formation)
     found = to_join(ranks, owner)
@@ -85,7 +85,7 @@ def test_the_same_formation_again_is_the_same_entry(ranks: RankLog, scene: Scene
     assert to_join(ranks, owner) is None
 
 
-def test_only_the_newest_formation_is_there(ranks: RankLog, scene: Scene) -> None:
+def test_only_the_newest_formation_is_there(ranks: RedisLog, scene: Scene) -> None:
     formation, early, late = formation_of(scene), scene.own("rank-1-0"), scene.own("rank-2-0")
     form(ranks, formation)
     assert to_join(ranks, early) is not None
@@ -97,7 +97,7 @@ def test_only_the_newest_formation_is_there(ranks: RankLog, scene: Scene) -> Non
         assert num_pending(ranks, owner) == 1
 
 
-def test_a_rank_that_died_before_it_joined_is_followed_by_its_next_owner(ranks: RankLog, scene: Scene) -> None:
+def test_a_rank_that_died_before_it_joined_is_followed_by_its_next_owner(ranks: RedisLog, scene: Scene) -> None:
     form(ranks, formation_of(scene))
     died = scene.own("rank-1-0")
     assert to_join(ranks, died) is not None
@@ -108,13 +108,13 @@ def test_a_rank_that_died_before_it_joined_is_followed_by_its_next_owner(ranks: 
         ranks.release(heir)
 
 
-def test_a_living_rank_keeps_its_formation_from_another_of_the_same_number(ranks: RankLog, scene: Scene) -> None:
+def test_a_living_rank_keeps_its_formation_from_another_of_the_same_number(ranks: RedisLog, scene: Scene) -> None:
     form(ranks, formation_of(scene))
     assert to_join(ranks, scene.own("rank-1-0")) is not None
     assert to_join(ranks, scene.own("rank-1-1")) is None
 
 
-def test_a_formation_whose_rank_0_is_gone_is_stale(ranks: RankLog, scene: Scene) -> None:
+def test_a_formation_whose_rank_0_is_gone_is_stale(ranks: RedisLog, scene: Scene) -> None:
     formation, early, late = formation_of(scene), scene.own("rank-1-0"), scene.own("rank-2-0")
     form(ranks, formation)
     assert to_join(ranks, early) is not None
@@ -124,7 +124,7 @@ def test_a_formation_whose_rank_0_is_gone_is_stale(ranks: RankLog, scene: Scene)
         assert num_pending(ranks, owner) == 0
 
 
-def test_only_who_holds_a_slot_of_rank_0_forms(ranks: RankLog, scene: Scene) -> None:
+def test_only_who_holds_a_slot_of_rank_0_forms(ranks: RedisLog, scene: Scene) -> None:
     formation = formation_of(scene)
     form(ranks, formation)
     after = scene.own_after(formation.rank_0)
@@ -137,7 +137,7 @@ def test_only_who_holds_a_slot_of_rank_0_forms(ranks: RankLog, scene: Scene) -> 
     assert found is not None and found[1].nonce == "after"
 
 
-def test_a_rank_that_lost_its_slot_consumes_no_formation(ranks: RankLog, scene: Scene) -> None:
+def test_a_rank_that_lost_its_slot_consumes_no_formation(ranks: RedisLog, scene: Scene) -> None:
     form(ranks, formation_of(scene))
     before = scene.own("rank-1-0")
     found = to_join(ranks, before)
@@ -148,7 +148,7 @@ def test_a_rank_that_lost_its_slot_consumes_no_formation(ranks: RankLog, scene: 
     assert to_join(ranks, after) == found
 
 
-def test_a_group_lives_as_long_as_rank_0_last_said(ranks: RankLog, scene: Scene) -> None:
+def test_a_group_lives_as_long_as_rank_0_last_said(ranks: RedisLog, scene: Scene) -> None:
     formation, owner = formation_of(scene), scene.own("rank-1-0")
     entry_id = form(ranks, formation)
     assert form(ranks, formation, ttl_ms=SHORT_MS) == entry_id
@@ -160,7 +160,7 @@ def test_a_group_lives_as_long_as_rank_0_last_said(ranks: RankLog, scene: Scene)
     assert to_join(ranks, owner) is not None
 
 
-def test_an_entry_that_is_no_formation_is_said(ranks: RankLog, scene: Scene) -> None:
+def test_an_entry_that_is_no_formation_is_said(ranks: RedisLog, scene: Scene) -> None:
     form(ranks, formation_of(scene))
     put(ranks, ranks.names.ranks("g"), {"nonce": "x", "size": "many"})
     owner = scene.own("rank-1-0")
@@ -171,7 +171,7 @@ def test_an_entry_that_is_no_formation_is_said(ranks: RankLog, scene: Scene) -> 
         to_join(ranks, owner)
 
 
-def test_ranks_have_slots_with_leases_and_statuses(ranks: RankLog, scene: Scene) -> None:
+def test_ranks_have_slots_with_leases_and_statuses(ranks: RedisLog, scene: Scene) -> None:
     owner = scene.own("rank-1-0")
     assert ranks.renew(owner, LONG_MS, "mine")
     assert ranks.lease("rank-1-0").holder == str(owner)
@@ -179,7 +179,7 @@ def test_ranks_have_slots_with_leases_and_statuses(ranks: RankLog, scene: Scene)
     assert ranks.statuses("rank-11") == ranks.statuses("rank") == {}
 
 
-def test_a_formation_waits_while_nobody_holds_the_slot_of_its_rank_0(ranks: RankLog, scene: Scene) -> None:
+def test_a_formation_waits_while_nobody_holds_the_slot_of_its_rank_0(ranks: RedisLog, scene: Scene) -> None:
     formation, owner = formation_of(scene), scene.own("rank-1-0")
     form(ranks, formation)
     ranks.release(formation.rank_0)

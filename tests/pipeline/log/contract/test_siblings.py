@@ -27,7 +27,8 @@ from support.redis_servers import until
 
 from pipeline.errors import LogError
 from pipeline.events import SamplingParams, Submitted, Tokenized, decode, encode
-from pipeline.log.protocol import DeadLetter, Once, Quota, StreamLog, Submission, SubmitResult
+from pipeline.log.protocol import DeadLetter, Once, Quota, Submission, SubmitResult
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, sibling_uids
 from pipeline.views.history import copied_history
 
@@ -41,7 +42,7 @@ def submitted_of(scene: Scene, uid: str) -> Submitted:
     return event
 
 
-def test_several_that_are_submitted_together_have_each_a_history_of_their_own(log: StreamLog, scene: Scene) -> None:
+def test_several_that_are_submitted_together_have_each_a_history_of_their_own(log: RedisLog, scene: Scene) -> None:
     assert scene.submit_all("a", 3) == SubmitResult(ACCEPTED, "a")
     said = [submitted_of(scene, uid) for uid in sibling_uids("a", 3)]
     assert [(event.prompt, event.sampling.seed, event.siblings) for event in said] == [
@@ -54,7 +55,7 @@ def test_several_that_are_submitted_together_have_each_a_history_of_their_own(lo
     assert log.alive(["a", "a.0", "a.1", "a.2", "a.3"]) == {"a.0", "a.1", "a.2"}
 
 
-def test_siblings_are_handed_to_the_tokenizers_in_their_order_and_together(log: StreamLog, scene: Scene) -> None:
+def test_siblings_are_handed_to_the_tokenizers_in_their_order_and_together(log: RedisLog, scene: Scene) -> None:
     scene.submit("first")
     scene.submit_all("a", 12)
     scene.submit_all("b", 2)
@@ -63,7 +64,7 @@ def test_siblings_are_handed_to_the_tokenizers_in_their_order_and_together(log: 
     assert [entry.fields for entry in entries] == [{"uid": uid, "frontend": "web-0"} for uid in uids]
 
 
-def test_siblings_go_each_their_own_way(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:
+def test_siblings_go_each_their_own_way(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
     scene.submit_all("a", 4)
     refused, *others = log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)
     assert scene.end("a.0", FAILED, consume=refused)
@@ -78,7 +79,7 @@ def test_siblings_go_each_their_own_way(log: StreamLog, scene: Scene, detokenize
     assert log.frontends_of(["a.0", "a.1", "a"]) == {"a.0": "web-0", "a.1": "web-0", "a": ""}
 
 
-def test_siblings_are_overdue_each(log: StreamLog, scene: Scene) -> None:
+def test_siblings_are_overdue_each(log: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 3, timeout_ms=1)
     scene.submit("b")
     until(lambda: log.overdue(9) == ["a.0", "a.1", "a.2"])
@@ -93,7 +94,7 @@ def test_a_single_one_in_a_sequence_is_submitted_as_by_itself(scene: Scene) -> N
     assert scene.submit("a") is DUPLICATE
 
 
-def test_how_many_siblings_there_are_is_said_by_the_commit(log: StreamLog, scene: Scene) -> None:
+def test_how_many_siblings_there_are_is_said_by_the_commit(log: RedisLog, scene: Scene) -> None:
     """A request that is sent again alone may have had siblings."""
     event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), siblings=9)
     log.submit("a", [event])
@@ -101,7 +102,7 @@ def test_how_many_siblings_there_are_is_said_by_the_commit(log: StreamLog, scene
     assert "siblings" not in scene.history("a")[0].fields
 
 
-def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: StreamLog, scene: Scene) -> None:
+def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: RedisLog, scene: Scene) -> None:
     scene.submit_all("a", 3)
     before = log.histories(sibling_uids("a", 3))
     for max_queued in (3, 100):
@@ -112,7 +113,7 @@ def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: S
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(
-    log: StreamLog, scene: Scene, gone: int
+    log: RedisLog, scene: Scene, gone: int
 ) -> None:
     scene.submit_all("a", 3)
     log.limits = limits(retention_ms=1)
@@ -129,7 +130,7 @@ def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(
     assert len(scene.waiting()) == 3
 
 
-def test_siblings_are_refused_when_there_is_no_room_for_all(log: StreamLog, scene: Scene) -> None:
+def test_siblings_are_refused_when_there_is_no_room_for_all(log: RedisLog, scene: Scene) -> None:
     scene.accept("first")
     scene.submit("second")
     assert scene.submit_all("a", 4, max_queued=5) == SubmitResult(BUSY, "a")
@@ -172,7 +173,7 @@ def test_siblings_count_once_for_their_minute(scene: Scene) -> None:
     assert in_one_minute(act) == [ACCEPTED, ACCEPTED, TOO_FAST]
 
 
-def test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be(log: StreamLog, scene: Scene) -> None:
+def test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be(log: RedisLog, scene: Scene) -> None:
     quota = Quota("key", concurrent_requests=4)
     scene.submit_all("a", 3, None, quota)
     assert scene.submit_all("b", 8, None, quota) == SubmitResult(ACCEPTED, "b")
@@ -218,7 +219,7 @@ def choices(count: int, prompt: str = LONG) -> list[Submitted]:
     ]
 
 
-def test_siblings_read_as_they_were_said(log: StreamLog, scene: Scene) -> None:
+def test_siblings_read_as_they_were_said(log: RedisLog, scene: Scene) -> None:
     events = [*choices(3, "one"), *choices(3, LONG)]
     log.submit("a", events)
     said = [event.model_copy(update={"siblings": 6}) for event in events]
@@ -229,7 +230,7 @@ def test_siblings_read_as_they_were_said(log: StreamLog, scene: Scene) -> None:
     assert log.histories(["a.1", "a.0", "a.1", "b.0"]) == [histories[1], histories[0], histories[1], []]
 
 
-def test_the_tokens_of_siblings_read_as_they_were_said(log: StreamLog, scene: Scene) -> None:
+def test_the_tokens_of_siblings_read_as_they_were_said(log: RedisLog, scene: Scene) -> None:
     log.submit("a", choices(3))
     events = [Tokenized(token_ids=tuple(range(first, 100)), fingerprint="f", by="tokenize-0") for first in (0, 0, 1)]
     for entry, event in zip(log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0), events, strict=True):
@@ -239,7 +240,7 @@ def test_the_tokens_of_siblings_read_as_they_were_said(log: StreamLog, scene: Sc
     assert [entry.id for entry in tail] == [TOKENIZED_ID] and decode(tail[0].fields).kind == "tokenized"
 
 
-def test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again(log: StreamLog, scene: Scene) -> None:
+def test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again(log: RedisLog, scene: Scene) -> None:
     events = choices(3)
     log.submit("a", events)
     refused, other, _ = log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)
@@ -255,7 +256,7 @@ def test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_agai
         assert alone.model_copy(update={"ms": 0, "deadline_ms": 0}) == events[seed]
 
 
-def test_siblings_read_whole_after_the_others_have_ended_and_expired(log: StreamLog, scene: Scene) -> None:
+def test_siblings_read_whole_after_the_others_have_ended_and_expired(log: RedisLog, scene: Scene) -> None:
     log.submit("a", choices(3))
     log.limits = limits(retention_ms=1)
     scene.end("a.0")

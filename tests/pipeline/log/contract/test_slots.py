@@ -7,13 +7,14 @@ from support.log_contract import LONG_MS, NAMES, SHORT_MS, STEPS, TOKENIZED, Det
 from support.redis_servers import until
 
 from pipeline.errors import Fenced
-from pipeline.log.protocol import GUEST, Inbox, Owner, StreamLog
+from pipeline.log.protocol import GUEST, Inbox, Owner
+from pipeline.log.redis import RedisLog
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, slot_name
 
 # slots
 
 
-def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: StreamLog, scene: Scene) -> None:
+def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: RedisLog, scene: Scene) -> None:
     first = scene.own("generate-0", nonce="x")
     assert (first.slot, first.epoch, first.nonce) == ("generate-0", 1, "x")
     assert log.acquire("generate-0", "y", LONG_MS) is None
@@ -23,18 +24,18 @@ def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: StreamLog, sce
     assert scene.own("generate-1", nonce="y").epoch == 1
 
 
-def test_acquire_repeated_by_the_same_process_answers_the_same(log: StreamLog, scene: Scene) -> None:
+def test_acquire_repeated_by_the_same_process_answers_the_same(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0", nonce="x")
     assert log.acquire("generate-0", "x", LONG_MS) == owner
 
 
-def test_a_slot_is_free_when_its_lease_ran_out(log: StreamLog, scene: Scene) -> None:
+def test_a_slot_is_free_when_its_lease_ran_out(log: RedisLog, scene: Scene) -> None:
     scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
     assert scene.own("generate-0", nonce="y").epoch == 2
 
 
-def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: StreamLog, scene: Scene) -> None:
+def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
     assert log.renew(owner, LONG_MS, "{}")
@@ -42,7 +43,7 @@ def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: 
     assert scene.step(owner, 1).steps_length == 1
 
 
-def test_renew_after_the_acquire_of_another_is_refused(log: StreamLog, scene: Scene) -> None:
+def test_renew_after_the_acquire_of_another_is_refused(log: RedisLog, scene: Scene) -> None:
     zombie = scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
     owner = scene.own("generate-0", nonce="y")
@@ -51,7 +52,7 @@ def test_renew_after_the_acquire_of_another_is_refused(log: StreamLog, scene: Sc
     assert log.statuses("generate") == {}
 
 
-def test_release_is_the_owners_alone(log: StreamLog, scene: Scene) -> None:
+def test_release_is_the_owners_alone(log: RedisLog, scene: Scene) -> None:
     zombie = scene.own("generate-0")
     owner = scene.own_after(zombie)
     log.renew(owner, LONG_MS, "mine")
@@ -64,7 +65,7 @@ def test_release_is_the_owners_alone(log: StreamLog, scene: Scene) -> None:
     assert log.statuses("generate") == {}
 
 
-def test_lease_says_who_holds_a_slot_and_for_how_long(log: StreamLog, scene: Scene) -> None:
+def test_lease_says_who_holds_a_slot_and_for_how_long(log: RedisLog, scene: Scene) -> None:
     assert (log.lease("generate-0").holder, log.lease("generate-0").ttl_ms) == ("", 0)
     owner = scene.own("generate-0")
     lease = log.lease("generate-0")
@@ -72,7 +73,7 @@ def test_lease_says_who_holds_a_slot_and_for_how_long(log: StreamLog, scene: Sce
     assert LONG_MS / 2 < lease.ttl_ms <= LONG_MS
 
 
-def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: StreamLog, scene: Scene) -> None:
+def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: RedisLog, scene: Scene) -> None:
     for index in range(20):
         log.renew(scene.own(slot_name("generate", index)), LONG_MS, f"{{{index}}}")
     log.renew(scene.own("tokenize-0"), LONG_MS, "another stage")
@@ -83,7 +84,7 @@ def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: Stre
 # guests, who look after a slot while its worker is away
 
 
-def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: StreamLog, scene: Scene) -> None:
+def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: RedisLog, scene: Scene) -> None:
     worker = scene.own("generate-0")
     assert log.acquire("generate-0", f"{GUEST}x", LONG_MS) is None
     assert log.lease("generate-0").holder == str(worker)
@@ -94,7 +95,7 @@ def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: StreamLo
     assert scene.be_guest("generate-0", nonce="x") == guest
 
 
-def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog, scene: Scene) -> None:
+def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: RedisLog, scene: Scene) -> None:
     guest = scene.be_guest("generate-0")
     assert log.lease("generate-0").is_free and log.lease("generate-0").holder == str(guest)
     worker = scene.own("generate-0", nonce="worker")
@@ -106,7 +107,7 @@ def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog
 
 
 def test_once_a_slot_has_a_guest_its_former_worker_writes_and_takes_nothing(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a", "b")
     engine = detokenizer.engine
@@ -130,7 +131,7 @@ def test_once_a_slot_has_a_guest_its_former_worker_writes_and_takes_nothing(
 
 
 def test_a_guest_writes_for_the_slot_until_a_worker_has_it(
-    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+    log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
     scene.accept("a")
     log.release(detokenizer.owner)
@@ -143,7 +144,7 @@ def test_a_guest_writes_for_the_slot_until_a_worker_has_it(
     assert scene.ids("a") == [SUBMITTED_ID, TOKENIZED_ID, "1-0"]
 
 
-def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: StreamLog, scene: Scene) -> None:
+def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: RedisLog, scene: Scene) -> None:
     guest = scene.own("generate-0", nonce=f"{GUEST}x", lease_ms=SHORT_MS)
     assert log.renew(guest, LONG_MS, "")
     assert log.lease("generate-0").ttl_ms > SHORT_MS
@@ -154,7 +155,7 @@ def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: Strea
     assert log.statuses("generate") == {"generate-0": "said"}
 
 
-def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(log: StreamLog, scene: Scene) -> None:
+def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(log: RedisLog, scene: Scene) -> None:
     assert log.announce("generate-0", "first")
     assert log.announce("generate-0", "second")
     assert log.statuses("generate") == {"generate-0": "second"}
@@ -167,7 +168,7 @@ def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(lo
     assert log.statuses("generate") == {"generate-0": "third"}
 
 
-def test_an_announcement_takes_no_slot(log: StreamLog, scene: Scene) -> None:
+def test_an_announcement_takes_no_slot(log: RedisLog, scene: Scene) -> None:
     log.announce("generate-0", "coming")
     assert log.lease("generate-0").holder == ""
     assert scene.own("generate-0").epoch == 1
@@ -177,7 +178,7 @@ def test_an_announcement_takes_no_slot(log: StreamLog, scene: Scene) -> None:
 
 
 def test_unattended_engines_live_or_have_steps_waiting_and_no_worker_listens_to_them(
-    log: StreamLog, scene: Scene
+    log: RedisLog, scene: Scene
 ) -> None:
     engines = [scene.own(slot_name("generate", index)) for index in range(4)]
     for engine in engines[1:]:
@@ -194,7 +195,7 @@ def test_unattended_engines_live_or_have_steps_waiting_and_no_worker_listens_to_
     assert log.unattended() == []
 
 
-def test_unattended_engines_are_found_also_past_the_first_sixteen(log: StreamLog, scene: Scene) -> None:
+def test_unattended_engines_are_found_also_past_the_first_sixteen(log: RedisLog, scene: Scene) -> None:
     for index in range(18):
         scene.own(slot_name("generate", index))
         if index != 17:

@@ -9,7 +9,8 @@ from support.log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, 
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import decode
-from pipeline.log.protocol import Entry, StepCommitted, StreamLog
+from pipeline.log.protocol import Entry, StepCommitted
+from pipeline.log.redis import RedisLog
 from pipeline.names import parse_id
 
 # step
@@ -24,7 +25,7 @@ def test_a_step_reads_as_it_was_said_under_epoch_and_number(scene: Scene) -> Non
     assert int(entry.fields["ms"]) > 0
 
 
-def test_a_step_is_fenced(log: StreamLog, scene: Scene) -> None:
+def test_a_step_is_fenced(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     zombie = scene.own("generate-0")
     (entry,) = scene.take(zombie)
@@ -35,7 +36,7 @@ def test_a_step_is_fenced(log: StreamLog, scene: Scene) -> None:
     assert log.pending(TOKENIZED, "generate-0") == [entry]
 
 
-def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, scene: Scene) -> None:
+def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     owner = scene.own("generate-0")
     (entry,) = scene.take(owner)
@@ -46,7 +47,7 @@ def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, sc
     assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
 
 
-def test_a_commit_without_steps_says_what_is_new_and_is_fenced(log: StreamLog, scene: Scene) -> None:
+def test_a_commit_without_steps_says_what_is_new_and_is_fenced(log: RedisLog, scene: Scene) -> None:
     def asked() -> StepCommitted:
         return log.step(owner, {}, ended=[], control_cursor=cursor, lease_ms=LONG_MS)
 
@@ -64,7 +65,7 @@ def test_a_commit_without_steps_says_what_is_new_and_is_fenced(log: StreamLog, s
         asked()
 
 
-def test_several_steps_are_one_commit(log: StreamLog, scene: Scene) -> None:
+def test_several_steps_are_one_commit(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     owner = scene.own("generate-0")
     ended = [entry.id for entry in scene.take(owner)]
@@ -79,7 +80,7 @@ def test_several_steps_are_one_commit(log: StreamLog, scene: Scene) -> None:
 
 
 def test_several_steps_that_were_consumed_meanwhile_are_not_appended_again(
-    log: StreamLog, detokenizer: Detokenizer
+    log: RedisLog, detokenizer: Detokenizer
 ) -> None:
     steps = {number: step_of(n=number) for number in (1, 2, 3)}
 
@@ -92,7 +93,7 @@ def test_several_steps_that_were_consumed_meanwhile_are_not_appended_again(
         assert detokenizer.commit(entry) and commit() == left
 
 
-def test_of_several_steps_none_is_appended_where_one_cannot_be(log: StreamLog, scene: Scene) -> None:
+def test_of_several_steps_none_is_appended_where_one_cannot_be(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0")
     scene.step(owner, 2)
     steps = {number: step_of(n=number) for number in (1, 2, 3)}
@@ -101,20 +102,20 @@ def test_of_several_steps_none_is_appended_where_one_cannot_be(log: StreamLog, s
     assert log.backlog(STEPS) == 1
 
 
-def test_who_waits_for_steps_gets_all_that_are_committed_together(log: StreamLog, scene: Scene) -> None:
+def test_who_waits_for_steps_gets_all_that_are_committed_together(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0")
     steps = {number: step_of(n=number) for number in (1, 2, 3)}
 
     def commit() -> None:
         log.step(owner, steps, ended=(), control_cursor="0-0", lease_ms=LONG_MS)
 
-    def wait(log: StreamLog) -> list[Entry]:
+    def wait(log: RedisLog) -> list[Entry]:
         return log.read(STEPS, "detokenize-0", max_entries=16, block_ms=1000)
 
     assert [entry.id for entry in scene.meanwhile(wait, commit)] == ["1-1", "1-2", "1-3"]
 
 
-def test_a_step_of_an_older_number_is_not_appended(log: StreamLog, scene: Scene) -> None:
+def test_a_step_of_an_older_number_is_not_appended(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0")
     scene.step(owner, 2)
     with pytest.raises(LogUnavailable, match="1-1"):
@@ -122,7 +123,7 @@ def test_a_step_of_an_older_number_is_not_appended(log: StreamLog, scene: Scene)
     assert log.backlog(STEPS) == 1
 
 
-def test_a_step_deletes_the_entries_that_ended(log: StreamLog, scene: Scene) -> None:
+def test_a_step_deletes_the_entries_that_ended(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     owner = scene.own("generate-0")
     (entry,) = scene.take(owner)
@@ -138,7 +139,7 @@ def test_a_step_returns_how_many_wait_for_the_detokenizer(scene: Scene, detokeni
     assert scene.step(detokenizer.engine, 3).steps_length == 2
 
 
-def test_a_step_says_whether_there_may_be_something_to_take(log: StreamLog, scene: Scene) -> None:
+def test_a_step_says_whether_there_may_be_something_to_take(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0")
     assert scene.step(owner, 1).newest == "0-0"
     scene.accept("a", "b")
@@ -150,7 +151,7 @@ def test_a_step_says_whether_there_may_be_something_to_take(log: StreamLog, scen
     assert scene.step(owner, 4, *(entry.id for entry in entries)).newest == "0-0"
 
 
-def test_a_step_keeps_the_lease(log: StreamLog, scene: Scene) -> None:
+def test_a_step_keeps_the_lease(log: RedisLog, scene: Scene) -> None:
     owner = scene.own("generate-0", lease_ms=LONG_MS)
     log.step(owner, {1: step_of()}, ended=(), control_cursor="0-0", lease_ms=10 * LONG_MS)
     assert log.lease("generate-0").ttl_ms > LONG_MS
@@ -159,7 +160,7 @@ def test_a_step_keeps_the_lease(log: StreamLog, scene: Scene) -> None:
 # flush
 
 
-def test_take_and_step_say_once_that_a_flush_was_asked_for(log: StreamLog, scene: Scene) -> None:
+def test_take_and_step_say_once_that_a_flush_was_asked_for(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     owner = scene.own("generate-0")
     assert log.take(owner, 0, control_cursor="0-0").flush == ""
@@ -173,14 +174,14 @@ def test_take_and_step_say_once_that_a_flush_was_asked_for(log: StreamLog, scene
     assert scene.step(owner, 2, cursor=committed.control_cursor).flush == ""
 
 
-def test_every_engine_hears_of_a_flush_and_the_last_one_stands_for_all(log: StreamLog, scene: Scene) -> None:
+def test_every_engine_hears_of_a_flush_and_the_last_one_stands_for_all(log: RedisLog, scene: Scene) -> None:
     flushes = [log.flush("web-0") for _ in range(3)]
     assert [parse_id(flush) for flush in flushes] == sorted({parse_id(flush) for flush in flushes})
     for slot in ("generate-0", "generate-1"):
         assert log.take(scene.own(slot), 0, control_cursor="0-0").flush == flushes[-1]
 
 
-def test_a_flush_among_ends_hides_none_of_them(log: StreamLog, scene: Scene) -> None:
+def test_a_flush_among_ends_hides_none_of_them(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     scene.end()
     flush = log.flush("web-0")

@@ -6,7 +6,8 @@ from support.log_contract import ACCEPTED, ATTACHED_TO_A, BUSY, DUPLICATE, FINIS
 from support.redis_servers import until
 
 from pipeline.events import SamplingParams, Submitted, decode
-from pipeline.log.protocol import Once, StreamLog, Submission, SubmitResult
+from pipeline.log.protocol import Once, Submission, SubmitResult
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID
 
 # submit
@@ -22,7 +23,7 @@ def test_submit_begins_a_history_that_reads_as_it_was_said(scene: Scene) -> None
     assert event.deadline_ms == event.ms + LONG_MS
 
 
-def test_submit_sets_the_deadline_also_of_an_event_that_brings_an_older_one(log: StreamLog, scene: Scene) -> None:
+def test_submit_sets_the_deadline_also_of_an_event_that_brings_an_older_one(log: RedisLog, scene: Scene) -> None:
     event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), deadline_ms=17)
     log.submit("a", [event])
     written = decode(scene.history()[0].fields)
@@ -35,7 +36,7 @@ def test_submit_hands_uid_and_frontend_to_the_tokenizers(scene: Scene) -> None:
     assert scene.read_one(SUBMITTED, "tokenize-0").fields == {"uid": "a", "frontend": "web-3"}
 
 
-def test_submit_is_refused_when_as_many_wait_as_may(log: StreamLog, scene: Scene) -> None:
+def test_submit_is_refused_when_as_many_wait_as_may(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     scene.submit("b")
     assert scene.submit("c", max_queued=2) is BUSY
@@ -98,7 +99,7 @@ def test_a_history_expires_after_deadline_and_retention(scene: Scene) -> None:
 # submit under an idempotency key
 
 
-def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(log: StreamLog, scene: Scene) -> None:
+def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(log: RedisLog, scene: Scene) -> None:
     assert scene.submit_once("a") == SubmitResult(ACCEPTED, "a")
     assert scene.submit_once("b") == ATTACHED_TO_A
     scene.end("a", FINISHED)

@@ -8,7 +8,7 @@ import pytest
 from support.log_contract import LONG_MS, TOKENIZED, Scene
 
 from pipeline.errors import Fenced
-from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import parse_id
 
 
@@ -26,7 +26,7 @@ def test_take_of_none_takes_nothing(scene: Scene) -> None:
     assert len(scene.take(owner, 1)) == 1
 
 
-def test_taken_entries_stay_pending_until_a_step_ends_them(log: StreamLog, scene: Scene) -> None:
+def test_taken_entries_stay_pending_until_a_step_ends_them(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     owner = scene.own("generate-0")
     first, second = scene.take(owner)
@@ -35,7 +35,7 @@ def test_taken_entries_stay_pending_until_a_step_ends_them(log: StreamLog, scene
     assert log.pending(TOKENIZED, "generate-0") == [second]
 
 
-def test_take_is_fenced_and_leaves_the_entries_to_the_next_owner(log: StreamLog, scene: Scene) -> None:
+def test_take_is_fenced_and_leaves_the_entries_to_the_next_owner(log: RedisLog, scene: Scene) -> None:
     scene.accept("a")
     zombie = scene.own("generate-0")
     owner = scene.own_after(zombie)
@@ -59,7 +59,7 @@ def test_owners_of_two_slots_never_take_the_same_entry(scene: Scene) -> None:
     assert sorted(itertools.chain(*shares.values())) == sorted(uids)
 
 
-def test_the_cursor_of_take_does_not_pass_over_what_was_left(log: StreamLog, scene: Scene) -> None:
+def test_the_cursor_of_take_does_not_pass_over_what_was_left(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     owner = scene.own("generate-0")
     nothing = log.take(owner, 0, control_cursor="0-0")
@@ -71,7 +71,7 @@ def test_the_cursor_of_take_does_not_pass_over_what_was_left(log: StreamLog, sce
     assert log.take(owner, 1, control_cursor="0-0").cursor == second.cursor
 
 
-def test_take_and_step_say_once_who_was_ended_elsewhere(log: StreamLog, scene: Scene) -> None:
+def test_take_and_step_say_once_who_was_ended_elsewhere(log: RedisLog, scene: Scene) -> None:
     scene.accept("a", "b")
     owner = scene.own("generate-0")
     scene.end()
@@ -85,7 +85,7 @@ def test_take_and_step_say_once_who_was_ended_elsewhere(log: StreamLog, scene: S
 
 
 @pytest.mark.parametrize("what", ["a new request", "an end", "a flush"])
-def test_wait_returns_when_something_new_is_there(log: StreamLog, scene: Scene, what: str) -> None:
+def test_wait_returns_when_something_new_is_there(log: RedisLog, scene: Scene, what: str) -> None:
     scene.accept("a")
     taken = log.take(scene.own("generate-0"), 8, control_cursor="0-0")
 
@@ -102,6 +102,6 @@ def test_wait_returns_when_something_new_is_there(log: StreamLog, scene: Scene, 
 
 
 @pytest.mark.parametrize("block_ms", [0, 1])
-def test_wait_returns_when_its_time_is_over(log: StreamLog, scene: Scene, block_ms: int) -> None:
+def test_wait_returns_when_its_time_is_over(log: RedisLog, scene: Scene, block_ms: int) -> None:
     taken = log.take(scene.own("generate-0"), 8, control_cursor="0-0")
     scene.meanwhile(lambda log: log.wait(taken.cursor, taken.control_cursor, block_ms=block_ms))

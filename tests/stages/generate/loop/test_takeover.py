@@ -39,7 +39,7 @@ from pipeline.events import (
 )
 from pipeline.flags import parse_config
 from pipeline.log.operation import script_text
-from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import GUEST, Entry, Inbox, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import Names, sibling_uids, slot_name
@@ -120,7 +120,7 @@ class DeadEngine:
 class Witness(CountingEngine):
     """Looks before each step whether the log says of all whom it computes that they were taken over."""
 
-    def __init__(self, log: StreamLog, slot: str, uids: Mapping[int, str]) -> None:
+    def __init__(self, log: RedisLog, slot: str, uids: Mapping[int, str]) -> None:
         super().__init__()
         self.log = log
         self.steps = Inbox.steps(log.names, slot)
@@ -149,7 +149,7 @@ def who_ran(engine: CountingEngine) -> list[set[int]]:
     return [who_is_in(plan) for plan in engine.plans]
 
 
-def only_in_the_log_thread(log: StreamLog, name: str, instead: Callable[..., Any]) -> None:
+def only_in_the_log_thread(log: RedisLog, name: str, instead: Callable[..., Any]) -> None:
     """Let the log thread alone call *instead*, with the original method *name* as its first argument."""
     work = getattr(log, name)
 

@@ -34,7 +34,7 @@ from pipeline.events import (
     encode,
 )
 from pipeline.flags import parse_config
-from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, StreamLog, Taken
+from pipeline.log.protocol import Entry, Inbox, Produced, StepCommitted, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
 from pipeline.stage.slots import SlotLease, acquire_slot, read_statuses
@@ -53,7 +53,7 @@ from stages.generate.setup.config import GenerateConfig
 class Steps:
     """Reads an engine's steps like a detokenizer that leaves them where they are."""
 
-    def __init__(self, log: StreamLog) -> None:
+    def __init__(self, log: RedisLog) -> None:
         self.log = log
         self.inbox = Inbox.steps(log.names, "generate-0")
         self.seen: list[tuple[Entry, StepCompleted]] = []
