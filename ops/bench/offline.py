@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # torch is imported when the flags are checked
     import torch
 
     from ops.offline import LLM
+    from stages.generate.model.layers.linear import Linear
 
 ABOUT: Final = """\
 Generates from random prompts to fixed lengths in this process, without Redis or HTTP, and compares the time with the
@@ -451,9 +452,13 @@ def gemm_rate(
             if device.type == "cpu" and can_pack(kind):
                 layers["packed"] = [Linear(pack(one), None) for one in weights]
             for name, linears in layers.items():
-                each_s = seconds_each(lambda index, linears=linears, x_TI=x_TI: linears[index](x_TI), device)
+                each_s = seconds_each(partial(_multiply, linears, x_TI), device)
                 rates.append(Rate(f"{name} {str(kind).removeprefix('torch.')}", 2 * tokens * size * size / each_s))
     return rates
+
+
+def _multiply(linears: Sequence[Linear], x_TI: torch.Tensor, index: int) -> torch.Tensor:
+    return linears[index](x_TI)
 
 
 def seconds_each(method: Callable[[int], object], device: torch.device) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import orjson
 
 from ops.bench.load import Answer, Measured
 from pipeline.errors import ConfigError
+from stages.generate.machine import usable_cpus
 
 SECRETS: Final = ("--api-key",)
 LATE_MS: Final = 20.0
@@ -218,7 +218,7 @@ def cpu_model() -> str:
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def requests_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import minisgl
         ("offline --preset huge", "'huge': must be one of auto, small, nano"),
         ("offline --output /no/such/folder/out.json", "--output /no/such/folder/out.json"),
         ("offline --port 80", "unrecognized arguments: --port"),
+        ("offline --tp 2", "--tp 2: this benchmark measures a single process"),
         ("serve --url localhost:1919", "--url localhost:1919: must begin with http://"),
         ("serve --url http://me:secret@host", "--url: has a password, which the outputs would show; pass --api-key"),
         ("serve --rate 2 --concurrency 4", "--rate 2 and --concurrency 4: pass one of them"),

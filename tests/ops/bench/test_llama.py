@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint, reference_tokens
 
-from ops.bench.compare import CompareConfig, checked_llama, started_peer
-from ops.bench.models import Prompt
+from ops.bench.compare import LLAMA, CompareConfig, checked_llama, gguf_file
+from ops.bench.targets import helper
 
 VOCAB_SIZE = 50
 MOST_TOKENS = 8
@@ -98,8 +98,10 @@ def test_the_real_llama_cpp_makes_the_tokens_of_transformers(tmp_path: Path) -> 
     prompts = [list(range(30, 70)), list(range(90, 97))]
     expected = [reference_tokens(folder, prompt, 8)[0] for prompt in prompts]
     config = CompareConfig(llama_python=python)
-    with started_peer(config, checked_llama(config), folder, tmp_path, 1) as (side, about):
-        assert "BF16" in about["dtype"]
-        asked = [Prompt("", tuple(prompt), 8) for prompt in prompts]
-        for concurrency in (1, 2):
-            assert side.run(asked, concurrency)["ids"] == expected
+    python = checked_llama(config)
+    command = [python, "-I", str(LLAMA), gguf_file(config, python, folder, tmp_path), "1"]
+    with helper("llama.cpp", command) as side:
+        assert "BF16" in side.answer()["dtype"]
+        for batch in (True, False):
+            answer = side.ask({"ids": prompts, "output_tokens": [8, 8], "batch": batch})
+            assert answer["ids"] == expected
