@@ -34,7 +34,7 @@ from web.config import ClientConfig, WebStageConfig
 from web.http.asgi import HttpConfig
 from web.http.connection_limit import Proxies, read_proxies
 from web.http.connections import serve
-from web.http.files import most_connections, raise_file_limit
+from web.http.files import most_ahead, most_connections, raise_file_limit
 from web.http.keys import Keys, read_keys
 from web.http.listener import open_listener, url_to
 from web.http.log_limiter import LogLimiter
@@ -246,7 +246,8 @@ async def _listen(
     log_limiter: LogLimiter,
     stop: asyncio.Event,
 ) -> None:
-    most = most_connections(raise_file_limit(), max_queued)
+    num_files = raise_file_limit()
+    most = most_connections(num_files, max_queued)
     config = HttpConfig(clients.max_body_bytes, most, log_limiter, keys=keys, proxies=proxies)
     pages = PAGES if clients.pages else None
     app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
@@ -255,7 +256,7 @@ async def _listen(
         frontend.measures.add(HTTP_REQUESTS, "/health", "GET")
         frontend.measures.add(HTTP_RESPONSES, "/health", "GET", "200")
 
-    await serve(app, listener, config, stop, answered_probe=count_probe)
+    await serve(app, listener, config, stop, most_ahead=most_ahead(num_files, most), answered_probe=count_probe)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:

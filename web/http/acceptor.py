@@ -34,8 +34,6 @@ ACCEPTED_AT_ONCE: Final = 16
 """Connections that the thread accepts, and the loop takes, before others have a turn."""
 ALIVE: Final = {"status": "ok"}
 """What GET /health answers."""
-MOST_AHEAD: Final = 64
-"""Connections that wait for the loop; with more, none is accepted. They are in no limit of connections yet."""
 MOST_SILENT: Final = 64
 """Connections that the thread holds because nothing has come on them; the loop gets the oldest of more."""
 SILENT_S: Final = 0.5
@@ -59,14 +57,21 @@ class Acceptor:
     """The listening socket, from `open` to `close`."""
 
     def __init__(
-        self, listener: socket.socket, take: Callable[[socket.socket, Any], None], answer: Callable[[], bytes]
+        self,
+        listener: socket.socket,
+        take: Callable[[socket.socket, Any], None],
+        answer: Callable[[], bytes],
+        most_ahead: int,
     ) -> None:
         """*take* gets each other connection, in the running loop. *answer* returns that to a probe; the thread calls
-        it."""
+        it. *most_ahead*: how many connections may wait for the loop; with more, none is accepted. No limit of
+        connections counts them yet.
+        """
         self._listener, self._take, self._answer = listener, take, answer
         self._loop = asyncio.get_running_loop()
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
+        self._most_ahead = most_ahead
         self._ahead: deque[Taken] = deque()
         """Those that wait for the loop."""
         self._is_told = False
@@ -123,7 +128,7 @@ class Acceptor:
     def _accept(self) -> float:
         """Accept some of those who wait. Return for how many seconds to accept no more."""
         for _ in range(ACCEPTED_AT_ONCE):
-            if len(self._ahead) >= MOST_AHEAD:
+            if len(self._ahead) >= self._most_ahead:
                 return FULL_S
             try:
                 client, address = self._listener.accept()

@@ -24,6 +24,7 @@ from pipeline.errors import RequestError
 from web.http.acceptor import ALIVE, Acceptor
 from web.http.asgi import ASGIWrapper, HttpConfig, TaskGroup, WorkerContext
 from web.http.connection_limit import address_of
+from web.http.files import LEAST_AHEAD
 from web.http.protocol import RECEIVED_BYTES, Protocol, refused, written
 from web.http.turns import RoundRobin
 
@@ -48,11 +49,13 @@ async def serve(
     config: HttpConfig,
     stop: asyncio.Event,
     *,
+    most_ahead: int = LEAST_AHEAD,
     answered_probe: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*.
 
-    A thread calls *answered_probe* for each probe that *app* does not see.
+    *most_ahead*: how many may be accepted before the loop takes them. A thread calls *answered_probe* for each probe that
+    *app* does not see.
     """
     door = _Door(ASGIWrapper(app), config)
 
@@ -61,7 +64,7 @@ async def serve(
         return written(200, orjson.dumps(ALIVE), config)
 
     await app.startup()
-    acceptor = Acceptor(listener, door.take, answer_probe)
+    acceptor = Acceptor(listener, door.take, answer_probe, most_ahead)
     acceptor.open()
     try:
         await stop.wait()

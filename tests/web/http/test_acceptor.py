@@ -88,12 +88,12 @@ def test_a_probe_is_answered_while_the_loop_is_busy() -> None:
 
 
 @contextmanager
-def accepting(taken: list[socket.socket], loop: asyncio.AbstractEventLoop) -> Iterator[int]:
+def accepting(taken: list[socket.socket], loop: asyncio.AbstractEventLoop, most_ahead: int = 64) -> Iterator[int]:
     """Run an acceptor in *loop*, which the caller runs; yield its port."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def made() -> Acceptor:
-        return Acceptor(listener, lambda client, _: taken.append(client), lambda: b"alive")
+        return Acceptor(listener, lambda client, _: taken.append(client), lambda: b"alive", most_ahead)
 
     one = loop.run_until_complete(made())
     one.open()
@@ -148,12 +148,9 @@ def test_of_many_silent_connections_the_loop_gets_the_oldest_at_once(
         client.close()
 
 
-def test_no_more_are_accepted_than_the_loop_takes(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acceptor, "MOST_AHEAD", 4)
+def test_no_more_are_accepted_than_the_loop_takes(loop: asyncio.AbstractEventLoop) -> None:
     taken: list[socket.socket] = []
-    with accepting(taken, loop) as port:
+    with accepting(taken, loop, most_ahead=4) as port:
         clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
         for client in clients:
             client.sendall(b"x")
