@@ -54,8 +54,8 @@ async def serve(
 ) -> None:
     """Answer the clients of *listener* until *stop* is set; then connections have GRACE_S to end. Closes *listener*.
 
-    *most_ahead*: how many may be accepted before the loop takes them. A thread calls *answered_probe* for each probe that
-    *app* does not see.
+    *most_ahead*: how many may be accepted before the loop takes them. A thread calls *answered_probe* for each probe
+    that *app* does not see.
     """
     door = _Door(ASGIWrapper(app), config)
 
