@@ -213,7 +213,7 @@ class AsyncRedisLog:
 
         await self._driver.repeat(first.words, then)
 
-    submit = _awaited(requests.submit_within)
+    submit = _awaited(requests.submit)
     end = _awaited(requests.end)
     abandon = _awaited(requests.abandon)
     reading = _awaited(requests.reading)

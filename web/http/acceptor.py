@@ -38,8 +38,10 @@ MOST_SILENT: Final = 64
 """Connections that the thread holds because nothing has come on them; the loop gets the oldest of more."""
 SILENT_S: Final = 0.5
 """How long it holds one."""
+BEHIND_S: Final = 0.001
+"""How long none is accepted while some wait for the loop: another process that listens here, too, may be free."""
 FULL_S: Final = 0.005
-"""How long none is accepted when the loop is far behind."""
+"""The same while there may be no more of them."""
 ACCEPTED_AGAIN_S: Final = 1.0
 """How long none is accepted when there were no files or memory for one."""
 PROBE_BYTES: Final = 2 << 10
@@ -139,7 +141,7 @@ class Acceptor:
                 return ACCEPTED_AGAIN_S
             client.setblocking(False)
             self._dispatch(client, address)
-        return 0.0
+        return BEHIND_S if len(self._ahead) >= ACCEPTED_AT_ONCE else 0.0
 
     def _dispatch(self, client: socket.socket, address: Any) -> None:
         """Answer *client* if it sent a probe, wait if it sent nothing, and else hand it over."""

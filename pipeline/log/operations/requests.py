@@ -79,18 +79,6 @@ def submit(
     *,
     quota: Quota | None = None,
     letter: str = "",
-) -> Steps[SubmitResult]:
-    return submit_within(log, uid, events, once, quota=quota, letter=letter)
-
-
-def submit_within(
-    log: LogContext,
-    uid: str,
-    events: Sequence[Submitted],
-    once: Once | None = None,
-    *,
-    quota: Quota | None = None,
-    letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
     """Submit, counted in the minute of this machine's clock, or once more in the minute of Redis' clock.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.commit_grounds import DurableGround
@@ -35,7 +34,6 @@ from support.redis_servers import PLACES, LossyProxy, Servers, command
 from pipeline.errors import LogFull
 from pipeline.events import Submitted, Tokenized, decode, encode
 from pipeline.log.operation import script_text
-from pipeline.log.operations.requests import submit_within
 from pipeline.log.protocol import Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.log.shared import REQUEST_BYTES
@@ -103,17 +101,14 @@ def test_what_there_is_no_room_for_is_refused_unless_it_is_there_already(log: Re
         sizes.append(num_bytes)
         return False
 
-    def submit(*args: Any, **more: Any) -> SubmitResult:
-        return log._run(submit_within(log, *args, **more))
-
     log.submit("before", events(2), ONCE)
     before = snapshot(log)
-    assert submit("a", events(3, "x" * 1000), has_room=has_room) == SubmitResult(Submission.FULL, "a")
+    assert log.submit("a", events(3, "x" * 1000), has_room=has_room) == SubmitResult(Submission.FULL, "a")
     assert 3000 < sizes[0] - 3 * REQUEST_BYTES < 4000
-    assert submit("a", events(2), ONCE, has_room=has_room) == SubmitResult(Submission.ATTACH, "before")
-    assert submit("before", events(2), has_room=has_room) == SubmitResult(DUPLICATE, "before")
+    assert log.submit("a", events(2), ONCE, has_room=has_room) == SubmitResult(Submission.ATTACH, "before")
+    assert log.submit("before", events(2), has_room=has_room) == SubmitResult(DUPLICATE, "before")
     assert snapshot(log) == before
-    assert submit("a", events(3), has_room=lambda _: True) == SubmitResult(ACCEPTED, "a")
+    assert log.submit("a", events(3), has_room=lambda _: True) == SubmitResult(ACCEPTED, "a")
 
 
 def test_before_any_engine_has_come_no_more_wait_than_may(log: RedisLog) -> None:

@@ -117,6 +117,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         *,
         quota: Quota | None = None,
         letter: str = "",
+        has_room: Callable[[int], bool] = lambda _: True,
     ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
@@ -127,6 +128,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if refused:
                 return refused
+            if not has_room(submitted_bytes(*submitted_words(events))):
+                return SubmitResult(Submission.FULL, uid)
             if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()

@@ -14,7 +14,7 @@ import pytest
 from support.http_server import serving
 
 from web.http import acceptor
-from web.http.acceptor import Acceptor, is_probe
+from web.http.acceptor import ACCEPTED_AT_ONCE, Acceptor, is_probe
 
 PROBE = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 """As a kubelet or urllib sends it."""
@@ -146,6 +146,32 @@ def test_of_many_silent_connections_the_loop_gets_the_oldest_at_once(
     assert len(taken) == 5  # the end handed the others over
     for client in clients:
         client.close()
+
+
+def test_a_process_that_is_behind_leaves_connections_to_another_one(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "BEHIND_S", 1000.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    taken: dict[str, list[socket.socket]] = {"behind": [], "free": []}
+
+    async def made(who: str) -> Acceptor:
+        return Acceptor(listener, lambda client, _: taken[who].append(client), lambda: b"alive", 64)
+
+    behind, free = (loop.run_until_complete(made(who)) for who in taken)
+    behind.open()
+    clients = [socket.create_connection(listener.getsockname()) for _ in range(ACCEPTED_AT_ONCE + 4)]
+    for client in clients:
+        client.sendall(b"x")
+    while len(behind._ahead) < ACCEPTED_AT_ONCE:  # the loop does not run
+        time.sleep(0.002)
+    free.open()
+    until(loop, lambda: len(taken["free"]) == 4)
+    for one in (behind, free):
+        one.close()
+    assert len(taken["behind"]) == ACCEPTED_AT_ONCE
+    for each in (listener, *clients, *taken["behind"], *taken["free"]):
+        each.close()
 
 
 def test_no_more_are_accepted_than_the_loop_takes(loop: asyncio.AbstractEventLoop) -> None:
