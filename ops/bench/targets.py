@@ -197,7 +197,8 @@ def program(function: str, *arguments: object) -> list[str]:
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[Any], object]]:
-    """Give what writes an answer. What libraries print is none, and Ctrl-C is for the benchmark, which ends this."""
+    """Yield the function that writes an answer to stdout. What libraries print goes to stderr. Ctrl-C is left to the
+    benchmark, which ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0) as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -47,7 +47,7 @@ Wrap: TypeAlias = Callable[[Forward], Forward]
 
 
 class OwnReports:
-    """What a worker reports within this process, as a `Reporter`: nobody watches it, so nothing can end the process."""
+    """A `Reporter` within this process. No watchdog looks at it: nothing may end the caller's process."""
 
     def __init__(self, slot: str, publish: Callable[[Status], None] = lambda status: None) -> None:
         self.status = Status(slot=slot, owner="", pid=0, host="")

@@ -220,7 +220,7 @@ class RemoteComputer:
     """Has requests computed by the server at *url*, as a client of /v1/completions."""
 
     def __init__(self, url: str, api_key: str, *, at_once: int, timeout_s: float) -> None:
-        """Raises ConfigError if *url* is none."""
+        """Raises ConfigError if *url* is not the URL of a server."""
         self._url = base_of(url)
         self._connected = partial(connected, self._url, api_key=api_key, timeout_s=timeout_s)
         self._at_once = at_once

@@ -53,7 +53,7 @@ def commit(
     once: bool = False,
     **args: str | int | Sequence[str | int] | None,
 ) -> Script[T]:
-    """Return a commit whose script has its keys and arguments by name (`named` in lib.lua), and *more* by place.
+    """Return a commit. Its script finds *keys* and *args* by name (`named` in lib.lua), and *more* in this order.
 
     None and False are missing there. Numbers are sent as texts, because Lua's are doubles.
     """

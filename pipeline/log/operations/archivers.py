@@ -27,7 +27,7 @@ def close_archive(log: LogContext) -> Command[bool]:
 
 
 def archived(log: LogContext, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> Script[None]:
-    """Consume *entries* of `ended`, and *lost* ones whose histories expired, which are counted. Raise Fenced."""
+    """Consume *entries* of `ended`, and count and consume *lost*, whose histories had expired. Raise Fenced."""
 
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))
