@@ -38,8 +38,10 @@ MOST_SILENT: Final = 64
 """Connections that the thread holds because nothing has come on them; the loop gets the oldest of more."""
 SILENT_S: Final = 0.5
 """How long it holds one."""
+MANY_AHEAD: Final = 64
+"""So many waiting for the loop are many: another process that listens here, too, may be free .."""
 BEHIND_S: Final = 0.001
-"""How long none is accepted while some wait for the loop: another process that listens here, too, may be free."""
+""".. so none is accepted for this long, after each ACCEPTED_AT_ONCE."""
 FULL_S: Final = 0.005
 """The same while there may be no more of them."""
 ACCEPTED_AGAIN_S: Final = 1.0
@@ -141,7 +143,7 @@ class Acceptor:
                 return ACCEPTED_AGAIN_S
             client.setblocking(False)
             self._dispatch(client, address)
-        return BEHIND_S if len(self._ahead) >= ACCEPTED_AT_ONCE else 0.0
+        return BEHIND_S if len(self._ahead) >= MANY_AHEAD else 0.0
 
     def _dispatch(self, client: socket.socket, address: Any) -> None:
         """Answer *client* if it sent a probe, wait if it sent nothing, and else hand it over."""

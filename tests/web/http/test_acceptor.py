@@ -14,7 +14,7 @@ import pytest
 from support.http_server import serving
 
 from web.http import acceptor
-from web.http.acceptor import ACCEPTED_AT_ONCE, Acceptor, is_probe
+from web.http.acceptor import MANY_AHEAD, Acceptor, is_probe
 
 PROBE = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 """As a kubelet or urllib sends it."""
@@ -156,20 +156,20 @@ def test_a_process_that_is_behind_leaves_connections_to_another_one(
     taken: dict[str, list[socket.socket]] = {"behind": [], "free": []}
 
     async def made(who: str) -> Acceptor:
-        return Acceptor(listener, lambda client, _: taken[who].append(client), lambda: b"alive", 64)
+        return Acceptor(listener, lambda client, _: taken[who].append(client), lambda: b"alive", 1000)
 
     behind, free = (loop.run_until_complete(made(who)) for who in taken)
     behind.open()
-    clients = [socket.create_connection(listener.getsockname()) for _ in range(ACCEPTED_AT_ONCE + 4)]
+    clients = [socket.create_connection(listener.getsockname()) for _ in range(MANY_AHEAD + 4)]
     for client in clients:
         client.sendall(b"x")
-    while len(behind._ahead) < ACCEPTED_AT_ONCE:  # the loop does not run
+    while len(behind._ahead) < MANY_AHEAD:  # the loop does not run
         time.sleep(0.002)
     free.open()
     until(loop, lambda: len(taken["free"]) == 4)
     for one in (behind, free):
         one.close()
-    assert len(taken["behind"]) == ACCEPTED_AT_ONCE
+    assert len(taken["behind"]) == MANY_AHEAD
     for each in (listener, *clients, *taken["behind"], *taken["free"]):
         each.close()
 
