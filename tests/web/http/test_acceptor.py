@@ -152,17 +152,17 @@ def test_a_process_that_is_behind_leaves_connections_to_another_one(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "BEHIND_S", 1000.0)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2 * MANY_AHEAD)
     taken: dict[str, list[socket.socket]] = {"behind": [], "free": []}
 
     async def made(who: str) -> Acceptor:
         return Acceptor(listener, lambda client, _: taken[who].append(client), lambda: b"alive", 1000)
 
     behind, free = (loop.run_until_complete(made(who)) for who in taken)
-    behind.open()
     clients = [socket.create_connection(listener.getsockname()) for _ in range(MANY_AHEAD + 4)]
     for client in clients:
         client.sendall(b"x")
+    behind.open()
     while len(behind._ahead) < MANY_AHEAD:  # the loop does not run
         time.sleep(0.002)
     free.open()
