@@ -28,6 +28,7 @@ from pipeline.log.operation import (
     LONGEST_BLOCK_MS,
     Batch,
     Command,
+    Computation,
     Operation,
     Script,
     Steps,
@@ -87,8 +88,10 @@ class Driver:
                 return done.value  # type: ignore[no-any-return]  # typeshed leaves the value open
             reply = self._send(operation)
 
-    def _send(self, operation: Operation[Any]) -> Any:
+    def _send(self, operation: Operation[Any] | Computation[Any]) -> Any:
         try:
+            if isinstance(operation, Computation):
+                return operation.compute()
             if isinstance(operation, Batch):
                 return self._send_batch(operation)
             send = self._send_once if operation.once else self._retrying.execute_command
@@ -181,8 +184,10 @@ class AsyncDriver:
                 return done.value  # type: ignore[no-any-return]  # as in Driver.run
             reply = await self._send(operation)
 
-    async def _send(self, operation: Operation[Any]) -> Any:
+    async def _send(self, operation: Operation[Any] | Computation[Any]) -> Any:
         try:
+            if isinstance(operation, Computation):
+                return await asyncio.to_thread(operation.compute)
             if isinstance(operation, Batch):
                 return await self._send_batch(operation)
             send = self._send_once if operation.once else self._retrying.execute_command

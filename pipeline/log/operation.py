@@ -103,8 +103,19 @@ class Batch(Generic[T]):
         return self.parse((yield self))
 
 
+@dataclass(frozen=True, slots=True)
+class Computation(Generic[T]):
+    """What takes too long between two operations for an event loop: for asyncio, a thread does it."""
+
+    compute: Callable[[], T]
+
+    def __iter__(self) -> Steps[T]:
+        computed: T = yield self
+        return computed
+
+
 Operation: TypeAlias = Script[T] | Command[T] | Batch[T]
-Steps: TypeAlias = Generator[Operation[Any], Any, T]
+Steps: TypeAlias = Generator[Operation[Any] | Computation[Any], Any, T]
 """Several operations that depend on the replies to earlier ones. `yield from` an operation returns its parsed reply."""
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from pipeline.events import Submitted, as_plain, as_words
+from pipeline.events import SamplingParams, Submitted, as_plain, as_words
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
 
@@ -114,16 +114,23 @@ def _rows(events: Sequence[Submitted]) -> list[dict[str, tuple[bytes, bytes]]]:
     where `1` and `true` are not in the same place.
     """
     rows: list[dict[str, tuple[bytes, bytes]]] = []
-    last, texts, before_seed = events[0], Words(), b""
-    for event in events:
-        seedless = event.sampling.model_copy(update={"seed": 0})
-        alike = event.model_copy(update={"sampling": seedless, "siblings": len(events), "deadline_ms": 0})
-        same = {name: text for name, text in texts.items() if getattr(alike, name) == getattr(last, name)}
-        new = as_words(Submitted, as_plain(alike, without=same))
+    last, texts, before_seed = dict[str, Any](), Words(), b""
+    for event in (events[0].model_copy(update={"siblings": len(events)}), *events[1:]):
+        fields = vars(event)
+        same = {name for name, value in last.items() if value is fields[name] or value == fields[name]}
+        if last:
+            same.add("siblings")
+            if _seedless(event.sampling) == _seedless(last["sampling"]):
+                same.add("sampling")
+        new = as_words(Submitted, as_plain(event, without={*same, "deadline_ms"}))
         if "sampling" in new:
-            before_seed, _, new["sampling"] = new["sampling"].partition(SEED % 0)
-        last, texts = alike, same | new
+            before_seed, _, new["sampling"] = new["sampling"].partition(SEED % event.sampling.seed)
+        last, texts = fields, {name: text for name, text in texts.items() if name in same} | new
         parts = {name: (b"", text) for name, text in texts.items()}
         parts["sampling"] = (before_seed + SEED % event.sampling.seed, texts["sampling"])
         rows.append(parts)
     return rows
+
+
+def _seedless(sampling: SamplingParams) -> dict[str, Any]:
+    return {**vars(sampling), "seed": 0}

@@ -26,8 +26,8 @@ def give_way(steps: int) -> None:
     the same: threads that compute together wait for the one with the lowest priority.
 
     Linux may group processes by session (sched(7), "The autogroup feature"). Then only the niceness of the group counts
-    among sessions. So a process that leads a session, as each worker does, sets both. Other processes do not change
-    their group, because it has other members. Settings that fail stay as they are.
+    among sessions. So a process that leads a session sets both. Other processes, such as the workers of a supervisor,
+    do not change their group, because it has other members. Settings that fail stay as they are.
     """
     for thread in map(int, os.listdir(THREADS)) if THREADS.exists() else (0,):
         with contextlib.suppress(OSError):  # the thread has ended

@@ -241,15 +241,15 @@ class EmbeddedRedis:
             options["rdb-version-check"] = "relaxed"
         self._socket.unlink(missing_ok=True)
         self._log_size = self._log.stat().st_size if self._log.exists() else 0
-        # Its own session: Ctrl-C in the terminal reaches only the supervisor, and stages can drain into it. It holds
-        # the lock, too: a folder is free when its Redis has ended, not when its supervisor was killed.
+        # A process group of its own: Ctrl-C in the terminal reaches only the supervisor, and stages can drain into it.
+        # It holds the lock, too: a folder is free when its Redis has ended, not when its supervisor was killed.
         return subprocess.Popen(
             [self._binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")},
             umask=PRIVATE_UMASK,
-            start_new_session=True,
+            process_group=0,
             pass_fds=[self._lock.fileno()],
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )

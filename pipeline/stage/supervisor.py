@@ -272,7 +272,9 @@ class Supervisor:
             command += ["--rank", str(job.rank)]
         if job.group and not job.spans_machines:
             command += ["--group", f"{self._run}.{job.group}.{self._num_starts[job.group]}"]
-        # Its own session: Ctrl-C in the terminal reaches only the supervisor, which ends the stages in their order.
+        # A process group of its own: Ctrl-C in the terminal reaches only the supervisor, which ends the stages in their
+        # order. No session of its own: Linux would share out the cores by session, and a thread that seldom runs, such
+        # as the one that accepts connections, would wait long for its turn.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -280,7 +282,7 @@ class Supervisor:
             stderr=self._output,
             env=self._environment | dict(job.variables),
             pass_fds=job.pass_fds,
-            start_new_session=True,
+            process_group=0,
         )
 
     def _reap(self, child: _Child) -> None:

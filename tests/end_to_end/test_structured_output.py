@@ -161,9 +161,13 @@ def test_preemptions_overlap_and_a_replay_give_the_same_tokens(
     expected = [history.token_ids for history in undisturbed]
     crowded = started(model, "--num-pages", "88", "--overlap", "on")
     try:
-        found = Computer(crowded.log, at_once=64).compute(REQUESTS)
-        assert [history.token_ids for history in found] == expected
-        assert any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries)
+        for _ in range(5):  # requests that came too slowly found room
+            found = Computer(crowded.log, at_once=64).compute(REQUESTS)
+            assert [history.token_ids for history in found] == expected
+            if any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries):
+                break
+        else:
+            pytest.fail("no request was preempted")
     finally:
         crowded.close()
     replayed = Computer(stages.log, at_once=64).compute([again(history) for history in undisturbed])

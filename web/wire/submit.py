@@ -117,12 +117,11 @@ def _choices(
     ]
     siblings = num_choices * len(prompts)
     shown = presentation.model_copy(update={"choices": num_choices})
-    firsts = [
-        Submitted(**said, **prompt, siblings=siblings, sampling=sampling, presentation=shown) for prompt in prompts
-    ]
+    alike = Submitted(**said, **prompts[0], siblings=siblings, sampling=sampling, presentation=shown)
+    firsts = [alike.model_copy(update=prompt) for prompt in prompts]  # it is checked once
     if error := too_many(sum(pairs_told(first, _num_kept(first)) for first in firsts), firsts[0]):
         raise error
-    return [first.model_copy(update={"sampling": each}) for first in firsts for each in seeded]  # it is checked once
+    return [first.model_copy(update={"sampling": each}) for first in firsts for each in seeded]
 
 
 def _num_kept(event: Submitted) -> int:

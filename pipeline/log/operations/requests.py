@@ -21,7 +21,7 @@ from pipeline.log.entries import (
     kept_ms,
     letter_fields,
 )
-from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
+from pipeline.log.operation import Batch, Command, Computation, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.replies import (
     as_text,
@@ -40,6 +40,10 @@ from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
 """Largest number of entries of each history that a waiting read returns."""
+
+
+MANY_EVENTS = 64
+"""A submit of more requests is written in a thread."""
 
 
 class OtherMinute(LogUnavailable):
@@ -86,7 +90,10 @@ def submit(
     *has_room*: returns whether so many bytes more may be written. If not, the requests are FULL, unless they exist
     already or something else is refused first.
     """
-    histories, shared = submitted_words(events)
+    if len(events) > MANY_EVENTS:
+        histories, shared = yield from Computation(lambda: submitted_words(events))
+    else:
+        histories, shared = submitted_words(events)
     num_bytes = submitted_bytes(histories, shared)
     is_full = not has_room(num_bytes)
     if is_full:  # enough for the script to refuse them, or to find existing ones

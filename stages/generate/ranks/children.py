@@ -103,7 +103,7 @@ def _start(config: GenerateConfig, folder: Path, store: str, rank: int) -> subpr
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment | {"PYTHONPATH": path, SUPERVISOR_VARIABLE: str(os.getpid())},
-        start_new_session=True,  # Ctrl-C is for rank 0, which may go on
+        process_group=0,  # Ctrl-C is for rank 0, which may go on
     )
 
 

@@ -139,6 +139,13 @@ def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, log: RedisLog
         assert [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-0", "tokenize-1"]
 
 
+def test_the_terminal_signals_no_worker_and_all_share_the_cores_by_niceness(folder: Path, log: RedisLog) -> None:
+    with supervised(folder, log, job(folder, "generate")) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        ((pid, _),) = starts(folder)
+        assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
+
+
 def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder: Path, log: RedisLog) -> None:
     """While the slot that it waits for is held it announces itself under the next one, and that outlives its wait."""
     held = acquire_slot(log, "tokenize", 60_000)

@@ -41,7 +41,8 @@ LONGEST_REFUSAL_S = 1.0
 MOST_TIMES = 10
 """Most memory that the largest body may take, in times its size. A smaller one may take as much."""
 MOST_LOG_TIMES = 2
-"""Most memory that the histories of a request may take in Redis, in times the size of its body .."""
+"""Most memory that the histories of a request may take in Redis, in times the size of its body, beside the answer that
+its client gets .."""
 ANSWER_BYTES = 10_000
 """.. and for each answer. A stream alone takes 4 KiB."""
 
@@ -125,7 +126,7 @@ class Scene:
         took = self.longest()
         self.stand_in.seen.clear()
         num_answers, log_bytes = self._in_log(answer.headers.get("x-minisgl-uid", "none"))
-        most_log_bytes = MOST_LOG_TIMES * len(body) + num_answers * ANSWER_BYTES
+        most_log_bytes = MOST_LOG_TIMES * len(body) + len(answer.body) + num_answers * ANSWER_BYTES
         costs = (self._largest() - before, seconds, num_answers, log_bytes, most_log_bytes)
         return Cost(answer.status, took[0], took[1], *costs, answer.body)
 

@@ -233,12 +233,13 @@ def parse_abort(body: bytes) -> AbortRequest:
 
 def _check(request: SGLangRequest, num_bytes: int) -> None:
     """Check fields against each other. Raises RequestError."""
+    own, sampling = SGLangRequest.model_fields, SGLangSampling.model_fields  # pydantic makes them at each look
     for name, value in request.extra.items():
-        if name in SGLangSampling.model_fields and value is not None:
+        if name in sampling and value is not None:
             message = f"{name}: belongs in `sampling_params`"
             raise RequestError(message, code="unsupported_parameter", param=name)
     for name, value in request.sampling.extra.items():
-        if name in SGLangRequest.model_fields and value is not None:
+        if name in own and value is not None:
             param = f"sampling_params.{name}"
             raise RequestError(f"{param}: belongs beside `sampling_params`", code="unsupported_parameter", param=param)
     given = [name for name in ("text", "input_ids") if getattr(request, name) is not None]
