@@ -27,6 +27,8 @@ MOST_TIMES = 10
 MOST_MORE_BYTES = 40 << 20
 MOST_CPU_S = {"web": 5.0, "tokenize": 21.0, "detokenize": 3.0}
 """The tokenizer may take 10 s for a template and 10 s for an encoding (`--tokenize-timeout`)."""
+MOST_CPU_S_A_TOKEN = {"web": 100e-6, "tokenize": 0.0, "detokenize": 100e-6}
+"""More for each token of the answers."""
 SHARE = by_night(0.25, 1.0)
 DRAWN = by_night(4, 300)
 SEED = 34
@@ -106,13 +108,14 @@ def wrong_with(server: Server, work: Work, drawn: Drawn) -> list[str]:
     """Send a body; return what is wrong with what came of it."""
     work.begin()
     headers = {"Content-Type": "application/json", **drawn.headers}
-    found = []
+    found, num_tokens = [], 0
     for _ in range(2 if drawn.headers else 1):  # one that can be repeated is
         try:
             answer = httpx.post(f"{server.url}{drawn.path}", content=drawn.body, headers=headers, timeout=300)
         except httpx.TransportError as error:
             return [f"no answer: {error!r}; died: {work.died()}"]
         code = answer.json()["error"]["code"] if answer.status_code != 200 else ""
+        num_tokens += tokens_in(answer)
         is_busy = answer.status_code in BUSY and "retry-after" in answer.headers
         if answer.status_code not in (200, *REFUSED) and not is_busy:
             found.append(f"status {answer.status_code} {code}")
@@ -125,9 +128,18 @@ def wrong_with(server: Server, work: Work, drawn: Drawn) -> list[str]:
         if num_bytes > most:
             found.append(f"{stage} took {num_bytes >> 20} MiB for a body of {len(drawn.body):,} bytes")
     for stage, cpu_s in work.cpu_s().items():
-        if cpu_s > MOST_CPU_S[stage]:
-            found.append(f"{stage} took {cpu_s:.1f} s of CPU time")
+        if cpu_s > MOST_CPU_S[stage] + MOST_CPU_S_A_TOKEN[stage] * num_tokens:
+            found.append(f"{stage} took {cpu_s:.1f} s of CPU time for {num_tokens:,} tokens")
     return found
+
+
+def tokens_in(answer: httpx.Response) -> int:
+    """Return how many tokens were generated for an answer, or in how many frames they came."""
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.text.count("data: ")
+    told = answer.json()
+    usages = [each.get("usage") or each.get("meta_info") or {} for each in (told if isinstance(told, list) else [told])]
+    return sum(usage.get("completion_tokens", 0) for usage in usages)
 
 
 def check(server: Server, quiet: Answers, *some: Drawn) -> None:

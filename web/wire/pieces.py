@@ -36,7 +36,20 @@ def _batched(items: Iterator[T], most: int) -> Iterator[list[T]]:
 
 
 def encoded(value: object) -> Iterator[bytes]:
-    """Yield *value* as JSON, in pieces. The lists in it that are Slices are encoded one after the other."""
+    """Yield *value* as JSON, in pieces. The lists in it that are Slices are encoded one slice after the other; those may
+    have Slices, too."""
+    piece: list[bytes] = []
+    num_bytes = 0
+    for part in _parts(value):
+        piece.append(part)
+        num_bytes += len(part)
+        if num_bytes >= PIECE_BYTES:
+            yield b"".join(piece)
+            piece, num_bytes = [], 0
+    yield b"".join(piece)
+
+
+def _parts(value: object) -> Iterator[bytes]:
     lists: list[Slices] = []
 
     def stand_in(one: object) -> orjson.Fragment:
@@ -46,17 +59,20 @@ def encoded(value: object) -> Iterator[bytes]:
         return orjson.Fragment(_HERE)
 
     begin, *rest = orjson.dumps(value, default=stand_in).split(_HERE)
-    piece = [begin]
-    num_bytes = len(begin)
+    yield begin
     for one, after in zip(lists, rest, strict=True):
         opening = b"["
         for items in one.slices:
-            piece += (opening, orjson.dumps(items)[1:-1])
-            num_bytes += len(piece[-1])
+            yield opening
+            yield from _inside(_parts(items))
             opening = b","
-            if num_bytes >= PIECE_BYTES:
-                yield b"".join(piece)
-                piece, num_bytes = [], 0
-        piece += (b"[]" if opening == b"[" else b"]", after)
-        num_bytes += len(after)
-    yield b"".join(piece)
+        yield (b"[]" if opening == b"[" else b"]") + after
+
+
+def _inside(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a list without its brackets."""
+    part = next(parts)[1:]
+    for after in parts:
+        yield part
+        part = after
+    yield part[:-1]

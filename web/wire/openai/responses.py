@@ -19,7 +19,7 @@ from web.wire.markup.reader import Piece
 from web.wire.openai.answers import AnswerPart, Call, Choice, InOrder, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from web.wire.pieces import encoded
+from web.wire.pieces import Slices, encoded, sliced
 from web.wire.uids import drawn_ms, family_of, index_of
 
 Chunk: TypeAlias = bytes | Iterator[bytes]
@@ -68,7 +68,7 @@ class Style:
         """Return the fields of a body's choice that have its text."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.reader is not None and choice.reader.thinks and choice.shown.reasoning == "apart":
-            message |= _reasoning("".join(choice.reasoning) or None)
+            message |= _reasoning(choice.reasoning.decode() or None)
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(call) for call in choice.calls]
@@ -142,19 +142,22 @@ COMPLETION: Final = CompletionStyle()
 
 def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
     """Yield the whole answer in pieces, once all *choices* have ended."""
-    told: list[dict[str, Any]] = []
+    head, usage = _head(style, style.whole, uid, events[0].model), usage_of(choices)
     beside: dict[str, Any] = {}
     for choice in choices:
-        for_all, within = style.of_prompt(choice)
-        beside |= for_all
-        part = AnswerPart(choice.text, tuple(choice.token_ids), choice.scores)
-        token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
-        logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
-        end = {"finish_reason": choice.reason, **_stopped_by(choice)}
-        told.append({"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within})
-    head, usage = _head(style, style.whole, uid, events[0].model), usage_of(choices)
+        beside |= style.of_prompt(choice)[0]
     beside |= _cached(choices[0], usage)
+    told = Slices([_whole(style, choice)] for choice in choices)
     yield from encoded({**head, "choices": told, "usage": usage, **beside})
+
+
+def _whole(style: Style, choice: Choice) -> dict[str, Any]:
+    part = AnswerPart(choice.text, scores=choice.scores)
+    logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
+    end = {"finish_reason": choice.reason, **_stopped_by(choice)}
+    token_ids = {"token_ids": sliced(choice.token_ids)} if choice.shown.token_ids else {}
+    _, within = style.of_prompt(choice)
+    return {"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within}
 
 
 class ChunkFrames(Frames):

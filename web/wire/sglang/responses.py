@@ -117,8 +117,8 @@ class WholeTextFrames(Frames):
 
 def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
     """Yield the whole answer in SGLang's form in pieces, once all *choices* have ended."""
-    answers = [answer.told(again=False) for answer in _answers(uid, events, choices)]
-    yield from encoded(answers if events[0].presentation.in_list else answers[0])
+    answers = (answer.told(again=False) for answer in _answers(uid, events, choices))
+    yield from encoded(Slices([told] for told in answers) if events[0].presentation.in_list else next(answers))
 
 
 class _Answer:
@@ -136,7 +136,7 @@ class _Answer:
     def told(self, *, again: bool) -> dict[str, Any]:
         """Return the whole answer so far. *again*: it will be asked for again, so encoded items are kept."""
         meta = self._meta_info() | (self._logprobs(again=again) if self._sampling.logprobs is not None else {})
-        return {"text": self.choice.text, "output_ids": self.choice.token_ids, "meta_info": meta}
+        return {"text": self.choice.text, "output_ids": sliced(self.choice.token_ids), "meta_info": meta}
 
     def _meta_info(self) -> dict[str, Any]:
         usage, finished = self.choice.usage(), self.choice.finished
