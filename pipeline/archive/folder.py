@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import Final
 
 import orjson
 
-from pipeline.archive.volume import replace, sync_folder
 from pipeline.errors import ConfigError
-from pipeline.process.private import make_private, open_ours
+from pipeline.process.private import make_private, open_ours, open_private
 
 ID_FILE: Final = "archive.json"
 ID_BYTES: Final = 1 << 16
@@ -53,14 +53,43 @@ def make_archive(folder: Path, namespace: str) -> str:
     """
     try:
         make_private(folder)
+        _check_locks(folder)
         if not archive_id(folder):
             told = {"minisgl": "archive", "v": ARCHIVE_VERSION, "id": secrets.token_hex(16), "namespace": namespace}
             new = folder / f".{ID_FILE}.{secrets.token_hex(4)}"
-            replace(new, orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+            with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+                file.flush()
+                os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):  # the first one wins
                 os.link(new, folder / ID_FILE)
             new.unlink()
-            sync_folder(folder)
+            _sync(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be an archive: {error.strerror}; name a folder to write to") from error
     return archive_id(folder)
+
+
+def _check_locks(folder: Path) -> None:
+    """Raise ConfigError if files in *folder* cannot be locked, as on some network file systems."""
+    path = folder / f".locks.{secrets.token_hex(4)}"
+    descriptor = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: its file system locks no files ({error.strerror}), and archivers would spoil each other's; "
+            "name a folder on a local disk"
+        ) from error
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Write the names of new files to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

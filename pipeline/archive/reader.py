@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from heapq import nlargest
 from itertools import groupby
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from pipeline.archive.folder import archive_id
-from pipeline.archive.volume import DAMAGED, HOUR_S, ArchiveDamaged, Place, Volume, hour_of, parse_place, volumes
+from pipeline.archive.old_volume import FRAMES, OldVolume
+from pipeline.archive.volume import HOUR_S, MOST_MS, SUFFIX, ArchiveDamaged, Place, Volume, hour_of, parts_of
 from pipeline.errors import ConfigError
 from pipeline.recording import Recording
 
 SKEW_S: Final = HOUR_S
 """Largest time by which the clock that made a uid is ahead of an archiver's."""
 LATE_S: Final = 12 * HOUR_S
-"""Age at archiving above which a request, such as an imported one, is missing in a list of the newest ones."""
+"""Age at archiving above which a request, such as an imported one, is missing in a list of the newest ones. A copy that
+was archived so long after another one is not found."""
 MOST_HOURS: Final = 24
 """Number of hours whose files a list of the newest requests reads. More than LATE_S, so that it gets on."""
 MOST_LINES: Final = 2000
 """Number of requests of one file in such a list."""
-FRAMES_AT_ONCE: Final = 16
-"""Number of frames in memory at a time. Requests that ended together may have begun at different times."""
+READ_AT_ONCE: Final = 16
+"""Requests in memory at a time."""
 _DRAWN: Final = re.compile("[0-9a-f]{12}")
 
-Where: TypeAlias = tuple[Volume, Place]
+AnyVolume: TypeAlias = Volume | OldVolume
+Where: TypeAlias = tuple[AnyVolume, Place]
 """Volume and place of a request."""
 NOTHING_KNOWN: Final[Mapping[str, Where]] = {}
 
@@ -44,15 +47,14 @@ class Archive:
             OSError: The folder cannot be read.
         """
         found: dict[str, Where] = {}
-        first = min(map(_first_hour, uids), default="")
+        first, last = min(map(_first_hour, uids), default=""), "~"
         for volume in volumes(self.folder):
-            if volume.hour < first:
+            if not first <= volume.hour <= last:
                 continue
-            lines = volume.lines()
-            for uid in uids:
-                for place in _places_of(uid, lines):
-                    if uid not in found or found[uid][1].ended_ms <= place.ended_ms:
-                        found[uid] = volume, place
+            for place in volume.find(uids):
+                _keep(found, volume, place)
+            if len(found) == len(uids):
+                last = min(last, hour_of(volume.until_s * 1000 + LATE_S * 1000))
         return found
 
     def read(self, uids: Sequence[str], known: Mapping[str, Where] = NOTHING_KNOWN) -> dict[str, Recording]:
@@ -75,17 +77,16 @@ class Archive:
         """
         return [place for _, place in self.located(since_ms, until_ms).values()]
 
-    def holding(self, uids: Collection[str], report_progress: Callable[[], None]) -> Iterator[Volume]:
+    def holding(self, uids: Collection[str], report_progress: Callable[[], None]) -> Iterator[AnyVolume]:
         """Yield the files that have some of *uids*, each copy of them. *report_progress* is called before each file.
 
         Raises:
             OSError: The folder cannot be read.
         """
-        first, wanted = min(map(_first_hour, uids), default=""), {uid.encode() for uid in uids}
+        first = min(map(_first_hour, uids), default="")
         for volume in volumes(self.folder):
             report_progress()
-            lines = volume.lines() if volume.hour >= first else b""
-            if any(line.partition(b" ")[0] in wanted for line in lines.splitlines()):
+            if volume.hour >= first and volume.find(uids):
                 yield volume
 
     def copies(self, uids: Sequence[str] = ()) -> Iterator[Recording]:
@@ -105,9 +106,7 @@ class Archive:
         found: dict[str, Where] = {}
         for volume in volumes(self.folder):
             for place in volume.places(since_ms, until_ms) if volume.hour >= first else ():
-                before = found.get(place.uid)
-                if before is None or before[1].ended_ms <= place.ended_ms:
-                    found[place.uid] = volume, place
+                _keep(found, volume, place)
         return dict(sorted(found.items(), key=lambda item: (item[1][1].made_ms, item[0])))
 
     def newest(self, before: str, most: int) -> tuple[dict[str, Where], str]:
@@ -130,12 +129,10 @@ class Archive:
             if number == MOST_HOURS or sum(uid >= floor for uid in found) >= most:
                 break
             for volume in of_hour:
-                lines = nlargest(MOST_LINES, (line for line in volume.lines().splitlines() if line < before.encode()))
-                places = [place for place in map(parse_place, lines) if place.uid != DAMAGED]
+                places = volume.newest(before, MOST_LINES)
                 for place in places:
-                    if place.uid not in found or found[place.uid][1].ended_ms <= place.ended_ms:
-                        found[place.uid] = volume, place
-                if len(lines) == MOST_LINES:  # another copy of the last one may be among those that are left out
+                    _keep(found, volume, place)
+                if len(places) == MOST_LINES:  # another copy of the last one may be among those that are left out
                     cut = max(cut, min((each.uid for each in places if each.uid > places[-1].uid), default=""))
         else:
             floor = ""
@@ -144,17 +141,10 @@ class Archive:
 
     def recordings(self) -> Iterator[Recording]:
         """Yield every request, in the order of their submits. Raise the errors of `read`."""
-        known = self.located(0, 1 << 63)
-        some, frames = list[str](), set[tuple[Volume, int]]()
-        for uid, (volume, place) in known.items():
-            frame = volume, place.offset
-            if frame not in frames and len(frames) == FRAMES_AT_ONCE:
-                yield from self.read(some, known).values()
-                some.clear()
-                frames.clear()
-            some.append(uid)
-            frames.add(frame)
-        yield from self.read(some, known).values()
+        known = self.located(0, MOST_MS)
+        uids = list(known)
+        for first in range(0, len(uids), READ_AT_ONCE):
+            yield from self.read(uids[first : first + READ_AT_ONCE], known).values()
 
     def since_ms(self) -> int | None:
         """Return when the oldest file begins, in ms since 1970; None if there is no file."""
@@ -165,13 +155,28 @@ class Archive:
         found = {uid: known[uid] for uid in uids if uid in known}
         if unknown := [uid for uid in uids if uid not in found]:
             found |= self.find(unknown)
-        frames: dict[tuple[Volume, int], list[Place]] = {}
-        for volume, place in found.values():
-            frames.setdefault((volume, place.offset), []).append(place)
+        inside: dict[AnyVolume, list[str]] = {}
+        for uid, (volume, _) in found.items():
+            inside.setdefault(volume, []).append(uid)
         read: dict[str, Recording] = {}
-        for (volume, _), places in frames.items():
-            read |= volume.read(places)
+        for volume, some in inside.items():
+            read |= volume.read(some)
+        if missing := next((uid for uid in found if uid not in read), ""):
+            raise ArchiveDamaged(f"{found[missing][0].path}: {missing} is not there any more")
         return {uid: read[uid] for uid in found}
+
+
+def volumes(folder: Path) -> list[AnyVolume]:
+    """Return the volumes in *folder*, by hour; [] if there is no such folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found: list[AnyVolume] = []
+    for suffix, volume in ((SUFFIX, Volume), (FRAMES, OldVolume)):
+        parts = (parts_of(name.removesuffix(suffix)) for name in names if name.endswith(suffix))
+        found += [volume(*each, folder) for each in parts if each]
+    return sorted(found, key=lambda volume: (volume.hour, volume.slot, volume.epoch))
 
 
 def open_archive(folder: str) -> Archive:
@@ -192,12 +197,8 @@ def _first_hour(uid: str) -> str:
     return hour_of(max(0, int(drawn[0], 16) - SKEW_S * 1000)) if drawn else ""
 
 
-def _places_of(uid: str, lines: bytes) -> Iterator[Place]:
-    start = uid.encode() + b" "
-    at = 0 if lines.startswith(start) else lines.find(b"\n" + start) + 1
-    while at or lines.startswith(start):
-        end = lines.find(b"\n", at)
-        yield parse_place(lines[at:end])
-        at = lines.find(b"\n" + start, end) + 1
-        if not at:
-            return
+def _keep(found: dict[str, Where], volume: AnyVolume, place: Place) -> None:
+    """Add a request, or a copy of it that ended later."""
+    before = found.get(place.uid)
+    if before is None or before[1].ended_ms <= place.ended_ms:
+        found[place.uid] = volume, place

@@ -1,96 +1,87 @@
-"""One file of an archive and its index. docs/operations.md describes the format.
+"""One file of an archive: an SQLite database with the requests that one archiver wrote in one hour.
 
-    <hour>-<slot>-<epoch>.zst      zstd frames, one for each batch, of lines of `encode_recording`
-    <hour>-<slot>-<epoch>.index    `<uid> <made_ms> <ended_ms> <offset> <size>` for each request
+    <hour>-<slot>-<epoch>.sqlite    table `requests`: uid, made_ms, ended_ms, and `frame`, a line of `encode_recording`
+                                    in a frame of Zstandard
 
-Offset and size are those of the frame. The frames are the truth: an index that is missing, damaged or short is made
-from them. Only the holder of the frames' lock writes either file. Readers need no lock.
+Any process may write to it, one at a time, and any number may read meanwhile: SQLite locks the file. What an archiver
+that died has half written, the next one that opens the file takes back.
 """
 
 from __future__ import annotations
 
 import calendar
 import contextlib
-import dataclasses
 import errno
-import fcntl
 import os
 import re
-import stat
+import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 import zstandard
 
-from pipeline.archive.frames import MOST_TEXT_BYTES, frames_in, frames_of, lines_in, only, text_of
 from pipeline.errors import LogError
 from pipeline.process.failpoints import failpoint
-from pipeline.process.private import UnsafeFile, open_ours, open_private
-from pipeline.recording import Recording, UnreadableRecording, decode_recording
+from pipeline.process.private import UnsafeFile, check_ours, open_private
+from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decode_recording, encode_recording
 
 logger = structlog.get_logger()
 
-FRAMES: Final = ".zst"
-INDEX: Final = ".index"
+SUFFIX: Final = ".sqlite"
+DAMAGED: Final = ".damaged-"
+"""In the name of a file that was damaged, after the name that it had."""
+BESIDE: Final = ("-journal", "-wal", "-shm")
+"""Ends of the names of files that SQLite may open beside it."""
 HOUR_S: Final = 3600
-INDEX_BYTES: Final = 256 << 20
-"""Size above which an index is damaged: three million requests, of one archiver and hour."""
-DAMAGED: Final = "-"
-"""Stands for a uid in an index line about bytes that are not a frame."""
-
+AT_ONCE: Final = 500
+"""Uids in one question."""
+BUSY_S: Final = 10.0
+"""How long a reader waits for another process that writes, and how long a writer for others."""
+WRITE_BUSY_S: Final = 1.0
+READ_S: Final = 60.0
+"""After this long, a file that is read is taken for damaged."""
+FORMAT: Final = 1
+"""Newest `user_version` of a file that this code reads and writes."""
+MOST_MS: Final = 1 << 62
+_SCHEMA: Final = (
+    "CREATE TABLE requests (uid TEXT PRIMARY KEY, made_ms INTEGER, ended_ms INTEGER, frame BLOB)",
+    "CREATE INDEX made ON requests (made_ms)",
+)
 _NAME: Final = re.compile(r"([1-9][0-9]{3}(?:0[1-9]|1[0-2])[0-3][0-9][0-2][0-9])-([a-z]+-[0-9]+)-([0-9]{1,18})")
-_LINE: Final = re.compile(rb"(\S{1,64}) ([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,18}) ([0-9]{1,15})\n?")
-_UID: Final = re.compile(rb'"uid":"([^"]*)"')
-_HEAD_BYTES: Final = 200  # the first bytes of a line, which have its uid
-_LAST_LINE: Final = 256
-"""Number of bytes at the end of an index that hold at least one line."""
 
 
 class ArchiveDamaged(LogError):
-    """A file of the archive does not match its index."""
+    """A file of the archive cannot be read, or does not hold what it should."""
 
 
 class VolumeBusy(LogError):
     """Another process writes to the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a request in its file."""
+class Place(NamedTuple):
+    """What is known of a request without reading it."""
 
     uid: str
     made_ms: int
+    """When it was submitted, in ms of Redis' clock; 0: unknown."""
     ended_ms: int
-    offset: int
-    size: int
-
-    def line(self) -> bytes:
-        return f"{self.uid} {self.made_ms} {self.ended_ms} {self.offset} {self.size}\n".encode()
 
 
-def parse_place(line: bytes) -> Place:
-    """Return the place in a line of an index. Raise ArchiveDamaged if it is not such a line."""
-    found = _LINE.fullmatch(line)
-    if found is None or not line.isascii():
-        raise ArchiveDamaged(f"an index of the archive has the line {line[:200]!r}; remove its file, it is made again")
-    made_ms, ended_ms, offset, size = map(int, found.groups()[1:])
-    return Place(found[1].decode(), made_ms, ended_ms, offset, size)
-
-
-def moments_of(recording: Recording) -> tuple[int, int]:
-    """Return when a request was submitted and when it ended, in ms of Redis' clock; 0: unknown."""
+def place_of(recording: Recording) -> Place:
+    """Return the place of a request."""
     first, last = (recording.entries[at].fields.get("ms", "") if recording.entries else "" for at in (0, -1))
-    return _number(first), _number(last)
+    return Place(recording.uid, _number(first), _number(last))
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Volume:
-    """One file of an archive, with its index. Volumes are ordered by hour."""
+    """One file of an archive."""
 
     hour: str
     """Hour when its requests were archived: `YYYYMMDDHH`, UTC."""
@@ -104,255 +95,238 @@ class Volume:
         return cls(hour_of(now_s * 1000), slot, epoch, folder)
 
     @property
-    def name(self) -> str:
-        return f"{self.hour}-{self.slot}-{self.epoch}"
-
-    @property
-    def frames(self) -> Path:
-        return self.folder / (self.name + FRAMES)
-
-    @property
-    def index(self) -> Path:
-        return self.folder / (self.name + INDEX)
+    def path(self) -> Path:
+        return self.folder / f"{self.hour}-{self.slot}-{self.epoch}{SUFFIX}"
 
     @property
     def until_s(self) -> float:
         """End of its hour, in seconds since 1970."""
-        year, *others = (int(self.hour[first:last]) for first, last in ((0, 4), (4, 6), (6, 8), (8, 10)))
-        return calendar.timegm((year, *others, 0, 0)) + HOUR_S
+        return end_of(self.hour)
 
     def num_bytes(self) -> int:
         """Return its size on the disk; 0 if it is gone."""
-        return sum(_size(path) for path in (self.frames, self.index))
+        return size_of(self.path) + size_of(beside(self.path, "-journal"))
 
     # for readers
 
-    def lines(self) -> bytes:
-        """Return the index of all whole frames; b"" if the file is gone, or is not ours. Lines that the index file
-        lacks are made."""
-        try:
-            return self._lines()
-        except UnsafeFile as error:
-            _say_refused(error)
-            return b""
+    def find(self, uids: Collection[str]) -> list[Place]:
+        """Return the places of those of *uids* that it has. This and the next two: [] if the file is gone, is not ours
+        or is damaged."""
+        return self._places(lambda database: self._rows(database, "uid, made_ms, ended_ms", uids))
 
-    def _lines(self) -> bytes:
-        """Return the same as `lines`. Raise UnsafeFile if the file is not ours."""
-        lines, end = _trusted(self.index)
-        try:
-            # Nearly always the index is complete. There may be a thousand files, and opening each would take longest.
-            frames = os.lstat(f"{self.folder}/{self.name}{FRAMES}") if lines else None
-            if frames is not None and frames.st_size == end and stat.S_ISREG(frames.st_mode):
-                return lines
-            with open(open_ours(self.frames), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if end > size:
-                    lines, end = b"", 0
-                return lines + b"".join(_scanned(file, end)) if end < size else lines
-        except FileNotFoundError:
-            return b""
+    def places(self, since_ms: int = 0, until_ms: int = MOST_MS) -> list[Place]:
+        """Return the places of all requests that were submitted from *since_ms* to before *until_ms*."""
+        question = "SELECT uid, made_ms, ended_ms FROM requests WHERE made_ms >= ? AND made_ms < ?"
+        bounds = max(0, since_ms), min(until_ms, MOST_MS)
+        return self._places(lambda database: database.execute(question, bounds))
 
-    def places(self, since_ms: int = 0, until_ms: int = 1 << 63) -> list[Place]:
-        """Return the places of all requests in the file that were submitted from *since_ms* to before *until_ms*."""
-        places = map(parse_place, self.lines().splitlines())
-        return [place for place in places if place.uid != DAMAGED and since_ms <= place.made_ms < until_ms]
+    def newest(self, before: str, most: int) -> list[Place]:
+        """Return the places of the *most* largest uids that are smaller than *before*, the largest first."""
+        question = "SELECT uid, made_ms, ended_ms FROM requests WHERE uid < ? ORDER BY uid DESC LIMIT ?"
+        return self._places(lambda database: database.execute(question, (before, most)))
 
-    def read(self, places: Sequence[Place]) -> dict[str, Recording]:
-        """Return the requests at *places*, which are all in one frame, by their uids.
+    def read(self, uids: Collection[str]) -> dict[str, Recording]:
+        """Return those requests of *uids* that it has.
 
         Raises:
-            ArchiveDamaged: A request is not there.
-            FileNotFoundError: The file is gone.
+            ArchiveDamaged: It, or one of them, cannot be read.
         """
-        first, wanted, found = places[0], {place.uid.encode() for place in places}, dict[str, Recording]()
-        try:
-            for line in lines_in(text_of(self._frame(first))):
-                if (name := _UID.search(line, 0, _HEAD_BYTES)) and name[1] in wanted:
-                    recording = decode_recording(line)
-                    found.setdefault(recording.uid, recording)
-        except UnsafeFile as error:
-            raise ArchiveDamaged(f"{self.frames}: {error.strerror}") from error
-        except (zstandard.ZstdError, UnreadableRecording) as error:
-            raise ArchiveDamaged(f"{self.frames} is damaged at byte {first.offset}: {error}") from error
-        if missing := next((place.uid for place in places if place.uid not in found), ""):
-            raise ArchiveDamaged(f"{self.frames}: {missing} is not in the frame at byte {first.offset}")
-        return found
+        with self._reading() as database:
+            rows = self._rows(database, "uid, frame", uids) if database else ()
+            return {uid: self._unpacked(uid, frame) for uid, frame in rows}
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield all requests, also while the file is replaced, except those of frames that cannot be read."""
-        with contextlib.suppress(FileNotFoundError, UnsafeFile), open(open_ours(self.frames), "rb") as file:
-            for _, _, inside in frames_in(file, 0):
-                yield from inside
+        """Yield all requests, except those that cannot be read."""
+        for place in self.places():
+            with contextlib.suppress(ArchiveDamaged):
+                yield from self.read([place.uid]).values()
+
+    def _places(self, ask: Callable[[sqlite3.Connection], Iterable[tuple[Any, ...]]]) -> list[Place]:
+        try:
+            with self._reading() as database:
+                places = [Place(*row) for row in ask(database)] if database else []
+        except ArchiveDamaged as error:
+            logger.warning("archive_file_refused", file=str(self.path), reason=str(error))
+            return []
+        # SQLite keeps any value in any column.
+        return [place for place in places if [*map(type, place)] == [str, int, int]]
+
+    @staticmethod
+    def _rows(database: sqlite3.Connection, columns: str, uids: Collection[str]) -> list[tuple[Any, ...]]:
+        rows, left = [], iter(uids)
+        while some := list(islice(left, AT_ONCE)):
+            rows += database.execute(f"SELECT {columns} FROM requests WHERE uid IN ({_marks(some)})", some).fetchall()
+        return rows
+
+    def _unpacked(self, uid: str, frame: object) -> Recording:
+        try:
+            recording = decode_recording(text_of(frame if isinstance(frame, bytes) else b"", MOST_BYTES))
+        except (zstandard.ZstdError, UnreadableRecording) as error:
+            raise ArchiveDamaged(f"{self.path} is damaged at {uid}: {error}") from error
+        if recording.uid != uid:
+            raise ArchiveDamaged(f"{self.path}: expected {uid}, found {recording.uid[:80]}")
+        return recording
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection | None]:
+        """Yield a connection that only reads; None if the file is gone, is empty or is not ours."""
+        database = None
+        try:
+            with self._translated():
+                database = self._opened()
+            if database is None:
+                yield None
+                return
+            with self._translated():
+                yield database
+        except (OSError, VolumeBusy) as error:
+            raise ArchiveDamaged(f"{self.path} cannot be read: {error}") from error
+        finally:
+            if database is not None:
+                database.close()
+
+    def _opened(self) -> sqlite3.Connection | None:
+        try:
+            database = self._open("ro")
+            try:
+                version = _checked_format(database)
+            except sqlite3.OperationalError as error:
+                database.close()
+                if not _name(error).startswith("SQLITE_READONLY"):
+                    raise
+                self.mend()  # a writer died in the middle
+                database = self._open("ro")
+                version = _checked_format(database)
+        except FileNotFoundError:
+            return None
+        except UnsafeFile as error:
+            logger.warning("archive_file_refused", file=error.filename, reason=error.strerror)
+            return None
+        return database if version else None
+
+    def _open(self, mode: str) -> sqlite3.Connection:
+        # `check_ours` opens nothing: closing a second descriptor would drop the locks of this process on the file.
+        for path in (self.path, *(beside(self.path, end) for end in BESIDE)):
+            try:
+                check_ours(path)
+            except FileNotFoundError:
+                if path == self.path:
+                    raise
+        database = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", uri=True, timeout=BUSY_S, isolation_level=None)
+        until_s = time.monotonic() + READ_S
+        if mode == "ro":
+            database.set_progress_handler(lambda: time.monotonic() > until_s, 1_000_000)
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        database.execute("PRAGMA trusted_schema=OFF")
+        return database
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise the errors of SQLite as VolumeBusy, OSError or ArchiveDamaged."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            name = _name(error)
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                raise VolumeBusy(f"{self.path}: another process writes to it") from error
+            if name.startswith(("SQLITE_CANTOPEN", "SQLITE_IOERR")) and not self.path.exists():
+                raise FileNotFoundError(errno.ENOENT, "it is gone", str(self.path)) from error
+            if name.startswith("SQLITE_FULL"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            if name.startswith(("SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_PERM")):
+                raise OSError(errno.EIO, str(error), str(self.path)) from error
+            raise ArchiveDamaged(f"{self.path} is damaged: {error}") from error
 
     # for writers
 
-    @contextlib.contextmanager
-    def locked(self, *, make: bool = False) -> Iterator[int]:
-        """Yield the descriptor of the frames, locked against other writers of this volume.
-
-        Raises:
-            VolumeBusy: Another process holds the lock.
-            FileNotFoundError: There is no such file, and *make* is not set.
-        """
-        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0)
-        while True:
-            descriptor = open_private(self.frames, flags, is_ours=True)
-            try:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if error.errno not in (errno.EAGAIN, errno.EACCES):
-                        raise
-                    raise VolumeBusy(f"{self.frames}: another process writes to it") from error
-                if _is_same(descriptor, self.frames):  # else it was replaced meanwhile
-                    yield descriptor
-                    return
-            finally:
-                os.close(descriptor)
-
-    def append(self, recordings: Sequence[Recording]) -> None:
-        """Write *recordings*: the frames, then their lines in the index. When this returns they are on the disk.
-
-        Raises:
-            OSError: Nothing is written, and the file is as it was.
-        """
-        if not recordings:
-            return
-        with self.locked(make=True) as descriptor:
-            end = before = self._mend(descriptor, thorough=False)
-            lines = bytearray()
-            try:
-                for frame, inside in frames_of(recordings):
-                    _write_all(descriptor, frame)
-                    for recording in inside:
-                        lines += Place(recording.uid, *moments_of(recording), end, len(frame)).line()
-                    end += len(frame)
-                os.fsync(descriptor)
-                if not before:
-                    sync_folder(self.folder)
-            except OSError:
-                with contextlib.suppress(OSError):  # the next writer cuts it
-                    os.ftruncate(descriptor, before)
-                raise
-            index = open_private(self.index, os.O_WRONLY | os.O_CREAT | os.O_APPEND, is_ours=True)
-            try:
-                _write_all(index, lines)
-            finally:
-                os.close(index)
-
-    def mend(self) -> None:
-        """Cut a half-written frame, and complete the index. Do nothing while another process writes.
-
-        Raises:
-            OSError: The files cannot be written.
-        """
-        with contextlib.suppress(VolumeBusy, FileNotFoundError, UnsafeFile), self.locked() as descriptor:
-            self._mend(descriptor, thorough=True)
-            self._drop_unfinished()
-
-    def leave_out(self, uids: Collection[str]) -> int:
-        """Rewrite the file without the requests *uids*; return how many there were.
-
-        An unreadable frame with one of them is removed whole. If this dies at any point, the next call does the rest.
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection in a transaction, which is on the disk when the block ends.
 
         Raises:
             VolumeBusy: Another process writes to the file.
-            OSError: The file is as it was, or its index has to be made.
+            FileNotFoundError: There is no such file.
+            OSError: It cannot be written.
+            ArchiveDamaged: It cannot be read.
+        """
+        with self._translated(), closing(self._open("rw")) as database:
+            database.execute(f"PRAGMA busy_timeout={int(WRITE_BUSY_S * 1000)}")
+            for pragma in ("page_size=16384", "journal_mode=DELETE", "synchronous=EXTRA", "secure_delete=ON"):
+                database.execute(f"PRAGMA {pragma}")
+            database.execute("BEGIN IMMEDIATE")
+            if not database.execute("PRAGMA user_version").fetchone()[0]:
+                for statement in (*_SCHEMA, f"PRAGMA user_version={FORMAT}"):
+                    database.execute(statement)
+            _checked_format(database)
+            yield database
+            if database.in_transaction:
+                failpoint("archive.before_commit")
+                database.execute("COMMIT")
+
+    def append(self, recordings: Sequence[Recording]) -> None:
+        """Write *recordings*, each in the place of an older copy in this file. A request that is too long for readers
+        is left out. Raises as `_writing`; then nothing is written.
+        """
+        rows = []
+        for recording in recordings:
+            line = encode_recording(recording)
+            if len(line) <= MOST_BYTES:
+                frame = zstandard.ZstdCompressor(write_checksum=True).compress(line)
+                rows.append((*place_of(recording), frame))
+            else:
+                logger.warning("not_archived", uid=recording.uid, bytes=len(line), reason="it is too long to be read")
+        if rows:
+            os.close(open_private(self.path, os.O_RDWR | os.O_CREAT, is_ours=True))
+            with self._writing() as database:
+                database.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?)", rows)
+
+    def mend(self) -> None:
+        """Take back what a dead process has half written. Do nothing while another process writes.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with contextlib.suppress(VolumeBusy, FileNotFoundError, UnsafeFile, ArchiveDamaged), self._writing():
+            pass
+
+    def leave_out(self, uids: Collection[str]) -> int:
+        """Remove the requests *uids*, and their bytes; return how many there were.
+
+        If this dies at any point, the next call does the rest. Raises as `_writing`.
         """
         try:
-            with self.locked() as descriptor:
-                self._mend(descriptor, thorough=False)
-                self._drop_unfinished()
-                kept = [parse_place(line) for line in self._lines().splitlines()]
-                num_before = len(kept)
-                spoilt = {place.offset for place in kept if place.uid in uids}
-                kept = [place for place in kept if place.uid not in uids]
-                if spoilt:
-                    self._write_anew(kept, spoilt)
-                return num_before - len(kept)
+            with self._writing() as database:
+                num_removed, left = 0, iter(uids)
+                while some := list(islice(left, AT_ONCE)):
+                    deleted = database.execute(f"DELETE FROM requests WHERE uid IN ({_marks(some)})", some)
+                    num_removed += deleted.rowcount
+                failpoint("archive.before_commit")
+                database.execute("COMMIT")
+                failpoint("archive.before_vacuum")
+                database.execute("VACUUM")  # the bytes are zeros now; this gives the room back
+                return num_removed
         except FileNotFoundError:  # it was removed meanwhile
             return 0
 
-    def _write_anew(self, kept: Sequence[Place], spoilt: Collection[int]) -> None:
-        """Replace the file by one with the requests *kept*; some of them are in the *spoilt* frames."""
-        new, lines, end = self.frames.with_name(f".{self.name}.new"), bytearray(), 0
-        descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_ours=True)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # no other process may write to it before it has its index
-            for offset, places in groupby(kept, key=lambda place: place.offset):
-                inside = list(places)
-                frame = self._frame(inside[0])
-                if offset in spoilt:
-                    frame = only(frame, {place.uid for place in inside})
-                if frame:
-                    _write_all(descriptor, frame)
-                    for place in inside:
-                        lines += dataclasses.replace(place, offset=end, size=len(frame)).line()
-                    end += len(frame)
-            os.fsync(descriptor)
-            failpoint("archive.before_replace")
-            # Without an index, readers make one from the frames, so it never names what the frames do not hold.
-            self.index.unlink(missing_ok=True)
-            sync_folder(self.folder)
-            failpoint("archive.without_index")
-            new.replace(self.frames)
-            sync_folder(self.folder)
-            failpoint("archive.after_replace")
-            replace(self.index, lines)
-        except OSError:  # the disk may be full
-            self._drop_unfinished()
-            raise
-        finally:
-            os.close(descriptor)
-
-    def _frame(self, place: Place) -> bytes:
-        with open(open_ours(self.frames), "rb") as file:
-            left = os.fstat(file.fileno()).st_size - place.offset
-            file.seek(place.offset)
-            return file.read(max(0, min(place.size, left, MOST_TEXT_BYTES)))  # packed, it is hardly ever larger
+    def set_aside(self) -> None:
+        """Give a damaged file another name, so that a new one can be written. Raise OSError if that fails."""
+        aside = beside(self.path, f"{DAMAGED}{time.time_ns():x}")
+        logger.error("archive_file_damaged", file=str(self.path), kept_as=aside.name)
+        self.path.rename(aside)
+        beside(self.path, "-journal").unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the files.
-
-        Raises:
-            VolumeBusy: Another process writes to them.
-            OSError: They cannot be deleted.
-        """
-        with contextlib.suppress(FileNotFoundError), self.locked():
-            for path in (self.index, self.frames):
-                path.unlink(missing_ok=True)
-            self._drop_unfinished()
-
-    def _drop_unfinished(self) -> None:
-        """Delete the files of processes that died while they replaced a file. The caller has the lock."""
-        for path in self.folder.glob(f".{self.name}.*"):
+        """Delete the file. Raise OSError if it cannot be deleted; UnsafeFile if it is not ours."""
+        with contextlib.suppress(FileNotFoundError):
+            check_ours(self.path)
+        for path in (self.path, *(beside(self.path, end) for end in BESIDE)):
             path.unlink(missing_ok=True)
 
-    def _mend(self, descriptor: int, *, thorough: bool) -> int:
-        """Mend the file; return the size of the frames. Unless *thorough*, look only at the end of the index."""
-        size = os.fstat(descriptor).st_size
-        end = _trusted(self.index)[1] if thorough else _end_of(_tail(self.index))
-        if end == size:
-            return size
-        lines = self._lines()
-        end = _end_of(lines)
-        if end < size:
-            logger.warning("archive_cut", file=self.frames.name, bytes=size - end, reason="a frame was half written")
-            os.ftruncate(descriptor, end)
-            os.fsync(descriptor)
-        replace(self.index, lines)
-        return end
 
-
-def volumes(folder: Path) -> list[Volume]:
-    """Return the volumes in *folder*, by hour; [] if there is no such folder."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    found = (_NAME.fullmatch(name.removesuffix(FRAMES)) for name in names if name.endswith(FRAMES))
-    parts = sorted((match[1], match[2], int(match[3])) for match in found if match)
-    return [Volume(*each, folder) for each in parts]
+def parts_of(name: str) -> tuple[str, str, int] | None:
+    """Return hour, slot and epoch in the name of a file without its suffix; None if it has no such name."""
+    found = _NAME.fullmatch(name)
+    return (found[1], found[2], int(found[3])) if found else None
 
 
 def hour_of(ms: float) -> str:
@@ -360,98 +334,50 @@ def hour_of(ms: float) -> str:
     return time.strftime("%Y%m%d%H", time.gmtime(ms / 1000))
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the names of new files to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def end_of(hour: str) -> float:
+    """Return the end of an hour, in seconds since 1970."""
+    year, *others = (int(hour[first:last]) for first, last in ((0, 4), (4, 6), (6, 8), (8, 10)))
+    return calendar.timegm((year, *others, 0, 0)) + HOUR_S
 
 
-def replace(path: Path, content: bytes | bytearray) -> None:
-    """Write a private file, whole or not at all."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_ours=True)
-    try:
-        _write_all(descriptor, content)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    new.replace(path)
-    sync_folder(path.parent)
+def text_of(frame: bytes, most_bytes: int) -> bytes:
+    """Return the text in a frame. Its declared size is checked before it is unpacked. Raise ZstdError."""
+    if (size := zstandard.frame_content_size(frame)) > most_bytes:
+        raise zstandard.ZstdError(f"it would be {size:,} bytes, and at most {most_bytes:,} are unpacked")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=most_bytes)
 
 
-def _scanned(file: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the lines of the index for the whole frames from *offset* on, and for damaged parts between them."""
-    for at, size, recordings in frames_in(file, offset):
-        lines = (Place(recording.uid, *moments_of(recording), at, size).line() for recording in recordings)
-        found = [line for line in lines if _LINE.fullmatch(line)]
-        yield b"".join(found) or Place(DAMAGED, 0, 0, at, size).line()
+def beside(path: Path, end: str) -> Path:
+    """Return the path of a file that SQLite keeps beside *path*."""
+    return path.with_name(path.name + end)
 
 
-def _trusted(path: Path) -> tuple[bytes, int]:
-    """Return the whole lines of an index, and the end of the last frame that they name; nothing if it is damaged or not
-    ours."""
-    try:
-        with open(open_ours(path), "rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES:
-                raise UnsafeFile(errno.EFBIG, f"{size:,} bytes, expected at most {INDEX_BYTES:,}", str(path))
-            lines = file.read(size)
-    except FileNotFoundError:
-        return b"", 0
-    except UnsafeFile as error:
-        _say_refused(error)
-        return b"", 0
-    lines = lines[: lines.rfind(b"\n") + 1]
-    end = _end_of(lines)
-    return (b"", 0) if end < 0 or b"\0" in lines else (lines, end)
-
-
-def _tail(path: Path) -> bytes:
-    """Return the end of an index."""
-    try:
-        with open(open_ours(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _LAST_LINE))
-            return file.read(_LAST_LINE)
-    except (FileNotFoundError, UnsafeFile):
-        return b""
-
-
-def _say_refused(error: UnsafeFile) -> None:
-    logger.warning("archive_file_refused", file=error.filename, reason=error.strerror)
-
-
-def _end_of(lines: bytes) -> int:
-    """Return the end of the frame in the last of *lines*, 0 without any, and -1 if that is not a whole line."""
-    if not lines:
-        return 0
-    try:
-        last = parse_place(lines[lines.rfind(b"\n", 0, -1) + 1 :])
-    except ArchiveDamaged:
-        return -1
-    return last.offset + last.size if lines.endswith(b"\n") else -1
-
-
-def _write_all(descriptor: int, content: bytes | bytearray) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if it is gone."""
     try:
         return path.lstat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _checked_format(database: sqlite3.Connection) -> int:
+    """Return the format of a file; 0: it is new. Raise DatabaseError unless it has our tables and nothing else: a view
+    could make its readers work for ever."""
+    version: int = database.execute("PRAGMA user_version").fetchone()[0]
+    if version > FORMAT:
+        raise sqlite3.DatabaseError(f"it has format {version}, and this MiniSGL reads up to {FORMAT}; use a newer one")
+    found = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL LIMIT 9")]
+    if version and sorted(found) != sorted(_SCHEMA):
+        raise sqlite3.DatabaseError("its tables are none of ours")
+    return version
+
+
+def _name(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", "")
+
+
+def _marks(uids: Sequence[str]) -> str:
+    return ",".join("?" * len(uids))
 
 
 def _number(text: str) -> int:

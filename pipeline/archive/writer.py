@@ -13,8 +13,8 @@ from typing import Final
 
 import structlog
 
-from pipeline.archive.reader import Archive
-from pipeline.archive.volume import Volume, VolumeBusy, moments_of, volumes
+from pipeline.archive.reader import Archive, volumes
+from pipeline.archive.volume import DAMAGED, SUFFIX, ArchiveDamaged, Volume, VolumeBusy, place_of
 from pipeline.errors import LogError
 from pipeline.process.private import UnsafeFile
 from pipeline.recording import Recording
@@ -44,7 +44,7 @@ class Writer:
         self._clock_s = clock_s
 
     def begin(self) -> None:
-        """Mend the files of dead archivers: cut half-written frames and complete indexes.
+        """Take back what dead archivers have half written.
 
         Raises:
             ArchiveFull: The files cannot be written.
@@ -66,10 +66,15 @@ class Writer:
         try:
             there = self._archive.find([recording.uid for recording in recordings])
             ended_ms = {uid: place.ended_ms for uid, (_, place) in there.items()}
-            new = [each for each in recordings if moments_of(each)[1] > ended_ms.get(each.uid, -1)]
+            new = [each for each in recordings if place_of(each).ended_ms > ended_ms.get(each.uid, -1)]
             if new:
                 self._check_room()
-                Volume.now(self.folder, self._slot, self._epoch, self._clock_s()).append(new)
+                volume = Volume.now(self.folder, self._slot, self._epoch, self._clock_s())
+                try:
+                    volume.append(new)
+                except ArchiveDamaged:
+                    volume.set_aside()
+                    volume.append(new)
             return len(new)
         except OSError as error:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
@@ -114,9 +119,12 @@ class Writer:
                     except (VolumeBusy, UnsafeFile):  # the next time removes it; files that are not ours stay
                         continue
                     total -= sizes[volume]
-                    removed.append(volume.name)
+                    removed.append(volume.path.name)
                     reason = "retain" if is_old else "max-bytes"
-                    logger.info("archive_removed", file=volume.frames.name, reason=reason, bytes=sizes[volume])
+                    logger.info("archive_removed", file=volume.path.name, reason=reason, bytes=sizes[volume])
+            for path in self.folder.glob(f"*{SUFFIX}{DAMAGED}*"):
+                if 0 < retain_s < now_s - path.lstat().st_mtime:
+                    path.unlink(missing_ok=True)
         except OSError as error:
             raise ArchiveFull(f"{self.folder} cannot be written: {error.strerror}") from error
         return removed

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 PRIVATE_UMASK: Final = 0o077
+LINK: Final = "a symbolic link; put the file itself there"
 OURS: Final = (
     *("lock", "redis.sock", "redis.log", "serve.log", "shell_history"),
     *("appendonly.aof", "appendonlydir", "dump.rdb", "temp-*", "damaged-*"),
@@ -87,12 +88,32 @@ def open_ours(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UnsafeFile(errno.ELOOP, "a symbolic link; put the file itself there", str(path)) from error
-    owner = os.fstat(descriptor).st_uid
-    if owner not in (os.geteuid(), 0) and owner != os.stat(path.parent).st_uid:
+        raise UnsafeFile(errno.ELOOP, LINK, str(path)) from error
+    try:
+        _check_owner(os.fstat(descriptor).st_uid, path)
+    except UnsafeFile:
         os.close(descriptor)
-        raise UnsafeFile(errno.EPERM, f"it belongs to user {owner}, and its folder does not", str(path))
+        raise
     return descriptor
+
+
+def check_ours(path: Path) -> None:
+    """Check what `open_ours` checks, without opening the file.
+
+    Raises:
+        OSError: As `open_ours`.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise UnsafeFile(errno.ELOOP, LINK, str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeFile(errno.EINVAL, "not a regular file", str(path))
+    _check_owner(status.st_uid, path)
+
+
+def _check_owner(owner: int, path: Path) -> None:
+    if owner not in (os.geteuid(), 0) and owner != os.stat(path.parent).st_uid:
+        raise UnsafeFile(errno.EPERM, f"it belongs to user {owner}, and its folder does not", str(path))
 
 
 def _tighten(path: Path) -> None:

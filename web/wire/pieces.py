@@ -36,8 +36,8 @@ def _batched(items: Iterator[T], most: int) -> Iterator[list[T]]:
 
 
 def encoded(value: object) -> Iterator[bytes]:
-    """Yield *value* as JSON, in pieces. The lists in it that are Slices are encoded one slice after the other; those may
-    have Slices, too."""
+    """Yield *value* as JSON, in pieces. The lists in it that are Slices are encoded one slice after the other. What is
+    in a slice may have Slices, too."""
     piece: list[bytes] = []
     num_bytes = 0
     for part in _parts(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,9 +118,10 @@ class Scene:
         found = b""
         for path in (each for each in self.folder.iterdir() if each.is_file()):
             found += path.name.encode() + path.read_bytes()
-            if path.suffix in (".zst", ".new"):
-                with path.open("rb") as file, contextlib.suppress(zstandard.ZstdError):
-                    found += zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
+            if path.suffix == ".sqlite":
+                with contextlib.closing(sqlite3.connect(path)) as database:
+                    for (frame,) in database.execute("SELECT frame FROM requests"):
+                        found += zstandard.ZstdDecompressor().decompress(frame)
         return found
 
     def of_others(self) -> list[Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,7 @@ from support.selection import AT_NIGHT, by_night
 import stages.archive.worker
 from ops.serve.processes import PROGRAM
 from pipeline.archive.folder import make_archive
-from pipeline.archive.reader import Archive
-from pipeline.archive.volume import volumes
+from pipeline.archive.reader import Archive, volumes
 from pipeline.archive.writer import ArchiveFull, Writer
 from pipeline.errors import ConfigError, GroupLost, LogUnavailable
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, new_uid
@@ -237,7 +238,8 @@ def test_while_another_archiver_writes_to_a_file_forgetting_waits(archiver: Arch
     (volume,) = volumes(archiver.folder)
     archiver.read()
     thread = threading.Thread(target=archiver.worker.handle, args=(archiver.entries,))
-    with volume.locked():
+    with closing(sqlite3.connect(volume.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
         thread.start()
         thread.join(0.05)
         assert thread.is_alive() and archiver.uids() == [gone]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from support.stand_in_stages import StandIn
 from support.web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
 import web.routes.answers
-from pipeline.archive.volume import volumes
+from pipeline.archive.reader import volumes
 from pipeline.archive.writer import Writer
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names, sibling_uids
@@ -115,8 +116,7 @@ async def test_an_archive_that_cannot_be_read_is_an_error_of_the_server(
     await archive(here, tmp_path, uid)
     expire(redis_url, uid)
     (volume,) = volumes(tmp_path)
-    content = bytearray(volume.frames.read_bytes())
-    content[30] ^= 1
-    volume.frames.write_bytes(content)
+    with closing(sqlite3.connect(volume.path)) as database, database:
+        database.execute("UPDATE requests SET frame = substr(frame, 2)")
     assert await code_of(here.get(f"/v1/requests/{uid}")) == (503, "overloaded")
     assert await code_of(here.get(f"/v1/requests/{uid[:-1]}{int(uid[-1], 16) ^ 1:x}")) == (404, "request_not_found")
