@@ -130,6 +130,11 @@ class Replay(Value):
     """Whether it may read pages of the prefix cache. If not, its whole prompt is computed."""
 
 
+INFORMATIVE: Final = frozenset[str]()
+"""`Class.field` of what was added since 0.2.0 and changes no answer, so that older workers may leave it out. An event
+with any other new field raises `v`; then older workers leave the whole entry to newer ones."""
+
+
 class Event(Value):
     """The fields of every event: a version, and the time of its commit (ms of Redis' clock; 0 before the commit).
     Version 1 is not written: it would take 2 bytes for each token in a history.
@@ -455,7 +460,8 @@ def _plain_row(row: StepRow) -> dict[str, Any]:
 
 
 def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:
-    """Return the event of *fields*. Fields *without*, which the caller does not need, get their defaults.
+    """Return the event of *fields*. Fields *without*, which the caller does not need, get their defaults. Unknown ones,
+    at any depth, are left out: a newer version that adds a field on which an answer depends raises `v`.
 
     Raises:
         UndecodableEvent: The fields are of no known kind or break its rules; NewerVersion: they are of a newer version.
@@ -464,17 +470,25 @@ def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEv
     model = _BY_KIND.get(fields.get("kind", ""))
     if model is None:
         raise UndecodableEvent(f"entry of unknown kind {fields.get('kind')!r}; expected one of {sorted(_BY_KIND)}")
-    texts, numbers = _text_fields(model), _number_lists(model)
+    known, texts, numbers = _names(model), _text_fields(model), _number_lists(model)
     plain: dict[str, Any] = {}
     try:
         for name, value in fields.items():
-            if name in without:
+            if name in without or name not in known:
                 continue
             listed = f"[{value}]" if name in numbers and value[:1] != "[" else value
             plain[name] = value if name in texts else orjson.loads(listed)
-        return _ADAPTER.validate_python(plain)
+        return _ADAPTER.validate_python(plain, extra="ignore")
     except (ValidationError, orjson.JSONDecodeError) as error:
         raise UndecodableEvent(f"a {fields.get('kind')} entry does not decode: {error}") from error
+
+
+@functools.cache
+def _names(model: type[Event]) -> frozenset[str]:
+    """Return the names of the fields, and those that they had in older versions."""
+    older = (field.validation_alias for field in model.model_fields.values())
+    choices = (name for alias in older if isinstance(alias, AliasChoices) for name in alias.choices)
+    return frozenset({*model.model_fields, *(name for name in choices if isinstance(name, str))})
 
 
 @functools.cache

@@ -210,7 +210,7 @@ class _Packed(Sequence[S], Generic[S]):
             return said
         try:
             if not isinstance(said, Mapping):
-                return cls([cls.item.model_validate(each) for each in said])  # type: ignore
+                return cls([cls.item.model_validate(each, extra="ignore") for each in said])  # type: ignore
             return cls._unpacked(said)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"these are no scores: {error!r}") from error

@@ -116,13 +116,13 @@ class Status(Value):
 
 
 def parse_status(text: str) -> Status:
-    """Return the status that a worker published.
+    """Return the status that a worker published, without the fields that only a newer version has.
 
     Raises:
-        UndecodableEvent: *text* is not a status of this version.
+        UndecodableEvent: *text* is no status.
     """
     try:
-        return Status.model_validate_json(text)
+        return Status.model_validate_json(text, extra="ignore")
     except ValidationError as error:
         raise UndecodableEvent(f"a status does not decode: {error}") from error
 
@@ -133,7 +133,7 @@ def read_statuses(log: HistoryLog, stage: str) -> list[Status]:
 
 
 def known_statuses(texts: Mapping[str, str]) -> list[Status]:
-    """Return the statuses in *texts* (slot -> JSON) without those of workers of another version."""
+    """Return the statuses in *texts* (slot -> JSON) without those that cannot be read."""
     found = []
     for slot, text in texts.items():
         try:

@@ -74,7 +74,7 @@ def test_the_wheel_has_the_compiled_kernels_and_not_their_sources(wheel: Path, n
     assert rest == ([f"{folder}libminisgl.so"] if has_kernels else [])
     compiler = build.find_compiler()
     tag = "any" if not has_kernels else compiler.tag if compiler else f"manylinux_2_17_{build.machine()}"
-    assert wheel.name == f"minisgl-0.1.0-py3-none-{tag}.whl"
+    assert wheel.name == f"minisgl-0.2.0-py3-none-{tag}.whl"
 
 
 def test_a_source_archive_has_all_that_the_kernels_are_compiled_from(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_source_archive_has_all_that_the_kernels_are_compiled_from(tmp_path: P
 
 def test_the_wheel_has_nothing_else(names: list[str]) -> None:
     top = {name.partition("/")[0] for name in names}
-    assert top == {"minisgl.py", "pipeline", "stages", "web", "ops", "minisgl-0.1.0.dist-info"}
+    assert top == {"minisgl.py", "pipeline", "stages", "web", "ops", "minisgl-0.2.0.dist-info"}
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"tests", "conftest.py", "__pycache__"}
     assert not [part for part in parts if part.startswith(("test_", ".")) or part.endswith((".pyc", ".log"))]
@@ -99,8 +99,8 @@ def test_the_wheel_has_nothing_else(names: list[str]) -> None:
 
 def test_the_wheel_knows_its_command_and_that_it_is_not_for_pypi(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        commands = archive.read("minisgl-0.1.0.dist-info/entry_points.txt").decode()
-        metadata = archive.read("minisgl-0.1.0.dist-info/METADATA").decode()
+        commands = archive.read("minisgl-0.2.0.dist-info/entry_points.txt").decode()
+        metadata = archive.read("minisgl-0.2.0.dist-info/METADATA").decode()
     assert "minisgl = minisgl:main" in commands
     assert "Classifier: Private :: Do Not Upload" in metadata
 

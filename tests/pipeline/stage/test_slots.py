@@ -494,10 +494,11 @@ def test_an_exception_in_the_thread_that_keeps_the_slot_ends_the_process_with_a_
         assert part in done.stderr
 
 
-def test_a_status_of_another_version_is_left_out_and_breaks_no_reader() -> None:
-    good = Status(slot="generate-0", owner="1:x", pid=1, host="h").model_dump_json()
-    newer = '{"slot": "generate-1", "owner": "1:y", "pid": 2, "host": "h", "something": "new"}'
-    assert [status.slot for status in known_statuses({"generate-0": good, "generate-1": newer})] == ["generate-0"]
+def test_a_status_of_a_newer_version_is_read_and_one_that_is_none_breaks_no_reader() -> None:
+    status = Status(slot="generate-0", owner="1:x", pid=1, host="h")
+    newer = '{"slot": "generate-1", "owner": "1:x", "pid": 1, "host": "h", "something": "new"}'
+    read = known_statuses({"generate-0": status.model_dump_json(), "generate-1": newer, "generate-2": '{"pid": 1}'})
+    assert read == [status, status.model_copy(update={"slot": "generate-1"})]
 
 
 # what the workers of a namespace serve together
