@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import Final, Protocol
 
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.task_group import TaskGroup
@@ -41,14 +41,28 @@ __all__ = [
 ]
 PLACE: Final = "minisgl.place"
 """Key in the state of an ASGI scope: the connection of the request."""
-SEND: Final = "minisgl.send"
-"""Key there: the function that sends a piece of a streamed answer and returns whether it did."""
-WRITE: Final = "minisgl.write"
-"""There: the function that writes the piece that the function it is given makes, unless somebody would have to wait for
-the client. It returns whether it did."""
+OUTLET: Final = "minisgl.outlet"
+"""Key there: the Outlet of the request, where a stream may go past Quart and Hypercorn."""
 PICTURES: Final = "/v1/pipeline/events"
 """The path of the streams that have no end of their own."""
 _NO_LOGGER: Final = "hypercorn.error"
+
+
+class Outlet(Protocol):
+    """Sends pieces of an answer of unknown length past Quart, Hypercorn and h11, which take longer than all else that
+    is done for a token."""
+
+    async def send_piece(self, data: bytes) -> bool:
+        """Send a piece, unless the answer's head was not sent yet or its end was. Return whether it was sent."""
+        ...
+
+    def takes_piece(self) -> bool:
+        """Return whether a piece can be sent without waiting for the client."""
+        ...
+
+    def write_piece(self, data: bytes) -> None:
+        """Send a piece while `takes_piece` holds."""
+        ...
 
 
 class HttpConfig(Config):

@@ -259,9 +259,9 @@ class Connection:
     async def write(self, data: bytes) -> None:
         """Send *data*, and wait until the client has read most of it; without a lock where nobody waits for that."""
         try:
-            if (transport := self.free_transport()) is not None:
-                transport.write(data)
-                if not transport.get_write_buffer_size():
+            if self.is_free:
+                self.writer.transport.write(data)
+                if not self.writer.transport.get_write_buffer_size():
                     return
                 data = b""
             async with self._sending:
@@ -272,11 +272,12 @@ class Connection:
         except (OSError, RuntimeError):  # the client has not read for long (TimeoutError), or `_linger` has begun
             await self.protocol.end()
 
-    def free_transport(self) -> asyncio.WriteTransport | None:
-        """Return the transport if it takes bytes at once; None if a write would wait, or it is closing."""
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes bytes at once; else a write would wait, or it is closing."""
         transport = self.writer.transport
-        is_free = not (self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size())
-        return transport if is_free and self._lingering is None else None
+        is_busy = self._sending.locked() or transport.is_closing() or transport.get_write_buffer_size()
+        return not is_busy and self._lingering is None
 
     async def close(self, *, lingers: bool) -> None:
         """Close it, once what was sent is gone, and if it *lingers*, the client has sent what it was about to."""

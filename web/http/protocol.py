@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import h11
@@ -17,10 +17,9 @@ import structlog
 
 from pipeline.errors import RequestError
 from web.http.asgi import (
+    OUTLET,
     PICTURES,
     PLACE,
-    SEND,
-    WRITE,
     Body,
     ConnectionState,
     EndBody,
@@ -158,21 +157,19 @@ class Protocol:
         self._connection.note_bytes()
 
     async def send_piece(self, data: bytes) -> bool:
-        """Send a piece of an answer of unknown length, as h11 would (RFC 9112, 7.1), unless its head was not sent yet
-        or its end was. Return whether it was sent."""
+        """As Outlet.send_piece, as h11 would (RFC 9112, 7.1)."""
         if self._requests.our_state is not h11.SEND_BODY:
             return False
         await self._connection.write(_chunk(data))
         return True
 
-    def write_piece(self, make: Callable[[], bytes]) -> bool:
-        """Send the piece that *make* returns, unless that would have to wait for the client."""
-        transport = self._connection.free_transport()
-        if transport is None or self._requests.our_state is not h11.SEND_BODY:
-            return False
-        if data := make():
-            transport.write(_chunk(data))
-        return True
+    def takes_piece(self) -> bool:
+        """As Outlet.takes_piece."""
+        return self._connection.is_free and self._requests.our_state is h11.SEND_BODY
+
+    def write_piece(self, data: bytes) -> None:
+        """As Outlet.write_piece."""
+        self._connection.writer.transport.write(_chunk(data))
 
     # one request
 
@@ -217,7 +214,7 @@ class Protocol:
             return
         state = ConnectionState({PLACE: self})
         if request.http_version == b"1.1" and request.method != b"HEAD":
-            state.update({SEND: self.send_piece, WRITE: self.write_piece})
+            state[OUTLET] = self
         self._stream = HTTPStream(
             connection.app,
             self._config,

@@ -11,7 +11,7 @@ import structlog
 from pipeline.errors import RequestError
 from pipeline.events import Answered, AnyEvent, Cancelled, End, Failed, Finished, Submitted, TokensProduced
 from pipeline.names import sibling_uids
-from web.live.listener import Listener, PassOn, Wake, next_of
+from web.live.listener import Listener, Push, Wake, live_events, next_of
 from web.wire.frames import ClientEvent
 from web.wire.openai.errors import CLIENT_CLOSED, error_of
 
@@ -85,10 +85,25 @@ class Client:
         """Return whether *event* is the first failure among the siblings."""
         return event.event is self._failure
 
-    async def next(self, pass_on: PassOn | None = None) -> list[ClientEvent]:
-        """Wait for events and return them; return none if none came for 10 s. *pass_on* is as for `next_of`."""
+    def push_to(self, sink: Push) -> None:
+        """Ask *sink* before `next` returns while the answer comes without a gap. It finds in `came` what it may take,
+        and then calls `take`."""
+        self.listeners[0].wake.sink = sink
+
+    @property
+    def came(self) -> Sequence[ClientEvent]:
+        """The events that came, if they need nobody but the client."""
+        return live_events(self.listeners)
+
+    def take(self) -> None:
+        """Drop `came`: the client has it."""
+        for listener in self.listeners:
+            listener.queued.clear()
+
+    async def next(self) -> list[ClientEvent]:
+        """Wait for events and return them; return none if none came for 10 s."""
         while True:
-            events, lost = await next_of(self.listeners, pass_on)
+            events, lost = await next_of(self.listeners)
             if lost:
                 self.recover(lost)
             if events or not lost:

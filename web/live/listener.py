@@ -6,7 +6,6 @@ A listener does not read the log. The tail gives it replies and entries of its h
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections import deque
@@ -32,8 +31,8 @@ KEEP_ALIVE_S = 10.0
 BEGINNING = "0-0"
 
 PublicEvent: TypeAlias = TokensProduced | End
-PassOn: TypeAlias = Callable[[Sequence[ClientEvent]], bool]
-"""Sends events to the client at once, without waiting. Returns False if it sent nothing."""
+Push: TypeAlias = Callable[[], bool]
+"""Sends what came to the client at once, without waiting. Returns False if the task that waits has to do it."""
 
 
 class State(Enum):
@@ -65,8 +64,8 @@ class Feed(Protocol):
         """Forget *listener*."""
         ...
 
-    def soon(self, do: Callable[[], None]) -> None:
-        """Call *do* when all events that came together are taken in."""
+    def touch(self, wake: Wake) -> None:
+        """Call `push` of *wake* when all events that came together are taken in."""
         ...
 
     def count_gap_fill(self, reason: str) -> None:
@@ -316,51 +315,52 @@ class Listener:
         if type(event.event) is not TokensProduced and isinstance(event.event, End):  # isinstance with a union is slow
             self.state = State.ENDED
         self.last_read_s = self._last_wake_s = time.monotonic()
-        self.wake.set(self._feed.soon)
+        self.wake.set(self._feed)
 
 
 class Wake:
-    """Ends the wait of one task: an asyncio.Event for what comes several times for each token."""
+    """Ends the wait of one task: an asyncio.Event for what comes several times for each token. To wake the task of a
+    stream takes longer than all else that is done for a token, so a `sink` is asked before."""
 
     def __init__(self) -> None:
+        self.sink: Push | None = None
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
-        self._instead: Callable[[], bool] | None = None
 
     def is_set(self) -> bool:
         return self._is_set
 
-    def set(self, soon: Callable[[Callable[[], None]], None] | None = None) -> None:
-        """End the wait, or the next one. The function that may be called instead is given to *soon*."""
+    def set(self, feed: Feed | None = None) -> None:
+        """End the wait, or the next one. With a *feed*, the sink may take what came instead."""
         if self._is_set:
             return
         self._is_set = True
         if self._waiter is None or self._waiter.done():
             return
-        if self._instead is None or soon is None:
+        if self.sink is None or feed is None:
             self._waiter.set_result(None)
         else:
-            soon(self._try_instead)
+            feed.touch(self)
 
     def clear(self) -> None:
         self._is_set = False
 
-    async def wait(self, instead: Callable[[], bool] | None = None) -> None:
-        """Wait until it is set. If *instead* returns True then, it is cleared, and the wait goes on. Raises what that
-        raises."""
+    async def wait(self) -> None:
+        """Wait until it is set, and the sink did not take what came. Raises what the sink raises."""
         if self._is_set:
             return
-        self._waiter, self._instead = asyncio.get_running_loop().create_future(), instead
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
-            self._waiter = self._instead = None
+            self._waiter = None
 
-    def _try_instead(self) -> None:
-        if self._waiter is None or self._instead is None or self._waiter.done():
+    def push(self) -> None:
+        """Let the sink take what came, or end the wait."""
+        if self._waiter is None or self.sink is None or self._waiter.done():
             return
         try:
-            if self._instead():
+            if self.sink():
                 self._is_set = False
             else:
                 self._waiter.set_result(None)
@@ -376,12 +376,11 @@ class News(NamedTuple):
     """Listeners whose request is no longer in the log: the caller calls `resume` or `give_up` on each."""
 
 
-async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) -> News:
+async def next_of(listeners: Sequence[Listener]) -> News:
     """Wait until events come for any of *listeners*, which share one `wake`, or a request is lost; return what came, in
     the listeners' order. Nothing is returned when nothing came for 10 s, or after the end of all.
 
-    The first call says that the requests were submitted. While it waits, *pass_on* gets the events that need nobody but
-    the client: to wake the task of a stream takes longer than all else that is done for a token.
+    The first call says that the requests were submitted.
     """
     has_news, have_ended, wake = False, True, listeners[0].wake
     for listener in listeners:
@@ -392,7 +391,7 @@ async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) 
         for listener in listeners:
             listener.wait(True)
         try:
-            await wake.wait(pass_on and functools.partial(_passed_on, listeners, pass_on))
+            await wake.wait()
         finally:
             for listener in listeners:
                 listener.wait(False)
@@ -406,17 +405,11 @@ async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) 
     return News(events, lost)
 
 
-def _passed_on(listeners: Sequence[Listener], pass_on: PassOn) -> bool:
-    """Return whether *pass_on* took the events of *listeners*. It is asked only if nothing else is to be done."""
+def live_events(listeners: Sequence[Listener]) -> Sequence[ClientEvent]:
+    """Return the events that came for *listeners*; none if a history is to be read, or one has ended or is lost."""
     for listener in listeners:
         if listener.state is not LIVE:
-            return False
+            return ()
     if len(listeners) == 1:
-        events: Sequence[ClientEvent] = listeners[0].queued
-    else:
-        events = [event for listener in listeners for event in listener.queued]
-    if not events or not pass_on(events):
-        return False
-    for listener in listeners:
-        listener.queued.clear()
-    return True
+        return listeners[0].queued
+    return [event for listener in listeners for event in listener.queued]

@@ -75,8 +75,8 @@ class _Nobody:
 
     def drop(self, listener: Listener) -> None: ...
 
-    def soon(self, do: Callable[[], None]) -> None:
-        do()
+    def touch(self, wake: Wake) -> None:
+        wake.push()
 
     def count_gap_fill(self, reason: str) -> None: ...
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 import structlog
@@ -81,9 +81,9 @@ class Tail:
         self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
-        self._soon: list[Callable[[], None]] = []
+        self._touched: list[Wake] = []
         self._collects = False
-        """Whether `_take` is running: it does at its end all that `soon` was given."""
+        """Whether `_take` is running: it pushes at its end."""
         self._cursor = ""
         """The id up to which the replies were read; empty: none was read."""
         self._opened_s = 0.0
@@ -142,16 +142,16 @@ class Tail:
         if not several:
             self._listeners.pop(listener.uid, None)
 
-    def soon(self, do: Callable[[], None]) -> None:
-        """As Feed.soon. One turn of the loop does it for all, this one while replies are taken in: a turn is slow."""
-        if not self._soon and not self._collects:
-            asyncio.get_running_loop().call_soon(self._do_all)
-        self._soon.append(do)
+    def touch(self, wake: Wake) -> None:
+        """As Feed.touch. One turn of the loop does it for all, this one while replies are taken in: a turn is slow."""
+        if not self._touched and not self._collects:
+            asyncio.get_running_loop().call_soon(self._push)
+        self._touched.append(wake)
 
-    def _do_all(self) -> None:
-        todo, self._soon = self._soon, []
-        for do in todo:
-            do()
+    def _push(self) -> None:
+        touched, self._touched = self._touched, []
+        for wake in touched:
+            wake.push()
 
     def count_gap_fill(self, reason: str) -> None:
         """As Feed.count_gap_fill."""
@@ -209,7 +209,7 @@ class Tail:
                     listener.apply_reply(reply)
         finally:
             self._collects = False
-            self._do_all()
+            self._push()
         # Without replies, the stream is perhaps gone, and every reply is dropped.
         return bool(replies) and now_s - self._opened_s < REOPEN_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from support.stand_in_stages import finished, tokens
@@ -13,8 +13,7 @@ from support.stand_in_stages import finished, tokens
 from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
 from pipeline.log.protocol import Entry, Reply
 from pipeline.names import SEAL, tokens_id
-from web.live.listener import KEEP_ALIVE_S, Listener, News, PassOn, State, next_of
-from web.wire.frames import ClientEvent
+from web.live.listener import KEEP_ALIVE_S, Listener, News, State, Wake, live_events, next_of
 
 LIVE, BEHIND, READING, LOST, ENDED = State.LIVE, State.BEHIND, State.READING, State.LOST, State.ENDED
 NEW, NEW_BEHIND = State.NEW, State.NEW_BEHIND
@@ -33,8 +32,8 @@ class Feed:
     def drop(self, listener: Listener) -> None:
         raise AssertionError
 
-    def soon(self, do: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_soon(do)
+    def touch(self, wake: Wake) -> None:
+        asyncio.get_running_loop().call_soon(wake.push)
 
     def count_gap_fill(self, reason: str) -> None:
         self.gap_fills.append(reason)
@@ -165,22 +164,29 @@ async def test_what_is_lost_is_told_to_the_caller_who_decides() -> None:
     assert isinstance(event.event, Failed) and event.event.code == "log_lost" and those == []
 
 
-class PassedOn:
+class Pushed:
     """What a client was given while its task waits."""
 
-    def __init__(self, *, takes: bool = True) -> None:
+    def __init__(self, *listeners: Listener, takes: bool = True) -> None:
+        self.listeners = listeners
         self.numbers: list[list[int]] = []
         self.takes = takes
 
-    def __call__(self, events: Sequence[ClientEvent]) -> bool:
-        self.numbers.append([event.n for event in events])
-        return self.takes
+    def __call__(self) -> bool:
+        events = live_events(self.listeners)
+        if events:
+            self.numbers.append([event.n for event in events])
+        if events and self.takes:
+            for listener in self.listeners:
+                listener.drain()
+        return bool(events) and self.takes
 
 
-async def waiting(listeners: Sequence[Listener], pass_on: PassOn) -> asyncio.Task[News]:
-    """Return a task that waits for events of *listeners*, which share one `wake`."""
-    listeners[0].wake.clear()
-    task = asyncio.create_task(next_of(listeners, pass_on))
+async def waiting(passed: Pushed) -> asyncio.Task[News]:
+    """Return a task that waits for events of listeners, which share one `wake`."""
+    passed.listeners[0].wake.clear()
+    passed.listeners[0].wake.sink = passed
+    task = asyncio.create_task(next_of(passed.listeners))
     await asyncio.sleep(0)
     return task
 
@@ -192,9 +198,10 @@ async def turns() -> None:
 
 
 async def test_tokens_are_passed_on_together_without_the_task_that_waits_until_the_end_comes() -> None:
-    one, other, passed = in_state(LIVE), in_state(LIVE), PassedOn()
+    one, other = in_state(LIVE), in_state(LIVE)
     other.wake = one.wake
-    task = await waiting((one, other), passed)
+    passed = Pushed(one, other)
+    task = await waiting(passed)
     for n in (2, 3):
         hear(n)(other)
     hear(2)(one)
@@ -209,42 +216,47 @@ async def test_tokens_are_passed_on_together_without_the_task_that_waits_until_t
 
 
 async def test_what_is_not_taken_wakes_the_task_that_waits() -> None:
-    listener, passed = in_state(LIVE), PassedOn(takes=False)
-    task = await waiting([listener], passed)
+    listener = in_state(LIVE)
+    passed = Pushed(listener, takes=False)
+    task = await waiting(passed)
     hear(2)(listener)
     assert ([event.n for event in (await task).events], passed.numbers) == ([2], [[2]])
 
 
 @pytest.mark.parametrize("change", [Listener.check, hear(4), lambda each: each.apply_history(None)])
 async def test_while_a_history_is_to_be_read_the_task_takes_what_comes(change: Callable[[Listener], None]) -> None:
-    listener, passed = in_state(LIVE, room=9), PassedOn()
-    task = await waiting([listener], passed)
+    listener = in_state(LIVE, room=9)
+    passed = Pushed(listener)
+    task = await waiting(passed)
     hear(2)(listener)
     change(listener)
     assert ([event.n for event in (await task).events], passed.numbers) == ([2], [])
 
 
 async def test_a_client_that_waits_for_long_is_told_so_by_its_task() -> None:
-    listener, passed = in_state(LIVE), PassedOn()
-    task = await waiting([listener], passed)
+    listener = in_state(LIVE)
+    passed = Pushed(listener)
+    task = await waiting(passed)
     listener.wake_if_idle(time.monotonic() + KEEP_ALIVE_S + 1)
     assert (await task, passed.numbers) == (([], []), [])
 
 
 async def test_a_bug_in_passing_on_ends_the_wait() -> None:
-    def broken(_: Sequence[ClientEvent]) -> bool:
-        raise ZeroDivisionError
+    class Broken(Pushed):
+        def __call__(self) -> bool:
+            raise ZeroDivisionError
 
     listener = in_state(LIVE)
-    task = await waiting([listener], broken)
+    task = await waiting(Broken(listener))
     hear(2)(listener)
     with pytest.raises(ZeroDivisionError):
         await task
 
 
 async def test_nothing_is_passed_on_once_nobody_waits() -> None:
-    listener, passed = in_state(LIVE), PassedOn()
-    task = await waiting([listener], passed)
+    listener = in_state(LIVE)
+    passed = Pushed(listener)
+    task = await waiting(passed)
     hear(2)(listener)
     task.cancel()
     await turns()

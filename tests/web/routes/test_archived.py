@@ -12,7 +12,7 @@ from support.redis_servers import command
 from support.stand_in_stages import StandIn
 from support.web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
-import web.routes.answers
+import web.live.stream
 from pipeline.archive.reader import volumes
 from pipeline.archive.writer import Writer
 from pipeline.log.redis import RedisLog
@@ -41,7 +41,7 @@ def expire(url: str, *uids: str) -> None:
 async def test_an_archived_request_is_told_and_streamed_as_before(
     here: Site, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web.routes.answers, "FRAMED_AT_ONCE", 2)
+    monkeypatch.setattr(web.live.stream, "FRAMED_AT_ONCE", 2)
     for body in (chat(model="demo"), chat("break", stream_options={"include_usage": True})):
         response = await here.post(body | {"stream": True}, headers=IDS)
         uid = response.headers["x-minisgl-uid"]
