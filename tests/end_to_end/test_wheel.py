@@ -179,7 +179,7 @@ def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("minisgl --version", "minisgl 0.1.0\n"), ("python -m minisgl --help", "usage: minisgl serve")]
+    ("line", "said"), [("minisgl --version", "minisgl 0.2.0\n"), ("python -m minisgl --help", "usage: minisgl serve")]
 )
 def test_the_wheel_says_its_version_and_usage(fresh: Path, tmp_path: Path, line: str, said: str) -> None:
     ended = subprocess.run([f"{fresh}/{line}"], shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
