@@ -25,6 +25,10 @@ MACHINE: Final = (
     "::test_whatever_workers_do_every_request_ends_once_and_as_the_model_says[{server}]"
 )
 """Random stories beside a model, with a fixed seed here."""
+READ_BEFORE: Final = (
+    "tests/pipeline/stage/test_worker.py"
+    "::test_what_the_slot_had_read_before_comes_one_by_one_and_before_what_is_new_where_the_order_matters[memory-True]"
+)
 ZOMBIE: Final = (
     "tests/pipeline/log/test_commit_machine.py"
     "::test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain[{server}]"
@@ -292,10 +296,10 @@ redis.call('XDEL', key.submitted, arg.entry)
         contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all")),
     Mutation("a take whose reply was lost is done again", "pipeline/log/operations/engines.py",
         "control_cursor=control_cursor,\n        once=True,\n", "control_cursor=control_cursor,\n",
-        (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",)),
+        (f"{REDIS}test_what_brought_entries_and_broke_is_not_repeated_and_they_are_found_by_pending[{{server}}-take]",)),
     Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",
         "self._own: list[Entry] | None = None  # None: to be looked up", "self._own: list[Entry] | None = []",
-        ("tests/pipeline/stage/test_worker.py::test_what_the_slot_had_read_before_comes_first_and_one_by_one[memory]",)),
+        (READ_BEFORE,)),
     Mutation("an engine goes on with its predecessor's requests before that one's last steps are in the histories",
         "stages/generate/loop/log_thread.py",
         "while entries and self._log.backlog(", "while False and self._log.backlog(",

@@ -55,6 +55,9 @@ def test_what_a_mutation_changes_is_there_exactly_once(mutation: Mutation) -> No
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
     assert mutation.caught_by
+    for test in mutation.caught_by:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("text", ["", "once, once"])
