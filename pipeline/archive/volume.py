@@ -187,22 +187,29 @@ class Volume:
 
     def _opened(self) -> sqlite3.Connection | None:
         try:
-            database = self._open("ro")
             try:
-                version = _checked_format(database)
+                return self._checked()
             except sqlite3.OperationalError as error:
-                database.close()
                 if not _name(error).startswith("SQLITE_READONLY"):
                     raise
-                self.mend()  # a writer died in the middle
-                database = self._open("ro")
-                version = _checked_format(database)
+            self.mend()  # a writer died in the middle
+            return self._checked()
         except FileNotFoundError:
             return None
         except UnsafeFile as error:
             logger.warning("archive_file_refused", file=error.filename, reason=error.strerror)
             return None
-        return database if version else None
+
+    def _checked(self) -> sqlite3.Connection | None:
+        database = self._open("ro")
+        try:
+            if _checked_format(database):
+                return database
+        except BaseException:
+            database.close()
+            raise
+        database.close()
+        return None
 
     def _open(self, mode: str) -> sqlite3.Connection:
         # `check_ours` opens nothing: closing a second descriptor would drop the locks of this process on the file.
