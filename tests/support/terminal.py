@@ -107,11 +107,14 @@ class Terminal:
         """Send *keys* as they are."""
         self.child.send(keys)
 
+    def until_at_prompt(self, line: str) -> None:
+        self.until(lambda: self.lines[-1 - self._below()].endswith(line[-40:]), f"{line!r} at the prompt")
+
     def enter(self, line: str) -> None:
         """Type a line at an empty prompt, see it there, and press Enter."""
         self.until_asking()
         self.press(line)
-        self.until(lambda: self.lines[-1 - self._below()].endswith(line[-40:]), f"{line!r} at the prompt")
+        self.until_at_prompt(line)
         self.press("\r")
 
     def _below(self) -> int:
