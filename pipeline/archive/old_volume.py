@@ -25,6 +25,7 @@ import zstandard
 
 from pipeline.archive.volume import (
     MOST_MS,
+    READ_AT_ONCE,
     ArchiveDamaged,
     Place,
     Volume,
@@ -34,7 +35,7 @@ from pipeline.archive.volume import (
     size_of,
     text_of,
 )
-from pipeline.process.private import UnsafeFile, open_ours
+from pipeline.process.private import UnsafeFile, check_ours, open_ours
 from pipeline.recording import MOST_BYTES, Recording, UnreadableRecording, decode_recording
 
 logger = structlog.get_logger()
@@ -48,7 +49,6 @@ INDEX_BYTES: Final = 256 << 20
 _LINE: Final = re.compile(rb"(\S{1,64}) ([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,18}) ([0-9]{1,15})")
 _CHUNK: Final = 1 << 10
 """Size of a read. Zstandard makes at most 32 MiB of so many bytes at once."""
-_MOVED_AT_ONCE: Final = 16
 
 Frame = tuple[int, int]
 """Offset and size."""
@@ -162,7 +162,7 @@ class OldVolume:
                 for recording in self.recordings():
                     if recording.uid not in uids:
                         some.append(recording)
-                    if len(some) == _MOVED_AT_ONCE:
+                    if len(some) == READ_AT_ONCE:
                         new.append(some)
                         some.clear()
                 new.append(some)
@@ -187,6 +187,8 @@ class OldVolume:
         raise FileNotFoundError(errno.ENOENT, "it is gone", str(self.path))
 
     def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            check_ours(self.path)
         for path in (self._index, self.path):
             path.unlink(missing_ok=True)
 

@@ -11,7 +11,17 @@ from typing import Final, TypeAlias
 
 from pipeline.archive.folder import archive_id
 from pipeline.archive.old_volume import FRAMES, OldVolume
-from pipeline.archive.volume import HOUR_S, MOST_MS, SUFFIX, ArchiveDamaged, Place, Volume, hour_of, parts_of
+from pipeline.archive.volume import (
+    HOUR_S,
+    MOST_MS,
+    READ_AT_ONCE,
+    SUFFIX,
+    ArchiveDamaged,
+    Place,
+    Volume,
+    hour_of,
+    parts_of,
+)
 from pipeline.errors import ConfigError
 from pipeline.recording import Recording
 
@@ -24,8 +34,6 @@ MOST_HOURS: Final = 24
 """Number of hours whose files a list of the newest requests reads. More than LATE_S, so that it gets on."""
 MOST_LINES: Final = 2000
 """Number of requests of one file in such a list."""
-READ_AT_ONCE: Final = 16
-"""Requests in memory at a time."""
 _DRAWN: Final = re.compile("[0-9a-f]{12}")
 
 AnyVolume: TypeAlias = Volume | OldVolume

@@ -1,4 +1,4 @@
-"""One file of an archive: an SQLite database with the requests that one archiver wrote in one hour.
+"""One file of an archive: a SQLite database. It holds the requests that one archiver wrote in one hour.
 
     <hour>-<slot>-<epoch>.sqlite    table `requests`: uid, made_ms, ended_ms, and `frame`, a line of `encode_recording`
                                     in a frame of Zstandard
@@ -16,7 +16,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +41,8 @@ BESIDE: Final = ("-journal", "-wal", "-shm")
 HOUR_S: Final = 3600
 AT_ONCE: Final = 500
 """Uids in one question."""
+READ_AT_ONCE: Final = 16
+"""Requests in memory at a time."""
 BUSY_S: Final = 10.0
 """How long a reader waits for another process that writes, and how long a writer for others."""
 WRITE_BUSY_S: Final = 1.0
@@ -111,52 +113,62 @@ class Volume:
 
     def find(self, uids: Collection[str]) -> list[Place]:
         """Return the places of those of *uids* that it has. This and the next two: [] if the file is gone, is not ours
-        or is damaged."""
-        return self._places(lambda database: self._rows(database, "uid, made_ms, ended_ms", uids))
+        or is damaged.
+
+        Raises:
+            VolumeBusy: Another process has written to the file for long.
+            OSError: It cannot be read now. Whoever forgets a request must not take it for gone.
+        """
+        question = "SELECT uid, made_ms, ended_ms FROM requests WHERE uid IN ({})"
+        return [place for some in _parts(uids) for place in self._places(question.format(_marks(some)), some)]
 
     def places(self, since_ms: int = 0, until_ms: int = MOST_MS) -> list[Place]:
         """Return the places of all requests that were submitted from *since_ms* to before *until_ms*."""
         question = "SELECT uid, made_ms, ended_ms FROM requests WHERE made_ms >= ? AND made_ms < ?"
-        bounds = max(0, since_ms), min(until_ms, MOST_MS)
-        return self._places(lambda database: database.execute(question, bounds))
+        return self._places(question, (max(0, since_ms), min(until_ms, MOST_MS)))
 
     def newest(self, before: str, most: int) -> list[Place]:
         """Return the places of the *most* largest uids that are smaller than *before*, the largest first."""
         question = "SELECT uid, made_ms, ended_ms FROM requests WHERE uid < ? ORDER BY uid DESC LIMIT ?"
-        return self._places(lambda database: database.execute(question, (before, most)))
+        return self._places(question, (before, most))
 
     def read(self, uids: Collection[str]) -> dict[str, Recording]:
         """Return those requests of *uids* that it has.
 
         Raises:
-            ArchiveDamaged: It, or one of them, cannot be read.
+            ArchiveDamaged: It, or one of them, is damaged. VolumeBusy, OSError: As `find`.
         """
+        found: dict[str, Recording] = {}
         with self._reading() as database:
-            rows = self._rows(database, "uid, frame", uids) if database else ()
-            return {uid: self._unpacked(uid, frame) for uid, frame in rows}
+            if database is None:
+                return found
+            for some in _parts(uids):
+                rows = database.execute(f"SELECT uid, frame FROM requests WHERE uid IN ({_marks(some)})", some)
+                found |= {uid: self._unpacked(uid, frame) for uid, frame in rows}
+        return found
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield all requests, except those that cannot be read."""
-        for place in self.places():
-            with contextlib.suppress(ArchiveDamaged):
-                yield from self.read([place.uid]).values()
+        """Yield all requests, except those that are damaged. Raise as `find`."""
+        question = "SELECT uid, frame FROM requests WHERE uid > ? ORDER BY uid LIMIT ?"
+        last = ""
+        while page := self._asked(question, (last, READ_AT_ONCE)):
+            for uid, frame in page:
+                with contextlib.suppress(ArchiveDamaged):
+                    yield self._unpacked(uid, frame)
+            last = page[-1][0]
 
-    def _places(self, ask: Callable[[sqlite3.Connection], Iterable[tuple[Any, ...]]]) -> list[Place]:
+    def _places(self, question: str, words: Sequence[str | int]) -> list[Place]:
+        # SQLite keeps any value in any column.
+        return [Place(*row) for row in self._asked(question, words) if [*map(type, row)] == [str, int, int]]
+
+    def _asked(self, question: str, words: Sequence[str | int]) -> list[tuple[Any, ...]]:
+        """Return the rows that answer a question; [] if the file is gone, is not ours or is damaged."""
         try:
             with self._reading() as database:
-                places = [Place(*row) for row in ask(database)] if database else []
+                return database.execute(question, words).fetchall() if database else []
         except ArchiveDamaged as error:
             logger.warning("archive_file_refused", file=str(self.path), reason=str(error))
             return []
-        # SQLite keeps any value in any column.
-        return [place for place in places if [*map(type, place)] == [str, int, int]]
-
-    @staticmethod
-    def _rows(database: sqlite3.Connection, columns: str, uids: Collection[str]) -> list[tuple[Any, ...]]:
-        rows, left = [], iter(uids)
-        while some := list(islice(left, AT_ONCE)):
-            rows += database.execute(f"SELECT {columns} FROM requests WHERE uid IN ({_marks(some)})", some).fetchall()
-        return rows
 
     def _unpacked(self, uid: str, frame: object) -> Recording:
         try:
@@ -169,21 +181,14 @@ class Volume:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
-        """Yield a connection that only reads; None if the file is gone, is empty or is not ours."""
-        database = None
-        try:
-            with self._translated():
-                database = self._opened()
-            if database is None:
-                yield None
-                return
-            with self._translated():
-                yield database
-        except (OSError, VolumeBusy) as error:
-            raise ArchiveDamaged(f"{self.path} cannot be read: {error}") from error
-        finally:
-            if database is not None:
-                database.close()
+        """Yield a connection that only reads; None if the file is gone, is empty or is not ours. Raise as `read`."""
+        with self._translated():
+            database = self._opened()
+        if database is None:
+            yield None
+            return
+        with closing(database), self._translated():
+            yield database
 
     def _opened(self) -> sqlite3.Connection | None:
         try:
@@ -299,12 +304,13 @@ class Volume:
     def leave_out(self, uids: Collection[str]) -> int:
         """Remove the requests *uids*, and their bytes; return how many there were.
 
-        If this dies at any point, the next call does the rest. Raises as `_writing`.
+        If this dies before the commit, the next call does it all. If it dies after, the next one that removes something
+        gives the room back. Raises as `_writing`.
         """
         try:
             with self._writing() as database:
-                num_removed, left = 0, iter(uids)
-                while some := list(islice(left, AT_ONCE)):
+                num_removed = 0
+                for some in _parts(uids):
                     deleted = database.execute(f"DELETE FROM requests WHERE uid IN ({_marks(some)})", some)
                     num_removed += deleted.rowcount
                 failpoint("archive.before_commit")
@@ -381,6 +387,12 @@ def _checked_format(database: sqlite3.Connection) -> int:
 
 def _name(error: sqlite3.Error) -> str:
     return getattr(error, "sqlite_errorname", "")
+
+
+def _parts(uids: Collection[str]) -> Iterator[list[str]]:
+    left = iter(uids)
+    while some := list(islice(left, AT_ONCE)):
+        yield some
 
 
 def _marks(uids: Sequence[str]) -> str:

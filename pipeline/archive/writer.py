@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from pipeline.archive.reader import Archive, volumes
-from pipeline.archive.volume import DAMAGED, SUFFIX, ArchiveDamaged, Volume, VolumeBusy, place_of
+from pipeline.archive.volume import DAMAGED, SUFFIX, ArchiveDamaged, Volume, place_of
 from pipeline.errors import LogError
 from pipeline.process.private import UnsafeFile
 from pipeline.recording import Recording
@@ -116,7 +116,7 @@ class Writer:
                 if volume.until_s <= now_s and (is_old or is_too_much):
                     try:
                         volume.remove()
-                    except (VolumeBusy, UnsafeFile):  # the next time removes it; files that are not ours stay
+                    except UnsafeFile:  # files that are not ours stay
                         continue
                     total -= sizes[volume]
                     removed.append(volume.path.name)

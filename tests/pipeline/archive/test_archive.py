@@ -316,6 +316,18 @@ def test_what_is_forgotten_gives_its_room_back(tmp_path: Path, writer: Writer) -
     assert writer.forget({each.uid for each in some}) == 5 and uids(tmp_path) == []
 
 
+def test_what_is_to_be_forgotten_waits_for_a_file_that_cannot_be_read_now(
+    tmp_path: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.archive.volume.BUSY_S", 0.0)
+    writer.write([request(1)])
+    with closing(sqlite3.connect(only_volume(tmp_path).path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(VolumeBusy):
+            writer.forget({uid_of(1)})
+    assert writer.forget({uid_of(1)}) == 1
+
+
 def test_a_round_is_told_before_each_file_that_may_be_written_anew(tmp_path: Path, writer: Writer) -> None:
     some, rounds = three_hours(tmp_path), list[int]()
     writer.forget({each.uid for each in some}, lambda: rounds.append(len(uids(tmp_path))))
