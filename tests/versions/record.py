@@ -77,8 +77,8 @@ def ask(url: str) -> dict[str, Any]:
 
 
 def begin(url: str, num: int) -> list[tuple[str, Iterator[str]]]:
-    """Begin long streams; return the uid and the lines of each when it has its first tokens. They go on while somebody
-    has their lines."""
+    """Begin long streams and wait for their first tokens. Return the uid and the lines of each; a stream ends when its
+    lines are dropped."""
     client, streams = httpx.Client(timeout=60), []
     for _ in range(num):
         request = client.build_request("POST", url + COMPLETIONS, json=LONG)
@@ -120,8 +120,8 @@ def main() -> int:
             process.kill()
         seen = {"answered": answered, "begun": [uid for uid, _ in streams]}
         folder.mkdir()
-        (folder / "fields.json").write_text(json.dumps(fields_of_events(), indent=1) + "\n")
-        (folder / "seen.json").write_text(json.dumps(seen, indent=1) + "\n")
+        (folder / "fields.json").write_text(json.dumps(fields_of_events()) + "\n")
+        (folder / "seen.json").write_text(json.dumps(seen) + "\n")
         with zstandard.open(folder / WRITTEN, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
             for each in (data / "appendonlydir", archive, Path(name, "dump.zst")):
                 tar.add(each, each.name)

@@ -65,11 +65,11 @@ def test_this_version_is_recorded() -> None:
 
 def test_a_new_field_is_informative_or_its_event_has_a_higher_version() -> None:
     """An older worker leaves it out. Where that can change an answer, the event has to raise `v`."""
-    for version in RECORDED:
-        recorded = json.loads((HERE / version / "fields.json").read_text())
+    for path in HERE.glob("*/fields.json"):  # from 0.2.0 on
+        recorded = json.loads(path.read_text())
         for name, fields in fields_of_events().items():
             new = {f"{name}.{field}" for field in set(fields) - set(recorded.get(name, fields))}
-            assert new <= INFORMATIVE, f"since {version}"
+            assert new <= INFORMATIVE, f"since {path.parent.name}"
 
 
 def test_its_requests_are_read_and_those_that_it_had_begun_are_finished(recorded: Recorded) -> None:
