@@ -1,8 +1,8 @@
 # Needs nothing but Python >= 3.11 and make, and Docker for `containers`. Every target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that run tests. One more than two cores have, since the slow tests mostly wait; each takes 15 s to find them
-# all. One alone where they share a Redis that is there, because each test empties it.
+# Processes that run tests: two for each of two cores, since the slow tests mostly wait. One alone where they share a
+# Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,4)
 
 .PHONY: venv serve bench attack test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels

@@ -131,8 +131,8 @@ class Replay(Value):
 
 
 INFORMATIVE: Final = frozenset[str]()
-"""`Class.field` of what was added since 0.2.0 and changes no answer, so that older workers may leave it out. An event
-with any other new field raises `v`; then older workers leave the whole entry to newer ones."""
+"""Fields that were added after 0.2.0 and change no answer, as `Class.field`. Older workers ignore them. An event with
+any other new field needs a higher `v`: older workers then leave the whole entry to newer ones."""
 
 
 class Event(Value):

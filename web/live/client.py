@@ -86,17 +86,17 @@ class Client:
         return event.event is self._failure
 
     def push_to(self, sink: Push) -> None:
-        """Ask *sink* before `next` returns while the answer comes without a gap. It finds in `came` what it may take,
-        and then calls `take`."""
+        """Call *sink* when events come while `next` waits. It sends `came`, calls `take` and returns True. If it
+        returns False, `next` returns the events."""
         self.listeners[0].wake.sink = sink
 
     @property
     def came(self) -> Sequence[ClientEvent]:
-        """The events that came, if they need nobody but the client."""
+        """The events that can be sent at once; none while a history has to be read, or after an end."""
         return live_events(self.listeners)
 
     def take(self) -> None:
-        """Drop `came`: the client has it."""
+        """Remove the events of `came`, which were sent."""
         for listener in self.listeners:
             listener.queued.clear()
 

@@ -16,12 +16,15 @@ from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 
 FRAMED_AT_ONCE: Final = 64
-"""Events whose frames are made in one turn; each takes up to 0.1 ms."""
+"""Most events whose frames are made in one turn of the loop. A frame takes up to 0.1 ms."""
 
 
 class Stream:
-    """A token's way: the tail gives a reply to its listener, which checks the order, and `push` writes its frame. Where
-    somebody would have to wait, or a history is to be read, the task of `pieces` goes on with what came."""
+    """Makes and sends the frames of one answer.
+
+    The tail gives a reply to its listener, which checks the order; then `push` sends the frame. If the client does not
+    read fast enough, or a history has to be read, the task of `pieces` sends it.
+    """
 
     def __init__(self, client: Client, frames: Frames, turns: Turns, outlet: Outlet | None, *, after: str = "") -> None:
         """The client has the frames of all events up to the id *after*. Without an *outlet*, all goes through Quart."""
@@ -36,7 +39,7 @@ class Stream:
         client.push_to(self.push)
 
     def push(self) -> bool:
-        """Write the frames of what came, unless that would have to wait. Return whether it did."""
+        """Send the frames of the new events at once. Return False if that would have to wait; then nothing is sent."""
         events = self._client.came
         if not events or self._frames.are_long or self._outlet is None or not self._outlet.takes_piece():
             return False

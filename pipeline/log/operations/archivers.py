@@ -27,7 +27,7 @@ def close_archive(log: LogContext) -> Command[bool]:
 
 
 def archived(log: LogContext, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> Script[None]:
-    """Consume *entries* of `ended`, and count and consume *lost*, whose histories had expired. Raise Fenced."""
+    """Consume *entries* and *lost* of `ended`. The histories of *lost* had expired; they are counted. Raise Fenced."""
 
     def parse(reply: Any) -> None:
         nothing(unless_fenced(owner, reply))

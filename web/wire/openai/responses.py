@@ -143,20 +143,20 @@ COMPLETION: Final = CompletionStyle()
 def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
     """Yield the whole answer in pieces, once all *choices* have ended."""
     head, usage = _head(style, style.whole, uid, events[0].model), usage_of(choices)
+    of_prompts = [style.of_prompt(choice) for choice in choices]
     beside: dict[str, Any] = {}
-    for choice in choices:
-        beside |= style.of_prompt(choice)[0]
+    for for_all, _ in of_prompts:
+        beside |= for_all
     beside |= _cached(choices[0], usage)
-    told = Slices([_whole(style, choice)] for choice in choices)
+    told = Slices([_whole(style, choice, within)] for choice, (_, within) in zip(choices, of_prompts, strict=True))
     yield from encoded({**head, "choices": told, "usage": usage, **beside})
 
 
-def _whole(style: Style, choice: Choice) -> dict[str, Any]:
+def _whole(style: Style, choice: Choice, within: Mapping[str, Any]) -> dict[str, Any]:
     part = AnswerPart(choice.text, scores=choice.scores)
     logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
     end = {"finish_reason": choice.reason, **_stopped_by(choice)}
     token_ids = {"token_ids": sliced(choice.token_ids)} if choice.shown.token_ids else {}
-    _, within = style.of_prompt(choice)
     return {"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within}
 
 
