@@ -91,13 +91,14 @@ def make_checkpoint(
     experts: Mapping[str, Any] | None = None,
     shard_size: str = "1GB",
     head_dim: int | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
 
     *tie* None: tied embeddings for qwen3, not for the others. *bias* gives the linear layers that may have one a bias:
     those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
     *rope* replaces the family's, *experts* changes what qwen3moe says of its. Weights of more than *shard_size* become
-    several files. *head_dim* replaces the family's.
+    several files. *head_dim* replaces the family's, *sizes* other numbers of its config.
     """
     tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
     tokenizer.save_pretrained(folder)
@@ -119,6 +120,8 @@ def make_checkpoint(
     config = _config(architecture, common, bias=bias, experts=experts or {})
     if head_dim is not None:
         config.head_dim = head_dim
+    for name, size in (sizes or {}).items():
+        setattr(config, name, size)
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

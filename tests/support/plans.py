@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from pipeline.events import SamplingParams
+from stages.generate.forward.engine import Engine
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 PAGE_SIZE, NUM_PAGES = 4, 128
@@ -40,3 +41,11 @@ def plan(*rows: PlanRow) -> BatchPlan:
 
 def shuffled_pages(seed: int = 0, num_pages: int = NUM_PAGES) -> list[int]:
     return random.Random(seed).sample(range(num_pages), num_pages)
+
+
+def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[int]:
+    """Return *count* tokens of one request alone, its prompt in chunks."""
+    begin = len(request.tokens)
+    while len(request.tokens) < begin + count:
+        request.tokens += engine.forward(plan(request.row(chunk))).token_ids
+    return request.tokens[begin:]

@@ -6,13 +6,13 @@ only then are all tokens before them known, which penalties and bad words need.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import structlog
@@ -25,6 +25,7 @@ from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
 from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
 from stages.generate.collectives import ALONE, Collectives
+from stages.generate.forward.gguf_weights import load_blocks, load_gguf
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
@@ -238,9 +239,16 @@ class Engine:
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         packed = kernels != "torch" or packs(device, dtype)
-        load_all = dummy_weights if dummy else partial(load_weights, folder=folder, map_tied=packed)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
-        weights = load_all(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
+        place: dict[str, Any] = {"shard": shard, "progress": progress}
+        if not spec.blocks or quantization in ("none", "int8"):
+            place |= {"dtype": self.dtype, "device": self.device}
+        load: Callable[..., dict[str, Any]] = partial(load_weights, folder=folder, map_tied=packed)
+        if dummy:
+            load = dummy_weights
+        elif spec.blocks:
+            load = partial(load_gguf if "dtype" in place else load_blocks, folder=folder)
+        weights = load(spec, **place)
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()

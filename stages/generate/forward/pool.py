@@ -11,12 +11,15 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 from stages.generate.machine import free_memory_bytes
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
+from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 # L = layers, 2 = keys and values, P = pages, K = kv heads, S = slots of a page, D = head dim
 
 GIB: Final = 2**30
 CPU_LIMIT_BYTES: Final = 4 * GIB  # a CPU's memory is shared with other programs; `--num-pages` asks for more
+PACKED_BYTES: Final = {"Q5_0": 34, "Q5_1": 36, "Q4_K": 148, "Q5_K": 276, "Q6_K": 276}
+"""Bytes of a packed block, where they are not those of the file."""
 INT8_BYTES: Final = 1 + 2 / 64  # of one weight of a matrix: every 64 share a scale of two bytes
 
 
@@ -34,6 +37,9 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
 def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
     """Return the bytes of the weights in memory; with int8, tied embeddings are there twice."""
     shapes = tensor_shapes(spec)
+    if quantization not in ("none", "int8"):
+        sizes = (size / BLOCKS[kind][2] * PACKED_BYTES.get(kind, BLOCKS[kind][2]) for kind, size in spec.blocks.items())
+        return int(sum(sizes)) // spec.num_ranks
     if quantization == "none":
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
     shapes.setdefault(HEAD, shapes[EMBEDDING])

@@ -113,8 +113,8 @@ def load_weights(
     """
     entries = read_tensors(folder)
     shard = shard or spec
-    weights, places = _places(shard, dtype, device)
     parts = parts_of(spec, shard)
+    weights, places = places_of(shard, dtype, device)
     embedding, rows = entries[EMBEDDING], parts[EMBEDDING].rows
     can_map = _is_as_wanted(embedding, places[EMBEDDING]) and sum(map(len, rows)) == shard.vocab_rows
     if map_tied and spec.tie_embeddings and can_map:
@@ -124,7 +124,7 @@ def load_weights(
     total_bytes = sum(len(rows) * entries[name].row_bytes for name in wanted for rows in parts[name].rows)
     piece = torch.empty(max(PIECE_BYTES, *(entries[name].row_bytes for name in wanted)), dtype=torch.uint8)
     done_bytes = 0
-    with _seen(progress) as report:
+    with seen(progress) as report:
         for path, names in groupby(wanted, key=lambda name: entries[name].file):
             with path.open("rb", buffering=0) as file:
                 for name in names:
@@ -150,12 +150,12 @@ def dummy_weights(
     A *shard* gets its part of the whole model's weights: every rank draws all of them, a piece at a time.
     """
     shard = shard or spec
-    weights, places = _places(shard, dtype, device)
+    weights, places = places_of(shard, dtype, device)
     parts = parts_of(spec, shard)
     importlib.import_module("torch._prims.rng_prims")  # torch's generators need it, and an engine imports less of torch
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     total_bytes, done_bytes = sum(weight.nbytes for weight in weights.values()), 0
-    with _seen(progress) as report:
+    with seen(progress) as report:
         for name, shape in tensor_shapes(spec).items():
             if len(shape) == 2:
                 bound = (3 / shape[1]) ** 0.5  # a uniform distribution of variance 1 / inputs
@@ -168,7 +168,7 @@ def dummy_weights(
 
 
 @contextmanager
-def _seen(progress: Progress) -> Iterator[Progress]:
+def seen(progress: Progress) -> Iterator[Progress]:
     """Return *progress*; on a terminal it also draws a bar on stderr."""
     if not sys.stderr.isatty():
         yield progress
@@ -188,7 +188,7 @@ def _seen(progress: Progress) -> Iterator[Progress]:
         yield report
 
 
-def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def places_of(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the uninitialised weights, and for each tensor of the checkpoint its place in them.
 
     If torch can multiply all experts of a layer in one operation, each kind of their matrices is one weight.
@@ -197,7 +197,7 @@ def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[
     grouped = experts.num_experts > 0 and can_group(dtype, device, spec.hidden_size, experts.intermediate_size)
     weights: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
-    for fused, parts in groupby(shapes, key=_fused_name):  # fused ones are neighbours
+    for fused, parts in groupby(shapes, key=fused_name):  # fused ones are neighbours
         names = list(parts)
         rows = [shapes[name][0] for name in names]
         shape, expert = (sum(rows), *shapes[names[0]][1:]), EXPERT.fullmatch(fused) if grouped else None
@@ -218,7 +218,7 @@ def _fill(place: Tensor, file: FileIO, entry: TensorEntry, part: Part, piece: Te
     If no cast, no move to a device and no choice of columns is needed, the bytes are read straight into their place,
     else through *piece*.
     """
-    place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
+    place_RC, columns = clear_rest(place, part), slice(part.columns.start, part.columns.stop)
     source_dtype = DTYPES[entry.dtype]
     direct = _is_as_wanted(entry, place)
     done = 0
@@ -236,7 +236,7 @@ def _fill(place: Tensor, file: FileIO, entry: TensorEntry, part: Part, piece: Te
 
 def _draw(place: Tensor, shape: tuple[int, ...], part: Part, bound: float, generator: torch.Generator) -> None:
     """Draw a matrix of *shape*, uniformly from -bound to bound, and keep a part of it."""
-    place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
+    place_RC, columns = clear_rest(place, part), slice(part.columns.start, part.columns.stop)
     num_rows, num_columns = shape
     at_once = max(1, PIECE_BYTES // (num_columns * place.itemsize))
     for begin in range(0, num_rows, at_once):
@@ -251,7 +251,7 @@ def _draw(place: Tensor, shape: tuple[int, ...], part: Part, bound: float, gener
             done += len(rows)
 
 
-def _clear_rest(place: Tensor, part: Part) -> Tensor:
+def clear_rest(place: Tensor, part: Part) -> Tensor:
     """Return place_RC, with zeros where no part of the tensor comes."""
     place_RC = place.view(len(place), -1)
     place_RC[sum(map(len, part.rows)) :].zero_()
@@ -289,6 +289,6 @@ def _read_into(tensor_N: Tensor, file: FileIO) -> int:
     return done
 
 
-def _fused_name(name: str) -> str:
+def fused_name(name: str) -> str:
     *prefix, module, kind = name.split(".")
     return ".".join((*prefix, FUSED.get(module, module), kind))

@@ -83,7 +83,7 @@ class Files:
 
     baseline: tuple[str, ...] = ("cpu.c",)
     """Once, for every CPU of this kind of machine."""
-    once: tuple[str, ...] = ("pool.c", "rows.c", "work.c", "experts.c", "sample.c", "step.c")
+    once: tuple[str, ...] = ("pool.c", "rows.c", "work.c", "experts.c", "sample.c", "step.c", "blocks.c")
     """Once, with the instructions of the least variant."""
     each: tuple[str, ...] = ("pack.c", "gemm.c", "attention.c", "variant.c")
     """Once for each variant, with -DVARIANT=<name>."""

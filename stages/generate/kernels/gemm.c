@@ -21,8 +21,9 @@ typedef struct {
     int64_t inputs;
     int first, last;        // whether these are the first and the last inputs
     const float *bias;      // of the first panel; NULL: none
-    const float *units;     // INT8: of the first panel
-    const char *row_scales; // INT8: of the first row
+    const char *front;      // of the first panel
+    int64_t first_input;    // of the block
+    const char *row_scales; // of the first row
     // Lines (INT8: groups) of each panel that the next block of weights begins with and this one fetches into the cache.
     const char *ahead;
     int64_t num_ahead;
@@ -154,7 +155,7 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
     }
     if (!block->last) return;
     UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-        Vector units = load((const char *)block->units + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
+        Vector units = load(block->front + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
         UNROLL for (int r = 0; r < rows; r++) {
             Vector sum = load(out + r * stride + v * LANES);
             // In this order nothing overflows with weights of any size.
@@ -165,11 +166,109 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
     }
 }
 
-// As many as the registers hold the sums of.
-INLINE int panels_at_once(int64_t rows) { return VECTORS == 1 || rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Scales and minima of a group of a unit, for LANES outputs. *front* has those of its super-block.
+INLINE Vector scales_of(const Format format, const char *unit, const char *front, const int64_t group, const int lane) {
+    if (format == Q6_K) return multiplied(from_signed(unit + group * PANEL + lane), from_halves(front + 2 * lane));
+    if (!has_two_levels(format)) return from_halves(unit + group * 2 * PANEL + 2 * lane);
+    return multiplied(from_unsigned(unit + group * 2 * PANEL + lane), from_halves(front + 2 * lane));
+}
+
+INLINE Vector minima_of(const Format format, const char *unit, const char *front, const int64_t group, const int lane) {
+    if (!has_two_levels(format)) return from_halves(unit + 64 + group * 2 * PANEL + 2 * lane);
+    return multiplied(from_unsigned(unit + group * 2 * PANEL + PANEL + lane), from_halves(front + 2 * PANEL + 2 * lane));
+}
+
+// What the products of bytes are about: the integers of a weight are this much less than the bytes that are multiplied.
+INLINE int32_t zero_of(const Format format) {
+    if (format == Q4_0) return 8;
+    return BYTES_ARE_UNSIGNED && (format == Q8_0 || format == Q6_K) ? 128 : 0;
+}
+
+// Add the products of a line with the 4 or 8 activations at *x* of each row.
+INLINE void add_bytes_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
+                           const char *line, int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+        Integers bytes = load_bytes(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
+        if (has_nibbles(format)) {
+            Integers low = low_nibbles(bytes), high = high_nibbles(bytes);
+            UNROLL for (int r = 0; r < rows; r++) {
+                ADD_NIBBLES(exact[r][v], low, spread_word(x + r * row_bytes));
+                ADD_NIBBLES(exact[r][v], high, spread_word(x + r * row_bytes + 4));
+            }
+        } else {
+            if (zero_of(format)) bytes = from_signed_bytes(bytes);
+            UNROLL for (int r = 0; r < rows; r++) ADD_BYTES(exact[r][v], bytes, spread_word(x + r * row_bytes));
+        }
+    }
+}
+
+// The formats with units. The integers of a group are summed exactly, whatever the instructions; then each output has one
+// chain of multiply-adds over the groups.
+INLINE void multiply_units(const Format format, const int rows, const int panels, const Block *block) {
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
+    const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP, inputs_of_line = has_nibbles(format) ? 8 : 4;
+    const int starts_exact = BYTES_ARE_UNSIGNED, vectors = panels * VECTORS;
+    const char *x = block->rows, *unit = block->panels, *ahead = block->ahead;
+    int64_t num_ahead = block->num_ahead;
+    Vector sums[MOST_ROWS][MOST_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++)
+            sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    for (int64_t input = 0; input < block->inputs; input += GROUP, unit += unit_bytes(format)) {
+        const int64_t place = block->first_input + input;
+        const char *front = block->front + place / SUPER_BLOCK * FRONT_BYTES, *line = unit + head_bytes(format);
+        const char *row_groups = block->row_scales + place / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
+        if (num_ahead-- > 0) {
+            for (int64_t byte = 0; byte < unit_bytes(format); byte += 64)
+                UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes + byte);
+            ahead += unit_bytes(format);
+        }
+        for (int group = 0; group < GROUP / inputs_of_group; group++) {
+            const char *of_rows = row_groups + group * inputs_of_group / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
+            Integers exact[MOST_ROWS][MOST_VECTORS];
+            UNROLL for (int r = 0; r < rows; r++) {
+                const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
+                int32_t sum = format != Q6_K ? of_row->first_sum + of_row->last_sum : group % 2 ? of_row->last_sum : of_row->first_sum;
+                Integers start = starts_exact && zero_of(format) ? spread_integer(-zero_of(format) * sum) : no_integers();
+                UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = start;
+            }
+            UNROLL for (int i = 0; i < inputs_of_group; i += inputs_of_line, x += inputs_of_line, line += 4 * PANEL)
+                add_bytes_line(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const int lane = v % VECTORS * LANES;
+                const int64_t panel = v / VECTORS * panel_bytes;
+                Vector scales = scales_of(format, unit + panel, front + panel, group, lane), minima = scales;
+                if (has_minima(format)) minima = minima_of(format, unit + panel, front + panel, group, lane);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
+                    Integers integers = has_nibbles(format) ? sum_of_nibbles(exact[r][v]) : exact[r][v];
+                    if (!starts_exact && zero_of(format))
+                        integers = add_integers(integers, spread_integer(-zero_of(format) * (of_row->first_sum + of_row->last_sum)));
+                    Vector of_group = multiplied(to_floats(integers), scales);
+                    MULTIPLY_ADD(sums[r][v], of_group, spread(of_row->scale));
+                    if (has_minima(format)) MULTIPLY_ADD(sums[r][v], minima, spread(of_row->weighted));
+                }
+            }
+        }
+    }
+    UNROLL for (int v = 0; v < vectors; v++) {
+        const int biased = block->last && block->bias != NULL;
+        Vector bias = biased ? load(block->bias + v * LANES) : spread(0.0f);
+        UNROLL for (int r = 0; r < rows; r++)
+            store(block->out + r * block->stride + v * LANES, biased ? add(sums[r][v], bias) : sums[r][v]);
+    }
+}
+
+// As many as the registers hold the sums of. Units need two kinds of sums.
+INLINE int panels_at_once(Format format, int64_t rows) {
+    if (VECTORS == 1) return is_blocked(format) && rows > 2 ? 2 : 4;
+    return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
 
 INLINE void multiply_block(const Format format, const int rows, const int panels, const Block *block) {
-    if (format == INT8)
+    if (is_blocked(format))
+        multiply_units(format, rows, panels, block);
+    else if (format == INT8)
         multiply_integers(rows, panels, block);
     else
         multiply_floats(format, rows, panels, block);
@@ -178,7 +277,7 @@ INLINE void multiply_block(const Format format, const int rows, const int panels
 typedef void (*Kernel)(const Block *block);
 
 #define KERNEL(format, rows) \
-    static void wide_##format##_##rows(const Block *block) { multiply_block(format, rows, panels_at_once(rows), block); } \
+    static void wide_##format##_##rows(const Block *block) { multiply_block(format, rows, panels_at_once(format, rows), block); } \
     static void narrow_##format##_##rows(const Block *block) { multiply_block(format, rows, 1, block); }
 #define KERNELS(format) \
     KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
@@ -186,12 +285,21 @@ KERNELS(FLOAT32)
 KERNELS(BFLOAT16)
 KERNELS(FLOAT16)
 KERNELS(INT8)
+KERNELS(Q4_0)
+KERNELS(Q4_1)
+KERNELS(Q4_K)
+KERNELS(Q8_0)
+KERNELS(Q5_1)
+KERNELS(Q5_K)
+KERNELS(Q6_K)
 
 #define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6}
-static const Kernel wide[4][MOST_ROWS + 1] = {BY_ROWS(wide_FLOAT32), BY_ROWS(wide_BFLOAT16), BY_ROWS(wide_FLOAT16),
-                                              BY_ROWS(wide_INT8)};
-static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS(narrow_BFLOAT16),
-                                                BY_ROWS(narrow_FLOAT16), BY_ROWS(narrow_INT8)};
+#define BY_FORMAT(width) \
+    {BY_ROWS(width##_FLOAT32), BY_ROWS(width##_BFLOAT16), BY_ROWS(width##_FLOAT16), BY_ROWS(width##_INT8), \
+     BY_ROWS(width##_Q4_0), BY_ROWS(width##_Q4_1), BY_ROWS(width##_Q4_K), BY_ROWS(width##_Q8_0), BY_ROWS(width##_Q5_1), \
+     BY_ROWS(width##_Q5_K), BY_ROWS(width##_Q6_K)}
+static const Kernel wide[NUM_FORMATS][MOST_ROWS + 1] = BY_FORMAT(wide);
+static const Kernel narrow[NUM_FORMATS][MOST_ROWS + 1] = BY_FORMAT(narrow);
 
 // Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
 // have to fit beside them. With many, wide vectors need larger blocks, so that the sums are stored less often.
@@ -202,7 +310,7 @@ static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS
 // A few rows read each weight once, and wait for the memory: they take whole panels, and fetch the next ones.
 #define FEW_ROWS (VECTORS == 1 ? MOST_ROWS : 2)
 INLINE int64_t bytes_of_a_block(Format format, int64_t num_rows) {
-    if (num_rows <= (format == INT8 ? 1 : FEW_ROWS)) return INT64_MAX;
+    if (num_rows <= (format == INT8 ? 1 : is_blocked(format) ? MOST_ROWS : FEW_ROWS)) return INT64_MAX;
     return num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
 }
 
@@ -231,10 +339,11 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
     const int64_t inputs = round_up(matrix->inputs, 2), num_groups = (inputs + GROUP - 1) / GROUP;
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
+    const int64_t front = front_bytes(format, matrix->inputs);
     const int64_t cached_bytes = bytes_of_a_block(format, num_rows);
-    const int64_t line = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
+    const int64_t line = format == INT8 || is_blocked(format) ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t at_once = panels_at_once((num_rows + num_blocks - 1) / num_blocks);
+    const int64_t at_once = panels_at_once(format, (num_rows + num_blocks - 1) / num_blocks);
     for (int64_t p = 0, width; p < num_panels; p += width) {
         width = num_panels - p < at_once ? 1 : at_once;
         const int64_t most_groups = cached_bytes / group_bytes / width;
@@ -245,7 +354,7 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
             const int64_t left = inputs - input, here = least(depth, left);
             const Block block = {
                 .rows = (const char *)rows + input * activation_size(format),
-                .panels = panel + panel_offset(format, input),
+                .panels = panel + front + panel_offset(format, input),
                 .row_bytes = row_bytes,
                 .panel_bytes = panel_bytes,
                 .out = out + p * PANEL,
@@ -254,10 +363,11 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
                 .first = input == 0,
                 .last = here == left,
                 .bias = matrix->bias == NULL ? NULL : matrix->bias + (first_panel + p) * PANEL,
-                .units = (const float *)panel,
-                .row_scales = (const char *)rows + row_scale_offset(inputs),
+                .front = panel,
+                .first_input = input,
+                .row_scales = (const char *)rows + row_scale_offset(format, inputs),
             };
-            const char *ahead = block.last ? panel + width * panel_bytes : panel + panel_offset(format, input + depth);
+            const char *ahead = panel + front + (block.last ? width * panel_bytes : panel_offset(format, input + depth));
             int64_t inputs_ahead = block.last ? here : least(depth, left - here);
             if (block.last && num_panels - p < 2 * width) inputs_ahead = 0;
             multiply_rows(width == 1 ? narrow[format] : wide[format], block, num_rows, ahead, inputs_ahead / line,
@@ -269,9 +379,9 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
 // What a thread does in a nanosecond, roughly: bytes of weights read, and multiplications of a full kernel.
 #define BYTES_PER_NS 20
 #ifdef __AVX512F__
-static const int64_t products_per_ns[4] = {100, 200, 100, 180};
+static const int64_t products_per_ns[NUM_FORMATS] = {100, 200, 100, 180, 250, 230, 230, 250, 230, 230, 230};
 #else
-static const int64_t products_per_ns[4] = {50, 50, 50, 80};
+static const int64_t products_per_ns[NUM_FORMATS] = {50, 50, 50, 80, 120, 110, 110, 80, 80, 80, 80};
 #endif
 
 // How long a call should take. With many rows longer, because every call reads the activations into the second cache.

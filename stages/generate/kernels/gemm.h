@@ -11,11 +11,23 @@
 //
 // The inputs are padded with zeros to an even number.
 //
+// The formats from Q4_0 on have units of 64 inputs, padded with zeros: 64 bytes of scales (128 with minima of their own),
+// then a line of 64 bytes for every 4 inputs, with the 4 integers of each output side by side; where they have 4 bits, one
+// line for every 8, with input i in the low half of a byte and i + 4 in the high one. A weight is
+//
+//   Q4_0, Q8_0         scale * integer; PANEL halves are the scales of a group of 32 inputs. Q4_0: 8 less than stored.
+//   Q4_1, Q5_1         scale * integer + minimum; behind all scales PANEL halves for each group, the minima.
+//   Q4_K, Q5_K         d * scale * integer + dmin * minimum; a group has PANEL bytes of scales, then of minima.
+//   Q6_K               d * scale * integer; a group of 16 inputs has PANEL signed bytes of scales.
+//
+// PANEL halves d and PANEL halves dmin for every 256 inputs are the front of the panel.
+//
 // A row of activations has one 4-byte word for each input, or for every two where they have 2 bytes:
 //
 //   FLOAT32, FLOAT16  floats.
 //   BFLOAT16          floats, or pairs of bfloat16 for CPUs that multiply them.
 //   INT8              pairs of int16, and after the padded inputs a float, the scale.
+//   Q4_0 and so on    int8, one byte for each input; after the padded inputs a `GroupOfRow` for every 32.
 //
 // The inputs are padded with zeros to a multiple of ROW_MULTIPLE. 64 bytes more make the distance of two rows an odd
 // number of cache lines, so that rows of 2^n inputs do not share the same few sets of a cache.
@@ -38,21 +50,49 @@
 #define PAIRS_OF_BFLOAT16 0
 #endif
 
+// What a row has for 32 of its integers: x = scale * integer.
+typedef struct {
+    float scale, weighted;       // weighted: scale * the sum of the integers
+    int32_t first_sum, last_sum; // of the first 16 integers, and of the others
+} GroupOfRow;
+
+#define BLOCK_GROUP 32
+#define SUPER_BLOCK 256
+#define FRONT_BYTES 64
+
+// The formats with units.
+INLINE int is_blocked(Format format) { return format >= Q4_0; }
+INLINE int has_nibbles(Format format) { return format == Q4_0 || format == Q4_1 || format == Q4_K; }
+INLINE int has_minima(Format format) { return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K; }
+INLINE int has_two_levels(Format format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
+INLINE int64_t head_bytes(Format format) { return format == Q4_1 || format == Q5_1 ? 128 : 64; }
+INLINE int64_t unit_bytes(Format format) { return head_bytes(format) + GROUP * PANEL / (has_nibbles(format) ? 2 : 1); }
+
 // Bytes of an activation.
 INLINE int64_t activation_size(Format format) {
+    if (is_blocked(format)) return 1;
     return format == INT8 || (format == BFLOAT16 && PAIRS_OF_BFLOAT16) ? 2 : 4;
 }
 
-// Where the scale of a row lies, for INT8.
-INLINE int64_t row_scale_offset(int64_t inputs) { return round_up(inputs, ROW_MULTIPLE) * (int64_t)sizeof(int16_t); }
+// Where the scales of a row lie: one float for INT8, or its `GroupOfRow`s.
+INLINE int64_t row_scale_offset(Format format, int64_t inputs) {
+    return round_up(inputs, ROW_MULTIPLE) * activation_size(format);
+}
 
-// Where the weights (for INT8: the group) of an input lie in a panel. *input* is a multiple of GROUP.
+// Bytes before the first weights of a panel.
+INLINE int64_t front_bytes(Format format, int64_t inputs) {
+    if (format == INT8) return UNITS_BYTES;
+    return has_two_levels(format) ? (inputs + SUPER_BLOCK - 1) / SUPER_BLOCK * FRONT_BYTES : 0;
+}
+
+// Where the weights (for INT8: the group, else the unit) of an input lie behind the front. *input* is a multiple of GROUP.
 INLINE int64_t panel_offset(Format format, int64_t input) {
+    if (is_blocked(format)) return input / GROUP * unit_bytes(format);
     switch (format) {
     case FLOAT32:
         return input * PANEL * 4;
     case INT8:
-        return UNITS_BYTES + input / GROUP * GROUP_BYTES;
+        return input / GROUP * GROUP_BYTES;
     default:
         return input * PANEL * 2;
     }

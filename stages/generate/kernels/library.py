@@ -24,6 +24,13 @@ class Format(IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     INT8 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q4_K = 6
+    Q8_0 = 7
+    Q5_1 = 8
+    Q5_K = 9
+    Q6_K = 10
 
 
 class Matrix(ctypes.Structure):

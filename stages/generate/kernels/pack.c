@@ -16,6 +16,7 @@ typedef float Chunk[PANEL][CHUNK];
 int64_t NAME(panel_bytes)(Format format, int64_t inputs) {
     inputs = round_up(inputs, 2);
     int64_t lines = inputs * PANEL;
+    if (is_blocked(format)) return front_bytes(format, inputs) + panel_offset(format, round_up(inputs, GROUP));
     switch (format) {
     case FLOAT32:
         return lines * 4;
@@ -27,7 +28,8 @@ int64_t NAME(panel_bytes)(Format format, int64_t inputs) {
 }
 
 int64_t NAME(activation_bytes)(Format format, int64_t inputs) {
-    return round_up(inputs, ROW_MULTIPLE) * activation_size(format) + 64;
+    int64_t groups = is_blocked(format) ? round_up(inputs, ROW_MULTIPLE) / BLOCK_GROUP : 0;
+    return round_up(row_scale_offset(format, inputs) + groups * (int64_t)sizeof(GroupOfRow), 64) + 64;
 }
 
 INLINE float bits_to_float(uint32_t bits) {
@@ -149,7 +151,7 @@ static void pack_int8(const void *const rows[PANEL], Format source, int64_t inpu
     for (int64_t input = 0; input < inputs; input += GROUP) {
         int64_t count = least(GROUP, inputs - input);
         read_chunk(rows, source, input, count, chunk);
-        pack_group(chunk, round_up(count, 2), units, panel + panel_offset(INT8, input));
+        pack_group(chunk, round_up(count, 2), units, panel + front_bytes(INT8, inputs) + panel_offset(INT8, input));
     }
 }
 
@@ -202,13 +204,45 @@ static void prepare_int16(const float *x, int64_t inputs, void *activations) {
         integer = integer > 32767.0f ? 32767.0f : integer < -32767.0f ? -32767.0f : integer;
         to[i] = (int16_t)float_to_bits(integer + 12582912.0f);
     }
-    memcpy((char *)activations + row_scale_offset(inputs), &scale, sizeof scale);
+    memcpy((char *)activations + row_scale_offset(INT8, inputs), &scale, sizeof scale);
+}
+
+// Round groups of 32 to int8, each with a scale of its own.
+static void prepare_int8(const float *x, int64_t inputs, void *activations) {
+    int8_t *to = activations;
+    GroupOfRow *group = (GroupOfRow *)((char *)activations + row_scale_offset(Q8_0, inputs));
+    for (int64_t i = 0; i < inputs; i += BLOCK_GROUP, group++) {
+        uint32_t largest_bits = 0;
+        for (int k = 0; k < BLOCK_GROUP; k++) {
+            uint32_t magnitude = float_to_bits(x[i + k]) & 0x7fffffff;
+            largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
+        }
+        float scale = bits_to_float(largest_bits) / 127.0f, smallest = bits_to_float(1u << 23);
+        if (scale < smallest) scale = smallest; // a NaN stays
+        int32_t integers[BLOCK_GROUP], sums[2] = {0, 0};
+        int8_t bytes[BLOCK_GROUP];
+        for (int k = 0; k < BLOCK_GROUP; k++) {
+            float integer = x[i + k] / scale;
+            integer = integer > 127.0f ? 127.0f : integer < -127.0f ? -127.0f : integer;
+            // As in `pack_group`; the bits of 1.5 * 2^23 are taken off again.
+            integers[k] = (int32_t)(float_to_bits(integer + 12582912.0f) - 0x4b400000u);
+        }
+        for (int k = 0; k < BLOCK_GROUP; k++) bytes[k] = (int8_t)integers[k];
+        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += bytes[k];
+        for (int k = BLOCK_GROUP / 2; k < BLOCK_GROUP; k++) sums[1] += bytes[k];
+        memcpy(to + i, bytes, sizeof bytes);
+        *group = (GroupOfRow){scale, scale * (float)(sums[0] + sums[1]), sums[0], sums[1]};
+    }
 }
 
 void NAME(prepare)(Format format, const float *x, int64_t inputs, void *activations) {
     inputs = round_up(inputs, ROW_MULTIPLE);
     if (format == INT8) {
         prepare_int16(x, inputs, activations);
+        return;
+    }
+    if (is_blocked(format)) {
+        prepare_int8(x, inputs, activations);
         return;
     }
 #if PAIRS_OF_BFLOAT16

@@ -15,14 +15,13 @@
 // One step at a time: the threads and the memory belong to the process.
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
-// Begin a call: returns how the thread rounded before.
-static uint32_t begin(int threads) {
+uint32_t begin(int threads) {
     pthread_mutex_lock(&one_at_a_time);
     pool_use(threads);
     return enter();
 }
 
-static void end(uint32_t before) {
+void end(uint32_t before) {
     leave(before);
     pthread_mutex_unlock(&one_at_a_time);
 }
@@ -47,10 +46,14 @@ static void embed_chunk(void *job, int64_t chunk, int thread) {
     const Model *model = work->model;
     const Step *step = work->step;
     int64_t hidden = model->hidden, bytes = hidden * bytes_of(model->embedding_format);
+    if (model->embedding_blocks) bytes = bytes_of_blocks(model->embedding_blocks, hidden);
     int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
         int64_t row = step->token_ids[t] - model->first_token;
-        if (row >= 0 && row < model->num_embeddings)
+        if (row >= 0 && row < model->num_embeddings && model->embedding_blocks)
+            unpack_blocks(model->embedding_blocks, (const char *)model->embedding + row * bytes, hidden,
+                          work->sums + t * hidden);
+        else if (row >= 0 && row < model->num_embeddings)
             expand(model->embedding_format, (const char *)model->embedding + row * bytes, hidden, work->sums + t * hidden);
         else
             memset(work->sums + t * hidden, 0, (size_t)hidden * sizeof(float)); // another rank has it
@@ -107,9 +110,13 @@ static void compute_attention(const Work *work) {
     const Model *model = work->model;
     const Layer *layer = &model->layers[work->layer];
     int64_t num_tokens = work->step->num_tokens;
-    const char *rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->input_norm, &layer->qkv,
-                               work->activations);
-    multiply(work, &layer->qkv, rows, num_tokens, STORE, work->qkv, work->qkv_stride);
+    const char *rows;
+    float *out = work->qkv;
+    for (const Matrix *matrix = layer->qkv; matrix < layer->qkv + 3 && matrix->outputs; out += matrix->outputs, matrix++) {
+        rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->input_norm, matrix, work->activations);
+        // What it writes beyond its outputs, the next one overwrites.
+        multiply(work, matrix, rows, num_tokens, STORE, out, work->qkv_stride);
+    }
     pool_share(work->me, rope_chunk, 0, (void *)work, parts(num_tokens, ROWS_AT_ONCE));
     attend(work);
     rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);

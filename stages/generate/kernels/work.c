@@ -187,8 +187,8 @@ static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
     int64_t widest = most(model->hidden, model->num_heads * model->head_dim);
     for (int64_t l = 0; l < model->num_layers; l++) {
         const Layer *layer = &model->layers[l];
-        const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->mlp.gate_up, &layer->mlp.down, &layer->router,
-                                    layer->experts ? &layer->experts->gate_up : &layer->qkv};
+        const Matrix *matrices[] = {&layer->qkv[0], &layer->qkv[1], &layer->qkv[2], &layer->output, &layer->mlp.gate_up, &layer->mlp.down, &layer->router,
+                                    layer->experts ? &layer->experts->gate_up : &layer->output};
         for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
             bytes = most(bytes, row_bytes(work, matrices[i]));
         inner = most(inner, layer->mlp.down.inputs);

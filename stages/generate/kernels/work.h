@@ -64,6 +64,10 @@ static inline float *scratch_of(const Work *work, int thread) {
     return (float *)(work->scratch + thread * work->scratch_bytes);
 }
 
+// Begin and end a call that uses the threads: one at a time. Returns how the thread rounded before.
+uint32_t begin(int threads);
+void end(uint32_t before);
+
 // Lay out the memory of a step, or of the head.
 Outcome begin_work(Work *work);
 Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_floats);

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
+from stages.generate.model import gguf
 from stages.generate.model.foreign import refuse_other_weights, tokenizer_missing
 from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
@@ -35,6 +36,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     end: int
+    rotated_heads: int = 0
+    """Heads of a q or k whose rows are in the order of `gguf.rotary_order`; 0: in that of the hub."""
 
     @property
     def row_bytes(self) -> int:
@@ -49,7 +52,7 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
         ConfigError: The message is one line with the name of the file, or of the file and the tensor.
     """
     check_is_folder(folder)
-    has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)) or is_gguf(folder)
     if not has_weights and not (dummy and (folder / "config.json").is_file()):
         refuse_other_weights(folder)
     spec = read_spec(folder)
@@ -96,6 +99,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         ConfigError: There is neither, or the index cannot be read or names a file that does not exist.
     """
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if is_gguf(folder):
+        return tuple(sorted(folder.glob("*.gguf")))
     if single.is_file():
         return (single,)
     if not index.is_file():
@@ -117,16 +122,47 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     """
     tensors: dict[str, TensorEntry] = {}
     files = weight_files(folder)
+    has_gguf = is_gguf(folder)
+    heads = _rotated_heads(files[0]) if has_gguf else {}
     for path in files:
-        for name, entry in read_header(path).items():
+        for name, entry in (_read_gguf(path, heads) if has_gguf else read_header(path)).items():
             if name in tensors:
                 raise ConfigError(f"{path}: {name} is in {tensors[name].file.name} too; one of them must go")
             tensors[name] = entry
-    if files != (folder / WEIGHTS_FILE,):
+    if files != (folder / WEIGHTS_FILE,) and not has_gguf:
         for name, shard in _weight_map(folder / INDEX_FILE).items():
             if name not in tensors or tensors[name].file.name != shard:
                 raise ConfigError(f"{folder / shard}: {name} is missing; {INDEX_FILE} says that it is there")
     return tensors
+
+
+def is_gguf(folder: Path) -> bool:
+    """Return whether the weights of *folder* are GGUF files: `gguf_folder.py` made it."""
+    return "gguf" in read_json(folder / "config.json")
+
+
+def _rotated_heads(first: Path) -> dict[str, int]:
+    """Return the heads of the modules whose rows the files of *first* have in another order than the hub."""
+    config = read_json(first.with_name("config.json"))
+    if config["architectures"] != ["LlamaForCausalLM"]:
+        return {}
+    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+
+def _read_gguf(path: Path, heads: Mapping[str, int]) -> dict[str, TensorEntry]:
+    """Return the tensors of a GGUF file under their names on the hub."""
+    return {
+        name: TensorEntry(
+            path,
+            tensor.type,
+            tensor.shape,
+            tensor.begin,
+            tensor.begin + tensor.size,
+            heads.get(name.split(".")[-2], 0) if "." in name else 0,
+        )
+        for stored, whole in gguf.read_gguf(path).tensors.items()
+        for name, tensor in gguf.named(stored, whole).items()
+    }
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -171,8 +207,10 @@ def fingerprint(folder: Path, *, dummy: bool = False) -> str:
     num_samples = -(-64 // len(files))
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{size} ".encode() + _raw_header(path)[0])
+        header = gguf.read_gguf(path).header_bytes if is_gguf(folder) else 0
+        digest.update(f"{size} ".encode() + (b"" if header else _raw_header(path)[0]))
         with path.open("rb") as file:
+            digest.update(file.read(header))
             for sample in range(num_samples):
                 file.seek(size * sample // num_samples)
                 digest.update(file.read(1024))
@@ -206,10 +244,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
-    expected = tensor_shapes(spec)
+    expected, has_gguf = tensor_shapes(spec), is_gguf(folder)
     for name in expected:
         if name not in entries:
-            where = WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else INDEX_FILE
+            where = weight_files(folder)[0].name if has_gguf else WEIGHTS_FILE
+            if not (folder / where).is_file():
+                where = INDEX_FILE
             raise ConfigError(f"{folder / where}: {name} is missing; {spec.architecture} needs it")
     for name, entry in entries.items():
         path = entry.file
@@ -220,11 +260,11 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
             if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old checkpoints have it; the config has the same
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
-        if entry.dtype not in TENSOR_BYTES:
+        if entry.dtype not in TENSOR_BYTES and not has_gguf:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
         if entry.shape != shape:
             raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {shape}")
-        if entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
+        if not has_gguf and entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
             raise ConfigError(f"{path}: corrupt: {name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
 
 

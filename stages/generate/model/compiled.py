@@ -8,8 +8,9 @@ import mmap
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from stages.generate.batch import PageTables
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
+from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
 from stages.generate.model.spec import ModelSpec
 from stages.generate.sampling.compiled import addresses
@@ -32,6 +34,18 @@ HUGE: Final = 2**21
 AT_ONCE: Final = 32 * HUGE
 """Address space that is mapped at a time. It becomes memory when it is written to, a huge page at a time."""
 ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A matrix of blocks that lies in GGUF files, which are mapped while this lives."""
+
+    type: str
+    """A type of `gguf.BLOCKS` that has more than one weight in a block."""
+    addresses_O: npt.NDArray[np.uint64]
+    """Where each output's first block lies; 0: all its weights are zero."""
+    inputs: int
+    files: tuple[npt.NDArray[np.uint8], ...]
 
 
 class Arena:
@@ -70,6 +84,10 @@ def _mapped(size: int) -> npt.NDArray[np.uint8]:
 # I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row
 
 FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
+FORMAT_OF: Final = {
+    kind: Format["Q8_0" if kind == "Q5_0" else kind] for kind, (_, size, _) in BLOCKS.items() if size > 1
+}
+"""Format of the panels of each type of GGUF files."""
 PANEL: Final = 16
 """Outputs of a panel, as in kernels.h."""
 
@@ -84,7 +102,7 @@ class _Layer(ctypes.Structure):
         ("mlp_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
-        ("qkv", Matrix),
+        ("qkv", Matrix * 3),
         ("output", Matrix),
         ("mlp", _Mlp),
         ("router", Matrix),
@@ -100,6 +118,7 @@ class _Model(ctypes.Structure):
         ("normalize", c_int32),
         ("eps", c_float),
         ("embedding_format", c_int),
+        ("embedding_blocks", c_int32),
         ("embedding", c_void_p),
         ("layers", POINTER(_Layer)),
         ("norm", c_void_p),
@@ -135,14 +154,15 @@ class KernelDecoder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, Tensor],
+        weights: dict[str, Any],
         *,
         variant: str,
         quantization: str,
         threads: int,
         collectives: Collectives = ALONE,
     ) -> None:
-        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty: tensors,
+        or matrices of blocks.
 
         Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
         """
@@ -156,7 +176,7 @@ class KernelDecoder:
         self._declare()
         embedding_VE = weights.pop(EMBEDDING)
         head_VE = weights.pop(HEAD, embedding_VE)
-        self._rope = make_rope(spec.rope, spec.head_dim, embedding_VE.device)
+        self._rope = make_rope(spec.rope, spec.head_dim, torch.device("cpu"))
         layers = (_Layer * spec.num_layers)(*(self._layer(index, weights) for index in range(spec.num_layers)))
         self._kept.append(layers)
         self._model = _Model(
@@ -174,8 +194,7 @@ class KernelDecoder:
             num_embeddings=spec.vocab_rows,
             normalize=int(spec.experts.normalize),
             eps=spec.norm_eps,
-            embedding_format=FORMATS[embedding_VE.dtype],
-            embedding=self._keep(embedding_VE.contiguous()),
+            **self._embedding(embedding_VE),
             layers=layers,
             norm=self._floats(weights.pop("model.norm.weight")),
             head=self._pack(head_VE),
@@ -312,7 +331,7 @@ class KernelDecoder:
         ends_T = np.repeat(np.subtract(lengths, starts[1:]), np.diff(starts))
         return dynamic_frequencies(self._rope, torch.from_numpy(np.arange(starts[-1]) + ends_T)).numpy()
 
-    def _layer(self, index: int, weights: dict[str, Tensor]) -> _Layer:
+    def _layer(self, index: int, weights: dict[str, Any]) -> _Layer:
         spec, prefix = self._spec, f"model.layers.{index}"
 
         def linear(name: str) -> Matrix:
@@ -328,10 +347,12 @@ class KernelDecoder:
                 linear(f"{name}.down_proj"),
             )
 
+        is_fused = f"{prefix}.self_attn.qkv_proj.weight" in weights
+        apart = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
         layer = _Layer(
             input_norm=self._floats(weights.pop(f"{prefix}.input_layernorm.weight")),
             mlp_norm=self._floats(weights.pop(f"{prefix}.post_attention_layernorm.weight")),
-            qkv=linear(f"{prefix}.self_attn.qkv_proj"),
+            qkv=(Matrix * 3)(*(linear(f"{prefix}.self_attn.{name}") for name in apart)),
             output=linear(f"{prefix}.self_attn.o_proj"),
         )
         if spec.qk_norm:
@@ -349,9 +370,16 @@ class KernelDecoder:
         return layer
 
     def _pack(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, pair: bool = False, quantized: bool = True
+        self,
+        weight_OI: Tensor | BlockMatrix,
+        bias_O: Tensor | None = None,
+        *,
+        pair: bool = False,
+        quantized: bool = True,
     ) -> Matrix:
         """Return a packed matrix; a *pair* is two matrices, one on the other, with alternating panels."""
+        if isinstance(weight_OI, BlockMatrix):
+            return self._pack_blocks(weight_OI, bias_O, pair)
         weight_OI = weight_OI.contiguous()
         source = FORMATS[weight_OI.dtype]
         target = Format.INT8 if quantized and self._quantized else source
@@ -363,13 +391,48 @@ class KernelDecoder:
         self._functions.kernels_pack(
             self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.ctypes.data
         )
-        bias = None
-        if bias_O is not None:
-            parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
-            bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
         num_outputs = 2 * PANEL * -(-each // PANEL) if pair else outputs
         self._kept.append(panels)
-        return Matrix(panels.ctypes.data, bias, num_outputs, inputs, target)
+        return Matrix(panels.ctypes.data, self._bias(bias_O, each), num_outputs, inputs, target)
+
+    def _pack_blocks(self, weight: BlockMatrix, bias_O: Tensor | None, pair: bool) -> Matrix:
+        """Pack the blocks of GGUF files as they are; see `_pack`."""
+        addresses_O, inputs = weight.addresses_O, weight.inputs
+        each = len(addresses_O) // 2 if pair else len(addresses_O)
+        num_panels = -(-each // PANEL)
+        halves = np.stack([np.pad(part, (0, -each % PANEL)) for part in np.split(addresses_O, 2 if pair else 1)])
+        rows = np.ascontiguousarray(halves.reshape(len(halves), num_panels, PANEL).swapaxes(0, 1))
+        target = FORMAT_OF[weight.type]
+        panels = self._arena.take(self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair)))
+        self._functions.kernels_pack_blocks(
+            BLOCKS[weight.type][0], rows.ctypes.data, rows.size // PANEL, inputs, self._threads, panels.ctypes.data
+        )
+        self._kept.append(panels)
+        num_outputs = 2 * PANEL * num_panels if pair else each
+        return Matrix(panels.ctypes.data, self._bias(bias_O, each), num_outputs, inputs, target)
+
+    def _bias(self, bias_O: Tensor | None, each: int) -> int | None:
+        """Return the address of a bias, which lies as the panels do."""
+        if bias_O is None:
+            return None
+        parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
+        return self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
+
+    def _embedding(self, embedding: Tensor | BlockMatrix) -> dict[str, int]:
+        """Return the fields of `_Model` about the embedding. Blocks are copied out of the files as they are."""
+        if isinstance(embedding, Tensor):
+            return {
+                "embedding_format": FORMATS[embedding.dtype],
+                "embedding": self._keep(embedding.contiguous()),
+            }
+        number, weights, size = BLOCKS[embedding.type]
+        row_bytes = embedding.inputs // weights * size
+        rows = self._arena.take(len(embedding.addresses_O) * row_bytes)
+        for place, address in enumerate(embedding.addresses_O.tolist()):
+            if address:
+                ctypes.memmove(rows.ctypes.data + place * row_bytes, address, row_bytes)
+        self._kept.append(rows)
+        return {"embedding_blocks": number, "embedding": rows.ctypes.data}
 
     def _floats(self, values: Tensor) -> int:
         return self._keep(values.float().contiguous())
@@ -399,6 +462,8 @@ class KernelDecoder:
             c_void_p,
         ]
         functions.kernels_pack.restype = None
+        functions.kernels_pack_blocks.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]
+        functions.kernels_pack_blocks.restype = None
 
 
 def _address(numbers: array[int]) -> int:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder, check_tokenizer
+from pipeline.errors import ConfigError
+from stages.generate.model.checkpoint import DEMO_FOLDER, INDEX_FILE, WEIGHTS_FILE, check_folder, check_tokenizer
 from stages.generate.model.foreign import refuse_name
+from stages.generate.model.gguf import SPLIT
+from stages.generate.model.gguf_folder import gguf_folder, is_made
 from stages.generate.model.hub import fetch, hub_model
 
 
-def model_folder(model: str, *, text_alone: bool = False, dummy: bool = False) -> Path:
-    """Return the checked folder of *model*: a folder, a model of the hub, which is fetched, or "" for the demo model.
+def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
+    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model of the hub, which is
+    fetched, or "" for the demo model.
 
-    *text_alone*: only the tokenizer is needed. *dummy*: no weights are needed.
+    *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
+    the tokenizer is needed. *dummy*: no weights are needed.
 
     Raises:
         ConfigError: The folder lacks what is needed; the message names the file or tensor.
     """
-    if not model:
+    if file := _gguf_file(model):
+        of_tokenizer = model_folder(tokenizer, text_alone=True) if tokenizer else None
+        folder = gguf_folder(file, of_tokenizer)
+    elif tokenizer:
+        raise ConfigError(f"--tokenizer {tokenizer}: is for GGUF files; a folder has its own tokenizer; leave it out")
+    elif not model:
         folder = DEMO_FOLDER
     elif (on_hub := hub_model(model)) is not None:
         folder = fetch(on_hub, weights=not text_alone and not dummy)
@@ -29,3 +39,28 @@ def model_folder(model: str, *, text_alone: bool = False, dummy: bool = False) -
     else:
         check_folder(folder, dummy=dummy)
     return folder
+
+
+def _gguf_file(model: str) -> Path | None:
+    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others.
+
+    Raises:
+        ConfigError: It is a folder with several.
+    """
+    path = Path(model).expanduser().absolute()
+    if model.lower().endswith(".gguf") and path.is_file():
+        return path
+    if (
+        not model
+        or not path.is_dir()
+        or is_made(path)
+        or any((path / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    ):
+        return None
+    files = sorted(file for file in path.glob("*.gguf") if not file.name.lower().startswith("mmproj"))
+    models = [file for file in files if (found := SPLIT.fullmatch(file.name)) is None or int(found["number"]) == 1]
+    if len(models) > 1:
+        raise ConfigError(
+            f"{path}: has {len(models)} GGUF files; pass one of them: {', '.join(f.name for f in models)}"
+        )
+    return models[0] if models else None

@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from pipeline.errors import ConfigError
+from stages.generate.model.gguf import BLOCKS
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: Final = ("float32", "bfloat16", "float16")
 ORIGINAL_REACH: Final = "original_max_position_embeddings"
 
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
+ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class RopeSpec:
     """Whether yarn rounds the bounds of its ramp to whole dimensions."""
     attention_factor: float = 1.0
     """Factor with which yarn multiplies cosine and sine."""
+    factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, as GGUF files have them for Llama 3: factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class ModelSpec:
     dtype: DTypeName
     """Dtype in the config; float32 if it has none."""
     experts: ExpertsSpec = NO_EXPERTS
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the tensors of each type in GGUF files, where the weights are such files."""
     rank: int = 0
     """Rank that computes this part of a model, where several ranks compute one together."""
     num_ranks: int = 1
@@ -96,16 +101,27 @@ class ModelSpec:
         """Rows of the embeddings, and of the head. With ranks, rows beyond the vocabulary are zeros."""
         return -(-self.vocab_size // self.num_ranks)
 
+    @property
+    def block(self) -> int:
+        """Most weights of a block of the GGUF files; 1: there are no blocks."""
+        return max((BLOCKS[kind][1] for kind in self.blocks), default=1)
+
+    def _keeps_blocks(self, num_ranks: int) -> bool:
+        """Return whether so many ranks cut no block: they divide the inputs of two kinds of matrices."""
+        sizes = [self.num_heads * self.head_dim, self.intermediate_size, self.experts.intermediate_size]
+        return self.block == 1 or not any(size % (num_ranks * self.block) for size in sizes)
+
     def sharded(self, rank: int, num_ranks: int, quantization: str = "none") -> ModelSpec:
         """Return the part of this model that one of *num_ranks* ranks has: a smaller model.
 
         The result has the rank's heads and intermediate sizes, and the whole vocabulary. Query heads are divided. A
         rank has a copy of each KV head that its query heads need. Each copy serves the same number of query heads, so a
         KV head may be there twice. Intermediate sizes are rounded up to a multiple of *num_ranks*, and the additional
-        weights are zeros. With int8 the multiple is 64 times that: the weights that share a scale stay together.
+        weights are zeros. With int8 the multiple is 64 times that: the weights that share a scale stay together. The
+        blocks of GGUF files are never cut.
 
         Raises:
-            ConfigError: The query heads cannot be divided.
+            ConfigError: The query heads or the blocks cannot be divided.
         """
         if self.num_heads % num_ranks:
             possible = (str(size) for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
@@ -115,6 +131,14 @@ class ModelSpec:
             )
         if num_ranks == 1:
             return self
+        if not self._keeps_blocks(num_ranks):
+            possible = (
+                str(size) for size in range(1, num_ranks) if self.num_heads % size == 0 and self._keeps_blocks(size)
+            )
+            raise ConfigError(
+                f"--tp {num_ranks}: the matrices have blocks of {self.block} weights, which so many ranks would cut; "
+                f"pass one of {', '.join(possible)}"
+            )
         multiple = 64 if quantization == "int8" else 1
 
         def part(size: int) -> int:
@@ -181,6 +205,8 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ConfigError(f"{config.path}: head_dim is {head_dim}; rotary embedding needs an even number")
     bias = config.flag("attention_bias")
     rope, max_positions = _rope(config)
+    if rope.kind == "factors" and len(rope.factors) != head_dim // 2:
+        raise ConfigError(f"{config.path}: the rope has {len(rope.factors)} factors; expected {head_dim // 2}")
     if rope.kind == "dynamic" and head_dim == 2:
         raise ConfigError(f"{config.path}: head_dim is 2; a dynamic rope needs at least 4")
     return ModelSpec(
@@ -204,6 +230,7 @@ def read_spec(folder: Path) -> ModelSpec:
         eos_ids=_eos_ids(folder, config),
         dtype=_dtype(config),
         experts=_experts(config) if row.has_experts else NO_EXPERTS,
+        blocks=config.fields.get("gguf") or {},
     )
 
 
@@ -358,6 +385,11 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
             return RopeSpec("llama3", theta, rope.number("factor"), low, high, original), reach
         case "yarn":
             return _yarn(rope, theta, original, rope.number("factor", reach / original))
+        case "factors":
+            factors = given.get("factors")
+            if not isinstance(factors, list) or not all(isinstance(one, (int, float)) and one > 0 for one in factors):
+                raise ConfigError(f"{config.path}: {name} has factors {factors!r:.80}; expected positive numbers")
+            return RopeSpec("factors", theta, factors=tuple(map(float, factors))), reach
         case _:
             supported = ", ".join(ROPE_KINDS)
             raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: {supported}")

@@ -44,9 +44,12 @@ class EngineConfig:
     )
     quantization: str = flag(
         "--quantization",
-        default="none",
-        choices=("none", "int8"),
-        help="int8: keep the matrices as 8-bit integers, in about half the memory; it needs the CPU kernels",
+        default="auto",
+        choices=("auto", "none", "int8"),
+        help=(
+            "int8: keep the matrices as 8-bit integers, in about half the memory; it needs the CPU kernels; auto: the "
+            "formats of a GGUF file, else none"
+        ),
     )
     tp: int = flag(
         "--tp",

@@ -43,7 +43,7 @@ def variant_of(config: EngineConfig) -> str:
 
 def needing_kernels(config: EngineConfig) -> str:
     """Return the flag that requires the CPU kernels on every device; empty: none does."""
-    if config.quantization != "none":
+    if config.quantization == "int8":
         return f"--quantization {config.quantization}"
     variant = variant_of(config)
     return f"--kernels {variant}" if variant else ""

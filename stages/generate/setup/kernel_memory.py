@@ -39,6 +39,8 @@ def step_bytes(
 
     def prepared(inputs: int, *, quantized: bool = True) -> int:
         """Return the bytes of a row that a matrix multiplies."""
+        if quantized and quantization not in ("none", "int8"):
+            return _up(_up(inputs) * 3 // 2) + 64
         return _up(inputs) * (2 if narrow or (quantized and quantization == "int8") else 4) + 64
 
     of_token = 4 * (hidden + 2 + spec.head_dim + _up(queries + 2 * spec.num_kv_heads * spec.head_dim))

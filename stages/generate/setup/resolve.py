@@ -17,6 +17,7 @@ from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
+from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ModelSpec
@@ -51,7 +52,7 @@ class Settings:
     kernels: str
     """Variant of the kernels that computes the model, or `torch`."""
     quantization: str
-    """`none`, or `int8`."""
+    """`none`, `int8`, or the formats of GGUF files that the kernels compute with, such as `q4_k+q6_k`."""
     why_torch: str = ""
     """Reason why the kernels cannot compute although flags and device ask for them; else empty."""
     context_flag: str = "--max-seq-len"
@@ -152,6 +153,7 @@ def resolve(
         )
     spec = spec.sharded(rank, config.tp, config.quantization)
     kernels, why_torch = resolve_kernels(config, device)
+    quantization = resolve_quantization(config, spec, kernels)
     threads = resolve_threads(config, kernels, ranks_here, share)
     dtype = resolve_dtype(spec, config.dtype, slow_bfloat16=kernels == "torch" and not cuda and bfloat16_is_slow())
     page_size = config.page_size or (16 if cuda else 64)
@@ -164,7 +166,7 @@ def resolve(
         largest_step_bytes = step_bytes(
             spec,
             bfloat16=dtype == torch.bfloat16,
-            quantization=config.quantization,
+            quantization=quantization,
             variant=kernels,
             threads=threads,
             page_size=page_size,
@@ -180,7 +182,7 @@ def resolve(
         memory_ratio=config.memory_ratio,
         dtype=dtype,
         device=device,
-        quantization=config.quantization,
+        quantization=quantization,
         available_bytes=_available_bytes(device, share) // (1 if cuda else ranks_here),
         limit_bytes=CPU_LIMIT_BYTES // share.num_engines // ranks_here,
         step_bytes=largest_step_bytes,
@@ -203,7 +205,7 @@ def resolve(
         num_pages=num_pages,
         limits=limits,
         kernels=kernels,
-        quantization=config.quantization,
+        quantization=quantization,
         why_torch=why_torch,
         context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
         mixed_prefill_is_auto=not config.mixed_prefill_length,
@@ -341,6 +343,23 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, st
     if needing and not usable:
         raise ConfigError(f"{needing} needs the CPU kernels, and none can run here ({library.reason()}); leave it out")
     return (variant or usable[0], "") if usable else ("torch", library.reason())
+
+
+def resolve_quantization(config: EngineConfig, spec: ModelSpec, kernels: str) -> str:
+    """Return the quantization that the kernels compute with. A GGUF file is widened for torch, and for float32.
+
+    Raises:
+        ConfigError: The file has a quantization of its own.
+    """
+    if not spec.blocks:
+        return "none" if config.quantization == "auto" else config.quantization
+    formats = "+".join(kind.lower() for kind in spec.blocks if BLOCKS[kind][1] > 1)
+    if config.quantization != "auto":
+        raise ConfigError(
+            f"--quantization {config.quantization}: the GGUF file is {formats or 'not quantized'}; leave it out"
+        )
+    widened = kernels == "torch" or config.dtype == "float32" or config.dummy_weight
+    return "none" if widened or not formats else formats
 
 
 def resolve_dtype(spec: ModelSpec, name: str, *, slow_bfloat16: bool = False) -> torch.dtype:

@@ -34,6 +34,8 @@ def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
     freq_F = 1.0 / spec.theta**exponent_F
     if spec.kind == "linear":
         freq_F = freq_F / spec.factor
+    elif spec.kind == "factors":
+        freq_F = freq_F / torch.tensor(spec.factors, dtype=torch.float32, device=device)
     elif spec.kind == "llama3":
         freq_F = _between(freq_F / spec.factor, freq_F, _llama3_kept(spec, freq_F))
     elif spec.kind == "yarn":

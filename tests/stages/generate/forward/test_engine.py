@@ -14,7 +14,7 @@ import torch
 from support.calls import noted
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
 from support.devices import DEVICES, need_flashinfer
-from support.plans import NUM_PAGES, Request, plan, shuffled_pages
+from support.plans import NUM_PAGES, Request, generate, plan, shuffled_pages
 from support.schedules import make_schedule, steps, steps_ahead
 from support.selection import rest_at_night
 
@@ -32,14 +32,6 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
 OTHER = random.Random(4).choices(range(4, 480), k=23)
-
-
-def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[int]:
-    """Return *count* tokens of one request alone, its prompt in chunks."""
-    begin = len(request.tokens)
-    while len(request.tokens) < begin + count:
-        request.tokens += engine.forward(plan(request.row(chunk))).token_ids
-    return request.tokens[begin:]
 
 
 def logits(engine: Engine, *rows: PlanRow) -> torch.Tensor:

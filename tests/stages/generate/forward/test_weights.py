@@ -163,7 +163,7 @@ def test_the_parts_of_ranks_are_those_of_one(
     tmp_path: Path, family: Family, num_ranks: int, dummy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_module, "PIECE_BYTES", 2000)  # a few rows
-    monkeypatch.setattr(weights_module, "_places", partial(places_of_nan, weights_module._places))
+    monkeypatch.setattr(weights_module, "places_of", partial(places_of_nan, weights_module.places_of))
     spec = read_spec(make_checkpoint(tmp_path, family, dtype="bfloat16", bias=True))
     get = partial(dummy_weights, spec) if dummy else partial(load_weights, spec, tmp_path)
     get = partial(get, dtype=torch.float32, device=CPU)

@@ -180,7 +180,7 @@ static void compute_steps(void) {
             layers[i] = (Layer){
                 .input_norm = numbers(FLOAT32, HIDDEN, 2), .mlp_norm = numbers(FLOAT32, HIDDEN, 2),
                 .q_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2), .k_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2),
-                .qkv = matrix_of(format, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, 0, 0.5f),
+                .qkv = {matrix_of(format, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, 0, 0.5f)},
                 .output = matrix_of(format, HIDDEN, HEADS * HEAD_DIM, 0, 0.25f), .mlp = mlp_of(format),
                 .router = matrix_of(plain, EXPERTS, HIDDEN, 0, 0.25f), .experts = i ? experts : NULL};
         Model model = {.variant = variant, .num_layers = LAYERS, .hidden = HIDDEN, .num_heads = HEADS,

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
+from support.gemm import DTYPES as FORMATS
+from support.gguf_files import ARCHITECTURES, make_gguf, mixed
 from support.kernel_variants import DTYPES, VARIANTS
 from support.plans import Request, plan
 from support.selection import by_night, rest_at_night
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
+from stages.generate.model.folder import model_folder
 from stages.generate.schedule.plan import PlanRow, RowScores, Scoring
 
 # L = layers, P = pages, K = kv heads, S = slots of a page, D = head dim, V = vocabulary
@@ -61,7 +64,7 @@ def torch_modes() -> list[object]:
 def kernel_modes() -> list[object]:
     """Return every family in bfloat16 and one in every way; at night every family in every way."""
     best = (VARIANTS[-1:], "bfloat16")
-    return [
+    of_checkpoints: list[object] = [
         pytest.param(
             Mode(family, kernels, dtype),
             marks=[] if family == "odd" or ((kernels,), dtype) == best else pytest.mark.night,
@@ -70,6 +73,15 @@ def kernel_modes() -> list[object]:
         for kernels in VARIANTS
         for dtype in DTYPES
     ]
+    of_files: list[object] = [
+        pytest.param(
+            Mode(family, kernels, "gguf"),
+            marks=[] if (family, kernels) == ("qwen3moe", VARIANTS[-1]) else pytest.mark.night,
+        )
+        for family in ARCHITECTURES
+        for kernels in VARIANTS
+    ]
+    return of_checkpoints + of_files
 
 
 @pytest.fixture(scope="module", params=[*torch_modes(), *kernel_modes()], ids=str)
@@ -81,8 +93,15 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 @pytest.fixture(scope="module")
 def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
     """Return a function that makes an engine with so many threads."""
-    folder = make_checkpoint(tmp_path_factory.mktemp(str(mode)), mode.family, max_positions=LONG)
-    options: dict[str, Any] = {"quantization": "int8"} if mode.dtype == "int8" else {}
+    folder = tmp_path_factory.mktemp(str(mode))
+    if mode.dtype == "gguf":
+        make_gguf(folder / "model.gguf", mode.family, mixed, max_positions=LONG)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+            folder = model_folder(str(folder / "model.gguf"))
+    else:
+        make_checkpoint(folder, mode.family, max_positions=LONG)
+    options: dict[str, Any] = {"quantization": mode.dtype} if mode.dtype in ("int8", "gguf") else {}
     options |= {"attention": "torch"} if mode.kernels == "torch" else {}
     sizes: dict[str, Any] = {
         "num_pages": NUM_PAGES,
@@ -90,7 +109,7 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
         "max_running_requests": 2 * MOST_ROWS,
         "max_seq_len": LONG,
     }
-    dtype = "bfloat16" if mode.dtype == "int8" else mode.dtype
+    dtype = mode.dtype if mode.dtype in FORMATS else "bfloat16"
     return lambda threads: make_engine(folder, dtype, threads=threads, kernels=mode.kernels, **sizes, **options)
 
 

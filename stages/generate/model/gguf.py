@@ -1,0 +1,286 @@
+"""Reads the header of GGUF files, the format of llama.cpp. No torch, no numpy.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The blocks of weights: `ggml-common.h` there.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.errors import ConfigError
+
+BLOCKS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "BF16": (30, 1, 2),
+}
+"""Types of tensors that we read: name -> (`ggml_type`, weights of a block, bytes of a block)."""
+OTHERS: Final = {
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
+"""Names of other types, for errors."""
+SPLIT: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+MOST_ELEMENTS: Final = 2**20
+"""Elements of an array: the vocabularies of today have a quarter of that."""
+MOST_STRING_BYTES: Final = 2**20
+MOST_ENTRIES: Final = 2**16
+"""Fields of metadata, and tensors, of one file."""
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor. The shape has the outputs first, as in torch; `begin` is an offset in the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the last dimension."""
+        _, weights, size = BLOCKS[self.type]
+        return self.shape[-1] // weights * size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.row_bytes * math.prod(self.shape[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The header of one file."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    """Metadata. Arrays are tuples."""
+    tensors: Mapping[str, GgufTensor]
+    header_bytes: int
+    """Bytes before the data of the tensors."""
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model that *path* is one of: itself, or all of `NAME-00001-of-0000N.gguf`.
+
+    Raises:
+        ConfigError: One of them is missing.
+    """
+    found = SPLIT.fullmatch(path.name)
+    if found is None:
+        return (path,)
+    count = int(found["count"])
+    paths = tuple(path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    for part in paths:
+        if not part.is_file():
+            raise ConfigError(f"{part}: not found; {path.name} is one of {count} files, which belong together")
+    return paths
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of one file.
+
+    Raises:
+        ConfigError: It cannot be read, or is broken, or has a tensor of a type that we do not read.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(f"{path}: not a GGUF file: it does not begin with GGUF")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).read()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(slots=True)
+class _Reader:
+    path: Path
+    data: mmap.mmap
+    at: int = 4
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def read(self) -> GgufFile:
+        version = self.scalar("I")
+        if version not in (2, 3):
+            raise ConfigError(f"{self.path}: GGUF version {version}; supported: 2 and 3, little endian")
+        num_tensors, num_fields = self.count("tensors"), self.count("fields")
+        for _ in range(num_fields):
+            name = self.string()
+            if name in self.fields:
+                raise self.broken(f"{name:.80} is there twice")
+            self.fields[name] = self.value(self.scalar("I"))
+        infos = [self.tensor_info() for _ in range(num_tensors)]
+        alignment = self.fields.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 2**16:
+            raise self.broken(f"general.alignment is {alignment!r:.80}")
+        begin = -(-self.at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, kind, shape, offset in infos:
+            tensor = GgufTensor(kind, shape, begin + offset)
+            if name in tensors:
+                raise self.broken(f"{name:.80} is there twice")
+            if tensor.begin + tensor.size > len(self.data):
+                raise ConfigError(
+                    f"{self.path}: truncated: {name:.80} ends at byte {tensor.begin + tensor.size}, the file has "
+                    f"{len(self.data)}; download it again"
+                )
+            tensors[name] = tensor
+        return GgufFile(self.path, self.fields, tensors, begin)
+
+    def tensor_info(self) -> tuple[str, str, tuple[int, ...], int]:
+        name, num_dimensions = self.string(), self.scalar("I")
+        if not 0 < num_dimensions <= 4:
+            raise self.broken(f"{name:.80} has {num_dimensions} dimensions")
+        shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
+        number, offset = self.scalar("I"), self.scalar("Q")
+        kind = next((kind for kind, (known, *_) in BLOCKS.items() if known == number), "")
+        if not kind:
+            raise ConfigError(
+                f"{self.path}: {name:.80} is {OTHERS.get(number, f'of type {number}')}; supported: {', '.join(BLOCKS)};"
+                " pass another file of this model, such as its Q4_K_M"
+            )
+        if not all(shape) or shape[-1] % BLOCKS[kind][1]:
+            raise self.broken(f"{name:.80} has shape {shape}; rows of {kind} have a multiple of {BLOCKS[kind][1]}")
+        return name, kind, shape, offset
+
+    def value(self, kind: int, *, nested: bool = False) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self.broken(f"a field has type {kind}")
+        inner, length = self.scalar("I"), self.scalar("Q")
+        if nested or inner == _ARRAY:
+            raise self.broken("an array has arrays in it")
+        if length > MOST_ELEMENTS:
+            raise self.broken(f"an array has {length} elements; at most {MOST_ELEMENTS} are read")
+        if inner in _SCALARS:
+            return self.unpack(f"{length}{_SCALARS[inner]}")
+        if inner != _STRING:
+            raise self.broken(f"an array has elements of type {inner}")
+        return tuple(self.string() for _ in range(length))
+
+    def count(self, what: str) -> int:
+        count = int(self.scalar("Q"))
+        if count > MOST_ENTRIES:
+            raise self.broken(f"it says that it has {count} {what}; at most {MOST_ENTRIES} are read")
+        return count
+
+    def scalar(self, letter: str) -> Any:
+        return self.unpack(letter)[0]
+
+    def unpack(self, letters: str) -> tuple[Any, ...]:
+        layout = struct.Struct(f"<{letters}")
+        begin = self.at
+        self.at += layout.size
+        if self.at > len(self.data):
+            raise self.broken("its header ends early")
+        return layout.unpack_from(self.data, begin)
+
+    def string(self) -> str:
+        length = int(self.scalar("Q"))
+        begin = self.at
+        self.at += length
+        if length > MOST_STRING_BYTES or self.at > len(self.data):
+            raise self.broken(f"a text of {length} bytes begins at byte {begin}, the file has {len(self.data)}")
+        return self.data[begin : self.at].decode(errors="replace")
+
+    def broken(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}: broken: {what}; download it again")
+
+
+# ---- tensors by the names that they have in a checkpoint of the hub
+
+_MODULES: Final = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+MOST_EXPERTS: Final = 4096
+_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_WHOLE: Final = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ROPE_FACTORS: Final = "rope_freqs.weight"
+"""Divisors of the frequencies of the rope. They become a part of the config."""
+
+
+def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """Return a tensor under its name on the hub; all experts of a layer are one tensor, and become one for each.
+
+    A name that we do not know stays as it is.
+    """
+    if name == ROPE_FACTORS:
+        return {}
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if found is None:
+        return {_WHOLE.get(name, name): tensor}
+    layer, module, kind = found.groups()
+    prefix = f"model.layers.{layer}"
+    if module in _EXPERTS and len(tensor.shape) == 3 and tensor.shape[0] <= MOST_EXPERTS and kind == "weight":
+        count, shape = tensor.shape[0], tensor.shape[1:]
+        return {
+            f"{prefix}.mlp.experts.{expert}.{_EXPERTS[module]}.weight": GgufTensor(
+                tensor.type, shape, tensor.begin + expert * tensor.size // count
+            )
+            for expert in range(count)
+        }
+    return {f"{prefix}.{_MODULES[module]}.{kind}" if module in _MODULES else name: tensor}
+
+
+def rotary_order(heads: int, head_dim: int) -> Sequence[int]:
+    """Return, for each row of q or k as the hub has them, its place in a file of the architecture llama.
+
+    There the rows that are rotated together are neighbours; on the hub they are half a head apart.
+    """
+    half = head_dim // 2
+    return [head * head_dim + 2 * i + j for head in range(heads) for j in range(2) for i in range(half)]

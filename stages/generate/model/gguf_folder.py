@@ -1,0 +1,229 @@
+"""Makes a model folder of GGUF files: config and tokenizer from their metadata, and links to the files as the weights.
+
+Everything else reads it as any other folder. It lies in the user's cache, under a hash of what it was made from, and is
+made again when that changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.errors import ConfigError
+from stages.generate.model.gguf import ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
+from stages.generate.model.gguf_tokenizer import write_tokenizer
+
+ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""`general.architecture`, and what it is on the hub."""
+MADE_BY: Final = 1
+"""Changes when a folder is made in another way: older ones are not used then."""
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
+    """Return the model folder of a GGUF file, or of the first one of several; it is made if it is missing.
+
+    *tokenizer*: a folder with the tokenizer to use in place of the file's own.
+
+    Raises:
+        ConfigError: A file is broken, or its model or tokenizer is not supported.
+    """
+    paths = parts_of(path)
+    files = [read_gguf(one) for one in paths]
+    digest = sha256(f"{MADE_BY} {[(one.stat().st_size, one.stat().st_mtime_ns) for one in paths]}".encode())
+    for file in files:
+        with file.path.open("rb") as opened:
+            digest.update(opened.read(file.header_bytes))
+    for name in TOKENIZER_FILES if tokenizer else ():
+        found = tokenizer / name  # type: ignore[operator]
+        digest.update(found.read_bytes() if found.is_file() else b"-")
+    name = path.stem if len(paths) == 1 else path.stem.rpartition("-of-")[0].rpartition("-")[0]
+    folder = _cache() / digest.hexdigest()[:16] / name
+    if not folder.is_dir():
+        _make(folder, files, tokenizer)
+    for one in paths:
+        _link(folder / one.name, one.absolute())
+    return folder
+
+
+def is_made(folder: Path) -> bool:
+    """Return whether *folder* was made here."""
+    return folder.parent.parent == _cache()
+
+
+def _cache() -> Path:
+    """Return our folder for made folders in the user's cache (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "minisgl" / "gguf"
+
+
+def _make(folder: Path, files: list[GgufFile], tokenizer: Path | None) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / folder.name
+            made.mkdir()
+            fields = files[0].fields
+            (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
+            if tokenizer is None:
+                write_tokenizer(files[0].path, fields, made)
+            else:
+                for name in TOKENIZER_FILES:
+                    if (tokenizer / name).is_file():
+                        (made / name).write_bytes((tokenizer / name).read_bytes())
+            if not folder.is_dir():
+                made.replace(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was faster
+            raise ConfigError(
+                f"{folder}: cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
+            ) from error
+
+
+def _link(link: Path, target: Path) -> None:
+    if not link.is_symlink() or link.readlink() != target:
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+
+
+# ---- the config
+
+
+def config_of(files: list[GgufFile]) -> dict[str, Any]:
+    """Return the `config.json` of the model in *files*.
+
+    Raises:
+        ConfigError: It is not supported, or something is missing.
+    """
+    path, fields = files[0].path, files[0].fields
+    name = fields.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"{path}: general.architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}")
+    metadata = _Metadata(path, fields, name)
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    if "token_embd.weight" not in tensors:
+        raise ConfigError(f"{path}: token_embd.weight is missing; this file has no whole model")
+    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", hidden // heads if heads else 0)
+    metadata.refuse_unless("attention.value_length", head_dim)
+    metadata.refuse_unless("rope.dimension_count", head_dim)
+    types = sorted({tensor.type for tensor in tensors.values() if len(tensor.shape) > 1})
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[name]],
+        "num_hidden_layers": metadata.integer("block_count"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": name == "llama" and "blk.0.attn_output.bias" in tensors,
+        "rope_parameters": _rope(metadata, files, head_dim),
+        "eos_token_id": _ends(fields),
+        "dtype": next((kind for key, kind in _DTYPES.items() if types == [key]), "bfloat16"),
+        "gguf": _bytes_of_types(tensors),
+    }
+    if name == "qwen3moe":
+        config |= {
+            "num_experts": metadata.integer("expert_count"),
+            "num_experts_per_tok": metadata.integer("expert_used_count"),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # as llama.cpp does for this architecture
+        }
+    return config
+
+
+def _bytes_of_types(tensors: Mapping[str, GgufTensor]) -> dict[str, int]:
+    """Return the bytes of the tensors of each type; those of embeddings that are the head, too, count twice."""
+    every = [*tensors.values(), *([] if "output.weight" in tensors else [tensors["token_embd.weight"]])]
+    sizes: dict[str, int] = {}
+    for tensor in every:
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
+    return dict(sorted(sizes.items()))
+
+
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class _Metadata:
+    """The fields of one architecture."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any], architecture: str) -> None:
+        self.path, self.fields, self.architecture = path, fields, architecture
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(f"{self.architecture}.{name}")
+
+    def integer(self, name: str, default: int = 0) -> int:
+        value = self.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value <= 0:
+            raise self.wrong(name, "a positive number")
+        return value
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        value = self.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.wrong(name, "a positive number")
+        return float(value)
+
+    def refuse_unless(self, name: str, supported: object) -> None:
+        if self.get(name) not in (None, supported):
+            raise self.wrong(name, f"{supported}")
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        seen = self.get(name)
+        seen = "missing" if seen is None else f"{seen!r:.80}"
+        return ConfigError(f"{self.path}: {self.architecture}.{name} is {seen}; expected {expected}")
+
+
+def _rope(metadata: _Metadata, files: Iterable[GgufFile], head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters`. Llama 3 has divisors of the frequencies in a tensor, which are read here."""
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    for file in files:
+        if (tensor := file.tensors.get(ROPE_FACTORS)) is not None:
+            if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
+                raise ConfigError(f"{file.path}: {ROPE_FACTORS} is {tensor.type} {tensor.shape}; expected one F32 row")
+            with file.path.open("rb") as opened:
+                opened.seek(tensor.begin)
+                factors = memoryview(opened.read(tensor.size)).cast("f").tolist()
+            return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
+    kind = metadata.get("rope.scaling.type") or "none"
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise metadata.wrong("rope.scaling.type", "none, linear or yarn")
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+    return rope
+
+
+ENDS: Final = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>"),
+    *("<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+)
+"""Tokens that end an answer for llama.cpp, too, if a model has them."""
+
+
+def _ends(fields: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the tokens that end an answer."""
+    ids = {fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
+    tokens, types = fields.get("tokenizer.ggml.tokens") or (), fields.get("tokenizer.ggml.token_type") or ()
+    ids |= {
+        index for index, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3 and token in ENDS
+    }
+    return sorted(index for index in ids if type(index) is int and 0 <= index < 2**31)

@@ -1,0 +1,50 @@
+"""Models in GGUF files are computed as their weights say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import Family, make_engine, reference_model, reference_tokens
+from support.gguf_files import make_gguf, mixed
+from support.kernel_variants import VARIANTS
+from support.plans import Request, generate, plan, shuffled_pages
+
+from stages.generate.model.folder import model_folder
+
+FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+PROMPT = random.Random(3).choices(range(4, 480), k=40)
+COUNT = 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widened_weights_give_the_tokens_of_transformers(family: Family, tmp_path: Path) -> None:
+    original = make_gguf(tmp_path / "model.gguf", family, mixed)
+    expected, smallest_gap = reference_tokens(original, PROMPT, COUNT)
+    assert smallest_gap > 1e-3
+    assert len(set(expected)) > COUNT // 3, "a model that repeats itself proves nothing"
+    folder = model_folder(str(tmp_path / "model.gguf"))
+    for kernels in ("torch", *VARIANTS):
+        engine = make_engine(folder, "float32", kernels=kernels)
+        assert generate(engine, Request(0, list(PROMPT), shuffled_pages()), COUNT, 64) == expected
+
+
+@pytest.mark.parametrize("kernels", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_give_nearly_the_logits_of_their_weights(family: Family, kernels: str, tmp_path: Path) -> None:
+    original = make_gguf(tmp_path / "model.gguf", family, mixed)
+    with torch.inference_mode():
+        expected_V = reference_model(original)(torch.tensor([PROMPT])).logits[0, -1]
+    engine = make_engine(model_folder(str(tmp_path / "model.gguf")), "float32", kernels=kernels, quantization="q4_k")
+    logits_V = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))[0]
+    # Activations are rounded to 8 bits for 9 products one after the other, each of which is half a per cent off.
+    assert (logits_V - expected_V).norm() < 0.05 * expected_V.norm()
