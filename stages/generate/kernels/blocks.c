@@ -52,7 +52,7 @@ static Format format_of(Type type) {
 
 // GROUP weights of one output. Halves stay as they are.
 typedef struct {
-    int8_t integers[GROUP]; // as `multiply` counts them: Q4_0 from 0 to 15
+    int8_t integers[GROUP]; // as gemm.h has them stored
     uint16_t scales[2], minima[2];          // of groups of 32; of super-blocks: d and dmin come first
     uint8_t small_scales[4], small_minima[2]; // Q4_K, Q5_K: of groups of 32. Q6_K: of groups of 16, signed
 } Unit;
@@ -99,7 +99,7 @@ static void read_super(Type type, const uint8_t *block, int part, Unit *unit) {
         for (int i = 0; i < GROUP; i++) {
             int integer = part % 2 ? low[i] >> 4 : low[i] & 15;
             integer |= (high[i % 32] >> (part % 2 * 4 + i / 32 * 2) & 3) << 4;
-            unit->integers[i] = (int8_t)(integer - 32);
+            unit->integers[i] = (int8_t)integer;
         }
         memcpy(unit->small_scales, block + 192 + part * 4, 4);
         unit->scales[0] = half_at(block + 208);
@@ -217,6 +217,7 @@ void unpack_blocks(int type, const void *row, int64_t inputs, float *out) {
             const int64_t group = k / BLOCK_GROUP;
             float integer = (float)unit.integers[k], scale = levels[group], minimum = levels[2 + group];
             if (format == Q4_0) integer -= 8;
+            if (format == Q6_K) integer -= 32;
             if (format == Q6_K) scale = levels[0] * (float)(int8_t)unit.small_scales[k / 16];
             else if (has_two_levels(format)) {
                 scale = levels[0] * (float)unit.small_scales[group];

@@ -181,23 +181,22 @@ INLINE Vector minima_of(const Format format, const char *unit, const char *front
 // What the products of bytes are about: the integers of a weight are this much less than the bytes that are multiplied.
 INLINE int32_t zero_of(const Format format) {
     if (format == Q4_0) return 8;
-    return BYTES_ARE_UNSIGNED && (format == Q8_0 || format == Q6_K) ? 128 : 0;
+    if (format == Q6_K) return 32;
+    return BYTES_ARE_UNSIGNED && format == Q8_0 ? 128 : 0;
 }
 
-// Add the products of a line with the 4 or 8 activations at *x* of each row.
-INLINE void add_bytes_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
-                           const char *line, int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+// Add the products of 8 inputs, one line or two, with the activations at *x* of each row.
+INLINE void add_eight(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
+                      const char *line, int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
     UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-        Integers bytes = load_bytes(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
-        if (has_nibbles(format)) {
-            Integers low = low_nibbles(bytes), high = high_nibbles(bytes);
-            UNROLL for (int r = 0; r < rows; r++) {
-                ADD_NIBBLES(exact[r][v], low, spread_word(x + r * row_bytes));
-                ADD_NIBBLES(exact[r][v], high, spread_word(x + r * row_bytes + 4));
-            }
-        } else {
-            if (zero_of(format)) bytes = from_signed_bytes(bytes);
-            UNROLL for (int r = 0; r < rows; r++) ADD_BYTES(exact[r][v], bytes, spread_word(x + r * row_bytes));
+        const char *at = line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4;
+        Integers four = load_bytes(at), others = has_nibbles(format) ? high_nibbles(four) : load_bytes(at + 4 * PANEL);
+        if (has_nibbles(format)) four = low_nibbles(four);
+        if (format == Q8_0) four = from_signed_bytes(four), others = from_signed_bytes(others);
+        UNROLL for (int r = 0; r < rows; r++) {
+            Integers x_four = spread_word(x + r * row_bytes), x_others = spread_word(x + r * row_bytes + 4);
+            if (format == Q8_0) ADD_BYTES(exact[r][v], four, x_four, others, x_others);
+            else ADD_SMALL_BYTES(exact[r][v], four, x_four, others, x_others);
         }
     }
 }
@@ -206,8 +205,8 @@ INLINE void add_bytes_line(const Format format, const int rows, const int panels
 // chain of multiply-adds over the groups.
 INLINE void multiply_units(const Format format, const int rows, const int panels, const Block *block) {
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
-    const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP, inputs_of_line = has_nibbles(format) ? 8 : 4;
-    const int starts_exact = BYTES_ARE_UNSIGNED, vectors = panels * VECTORS;
+    const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP;
+    const int vectors = panels * VECTORS;
     const char *x = block->rows, *unit = block->panels, *ahead = block->ahead;
     int64_t num_ahead = block->num_ahead;
     Vector sums[MOST_ROWS][MOST_VECTORS];
@@ -228,12 +227,14 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
             Integers exact[MOST_ROWS][MOST_VECTORS];
             UNROLL for (int r = 0; r < rows; r++) {
                 const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
-                int32_t sum = format != Q6_K ? of_row->first_sum + of_row->last_sum : group % 2 ? of_row->last_sum : of_row->first_sum;
-                Integers start = starts_exact && zero_of(format) ? spread_integer(-zero_of(format) * sum) : no_integers();
+                int32_t sum = format != Q6_K ? of_row->first_sum + of_row->last_sum
+                              : group % 2    ? of_row->last_sum
+                                             : of_row->first_sum;
+                Integers start = zero_of(format) ? spread_integer(-zero_of(format) * sum) : no_integers();
                 UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = start;
             }
-            UNROLL for (int i = 0; i < inputs_of_group; i += inputs_of_line, x += inputs_of_line, line += 4 * PANEL)
-                add_bytes_line(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
+            UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8, line += (has_nibbles(format) ? 4 : 8) * PANEL)
+                add_eight(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
             UNROLL for (int v = 0; v < vectors; v++) {
                 const int lane = v % VECTORS * LANES;
                 const int64_t panel = v / VECTORS * panel_bytes;
@@ -241,10 +242,7 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
                 if (has_minima(format)) minima = minima_of(format, unit + panel, front + panel, group, lane);
                 UNROLL for (int r = 0; r < rows; r++) {
                     const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
-                    Integers integers = has_nibbles(format) ? sum_of_nibbles(exact[r][v]) : exact[r][v];
-                    if (!starts_exact && zero_of(format))
-                        integers = add_integers(integers, spread_integer(-zero_of(format) * (of_row->first_sum + of_row->last_sum)));
-                    Vector of_group = multiplied(to_floats(integers), scales);
+                    Vector of_group = multiplied(to_floats(exact[r][v]), scales);
                     MULTIPLY_ADD(sums[r][v], of_group, spread(of_row->scale));
                     if (has_minima(format)) MULTIPLY_ADD(sums[r][v], minima, spread(of_row->weighted));
                 }

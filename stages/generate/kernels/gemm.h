@@ -18,7 +18,7 @@
 //   Q4_0, Q8_0         scale * integer; PANEL halves are the scales of a group of 32 inputs. Q4_0: 8 less than stored.
 //   Q4_1, Q5_1         scale * integer + minimum; behind all scales PANEL halves for each group, the minima.
 //   Q4_K, Q5_K         d * scale * integer + dmin * minimum; a group has PANEL bytes of scales, then of minima.
-//   Q6_K               d * scale * integer; a group of 16 inputs has PANEL signed bytes of scales.
+//   Q6_K               d * scale * integer, 32 less than stored; 16 inputs are a group with PANEL signed bytes of scales.
 //
 // PANEL halves d and PANEL halves dmin for every 256 inputs are the front of the panel.
 //

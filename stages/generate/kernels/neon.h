@@ -161,7 +161,7 @@ INLINE Integers add_pairs(Integers sum, Integers pair, Integers weights) {
     return sum;
 }
 
-// Bytes of weights and of activations: 4 products of neighbours are added to each integer.
+// Bytes of weights and of activations: 4 products of neighbours are added to each integer, twice.
 #define BYTES_ARE_UNSIGNED 0
 INLINE Vector from_wide(int16x8_t wide) {
     return (Vector){vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_high_s16(wide))};
@@ -177,10 +177,6 @@ INLINE Integers low_nibbles(Integers a) { return (Integers){low_of_four(a.low), 
 INLINE Integers high_nibbles(Integers a) { return (Integers){high_of_four(a.low), high_of_four(a.high)}; }
 INLINE Integers from_signed_bytes(Integers a) { return a; }
 INLINE Integers spread_integer(int32_t number) { return (Integers){vdupq_n_s32(number), vdupq_n_s32(number)}; }
-INLINE Integers add_integers(Integers a, Integers b) {
-    return (Integers){vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)};
-}
-INLINE Integers sum_of_nibbles(Integers a) { return a; }
 // Two products are at most 2 * 128 * 127, which fits into 16 bits.
 INLINE int32x4_t add_bytes_of_four(int32x4_t sum, int32x4_t weights, int8x8_t x) {
     int8x16_t bytes = vreinterpretq_s8_s32(weights);
@@ -191,8 +187,8 @@ INLINE Integers add_bytes(Integers sum, Integers weights, Integers x) {
     int8x8_t four = vreinterpret_s8_s32(vget_low_s32(x.low));
     return (Integers){add_bytes_of_four(sum.low, weights.low, four), add_bytes_of_four(sum.high, weights.high, four)};
 }
-#define ADD_BYTES(sum, weights, x) ((sum) = add_bytes(sum, weights, x))
-#define ADD_NIBBLES ADD_BYTES
+#define ADD_BYTES(sum, a, x, b, y) ((sum) = add_bytes(add_bytes(sum, a, x), b, y))
+#define ADD_SMALL_BYTES ADD_BYTES
 
 #define MULTIPLY_ADD(sum, a, b) ((sum) = fma_of(a, b, sum))
 #define MULTIPLY_ADD_PAIRS(sum, a, b) ((sum) = add_pairs(sum, a, b))

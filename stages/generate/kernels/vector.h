@@ -29,7 +29,7 @@ INLINE Integers from_int8(const void *from) { return _mm512_cvtepi8_epi16(_mm256
 INLINE Vector to_floats(Integers a) { return _mm512_cvtepi32_ps(a); }
 INLINE Integers no_integers(void) { return _mm512_setzero_si512(); }
 
-// Bytes of weights and of activations: 4 products of neighbours are added to each integer.
+// Bytes of weights and of activations: 4 products of neighbours are added to each integer, twice.
 #define BYTES_ARE_UNSIGNED 1
 INLINE Vector from_signed(const void *from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from))); }
 INLINE Vector from_unsigned(const void *from) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from))); }
@@ -38,10 +38,9 @@ INLINE Integers low_nibbles(Integers a) { return _mm512_and_si512(a, _mm512_set1
 INLINE Integers high_nibbles(Integers a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
 INLINE Integers from_signed_bytes(Integers a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
 INLINE Integers spread_integer(int32_t number) { return _mm512_set1_epi32(number); }
-INLINE Integers add_integers(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
-INLINE Integers sum_of_nibbles(Integers a) { return a; }
-#define ADD_BYTES(sum, weights, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x))
-#define ADD_NIBBLES ADD_BYTES
+#define ADD_FOUR(sum, weights, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x))
+#define ADD_BYTES(sum, a, x, b, y) do { ADD_FOUR(sum, a, x); ADD_FOUR(sum, b, y); } while (0)
+#define ADD_SMALL_BYTES ADD_BYTES
 
 #define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
 #define MULTIPLY_ADD_PAIRS(sum, a, b) __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
@@ -67,8 +66,8 @@ INLINE Integers from_int8(const void *from) { return _mm256_cvtepi8_epi16(_mm_lo
 INLINE Vector to_floats(Integers a) { return _mm256_cvtepi32_ps(a); }
 INLINE Integers no_integers(void) { return _mm256_setzero_si256(); }
 
-// Bytes of weights and of activations: 4 products of neighbours are added to each integer. 8 products of nibbles fit into
-// 16 bits, and each integer has two such sums until a group ends: at most 8 * 2 * 15 * 127.
+// Bytes of weights and of activations: 4 products of neighbours are added to each integer, twice. 4 products with weights
+// up to 63 fit into 16 bits, 2 with any.
 #define BYTES_ARE_UNSIGNED 0
 INLINE Vector from_signed(const void *from) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from))); }
 INLINE Vector from_unsigned(const void *from) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from))); }
@@ -77,14 +76,17 @@ INLINE Integers low_nibbles(Integers a) { return _mm256_and_si256(a, _mm256_set1
 INLINE Integers high_nibbles(Integers a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
 INLINE Integers from_signed_bytes(Integers a) { return a; }
 INLINE Integers spread_integer(int32_t number) { return _mm256_set1_epi32(number); }
-INLINE Integers add_integers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
-INLINE Integers sum_of_nibbles(Integers a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
-INLINE Integers products_of_bytes(Integers weights, Integers x) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+INLINE Integers with_halves(Integers sum, __m256i halves) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(halves, _mm256_set1_epi16(1)));
 }
-#define ADD_BYTES(sum, weights, x) ((sum) = _mm256_add_epi32(sum, products_of_bytes(weights, x)))
-#define ADD_NIBBLES(sum, weights, x) ((sum) = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x)))
+INLINE __m256i halves_of(Integers weights, Integers x) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+}
+INLINE __m256i halves_of_two(Integers a, Integers x, Integers b, Integers y) {
+    return _mm256_add_epi16(_mm256_maddubs_epi16(a, x), _mm256_maddubs_epi16(b, y));
+}
+#define ADD_BYTES(sum, a, x, b, y) ((sum) = with_halves(with_halves(sum, halves_of(a, x)), halves_of(b, y)))
+#define ADD_SMALL_BYTES(sum, a, x, b, y) ((sum) = with_halves(sum, halves_of_two(a, x, b, y)))
 
 // Assembly, because gcc 12 picks forms of the instruction that need more registers than there are.
 #define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))

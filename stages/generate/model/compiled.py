@@ -161,8 +161,7 @@ class KernelDecoder:
         threads: int,
         collectives: Collectives = ALONE,
     ) -> None:
-        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty: tensors,
-        or matrices of blocks.
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
         Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
         """

@@ -15,6 +15,7 @@ const Variant *kernels_variant(const char *name);
 int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t outputs, int64_t inputs, int pair);
 void kernels_pack(const Variant *variant, Format format, Format source, const void *first, const void *second,
                   int64_t outputs, int64_t inputs, int threads, void *out);
+void kernels_pack_blocks(int type, const uint8_t *const *rows, int64_t num_panels, int64_t inputs, int threads, void *out);
 int kernels_forward(const Model *model, Step *step);
 int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
                  const int32_t *logits_rows, float *logits, const uint32_t *const *allowed, int32_t *best);
@@ -106,6 +107,44 @@ static void multiply_all(void) {
                 free(rows), free(out);
             }
         }
+}
+
+// Any bytes as blocks of every type, whose scales are at their ends: they may be large, but not infinite.
+static void multiply_blocks(void) {
+    static const struct {
+        int type, weights, bytes, scales[2];
+        Format format;
+    } types[] = {{2, 32, 18, {0, 0}, Q4_0},     {3, 32, 20, {0, 2}, Q4_1},     {6, 32, 22, {0, 0}, Q8_0},
+                 {7, 32, 24, {0, 2}, Q5_1},     {8, 32, 34, {0, 0}, Q8_0},     {12, 256, 144, {0, 2}, Q4_K},
+                 {13, 256, 176, {0, 2}, Q5_K},  {14, 256, 210, {208, 208}, Q6_K}};
+    static const int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 70};
+    enum { OUTPUTS = 37, PANELS = 3 };
+    for (int64_t t = 0; t < COUNT(types); t++) {
+        const int64_t inputs = types[t].weights == 32 ? 608 : 768, line = inputs / types[t].weights * types[t].bytes;
+        uint8_t *blocks = memory(OUTPUTS * line, 0);
+        const uint8_t *outputs[PANELS * PANEL] = {0};
+        for (int64_t i = 0; i < OUTPUTS * line; i++) blocks[i] = (uint8_t)(int8_t)(number() * 127);
+        for (int64_t i = 0; i < OUTPUTS * line; i += types[t].bytes)
+            for (int k = 0; k < 2; k++) fill(FLOAT16, blocks + i + types[t].scales[k], 1, 1);
+        for (int64_t o = 0; o < OUTPUTS; o++) outputs[o] = blocks + o * line;
+        const int64_t panel_bytes = variant->panel_bytes(types[t].format, inputs);
+        char *panels = memory(PANELS * panel_bytes, 0xff);
+        kernels_pack_blocks(types[t].type, outputs, PANELS, inputs, 2, panels);
+        report(panels, PANELS * panel_bytes, "blocks of type %d, panels", types[t].type);
+        const Matrix matrix = {panels, NULL, OUTPUTS, inputs, types[t].format};
+        const int64_t bytes = variant->activation_bytes(matrix.format, inputs);
+        for (int64_t c = 0; c < COUNT(counts); c++) {
+            char *rows = memory(counts[c] * bytes, 0);
+            float *x = memory(round_up(inputs, ROW_MULTIPLE) * 4, 0), *out = memory(counts[c] * PANELS * PANEL * 4, 0xff);
+            for (int64_t row = 0; row < counts[c]; row++) {
+                fill(FLOAT32, x, inputs, row % 2 ? 0x1p-20f : 1);
+                variant->prepare(matrix.format, x, inputs, rows + row * bytes);
+            }
+            variant->multiply(&matrix, rows, counts[c], 0, PANELS, out, PANELS * PANEL);
+            report(out, counts[c] * PANELS * PANEL * 4, "blocks of type %d, rows %ld", types[t].type, (long)counts[c]);
+            free(rows), free(x), free(out);
+        }
+    }
 }
 
 // Tokens of a row that attends to what is before it; all that no token sees is NaN.
@@ -256,6 +295,7 @@ int main(int count, char **arguments) {
     variant = count == 2 ? kernels_variant(arguments[1]) : NULL;
     if (!variant || !strstr(cpu_variants(), arguments[1])) return fprintf(stderr, "which variant?\n"), 2;
     multiply_all();
+    multiply_blocks();
     attend_all();
     compute_steps();
     draw_all();
