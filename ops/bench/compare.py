@@ -43,7 +43,7 @@ from ops.bench.targets import (
     started,
 )
 from pipeline.errors import ConfigError
-from pipeline.flags import at_least, flag, parse_flags
+from pipeline.flags import at_least, flag, parse_flags, yes_or_no
 
 ABOUT: Final = """\
 Compares minisgl with transformers, with llama.cpp (--llama-python), or with the server at --peer-url, on the same
@@ -55,7 +55,7 @@ SUFFIX_TOKENS: Final = 8
 IDLE_CORES: Final = 0.05
 """An idle side uses at most this share of a core."""
 LLAMA: Final = Path(__file__).with_name("llama.py")
-GGUF_KINDS: Final = ("bf16", "q8_0")
+GGUF_KINDS: Final = ("bf16", "q8_0", "q4_0", "q4_k_m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,12 @@ class CompareConfig(CheckpointConfig):
         "--llama-python", default="", help="python with llama-cpp-python and gguf: the peer is llama.cpp [transformers]"
     )
     gguf: str = flag(
-        "--gguf", default="", help="weights of llama.cpp: q8_0 or bf16, made from the checkpoint, or a GGUF file [bf16]"
+        "--gguf",
+        default="",
+        help="weights of llama.cpp: bf16, q8_0, q4_0 or q4_k_m, made from the checkpoint, or a GGUF file [bf16]",
+    )
+    both: bool = flag(
+        "--both", default=False, parse=yes_or_no, help="minisgl computes the file of --gguf, too, not the checkpoint"
     )
     dtype: str = flag(
         "--dtype",
@@ -160,10 +165,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     prompts, threads = Prompts(folder), config.threads or report.num_cores()
     flags = ["--model", str(folder), "--dtype", config.dtype, "--threads", str(threads)]
     flags += shlex.split(config.serve_flags)
-    with scratch_and_status() as (data, status), our_server(data, flags) as (served, ready_s):
+    with contextlib.ExitStack() as stack:
+        data, status = stack.enter_context(scratch_and_status())
+        file = gguf_file(config, python, folder, data) if python else ""
+        if config.both and file:
+            flags[1:2] = [file, "--tokenizer", str(folder)]
+        served, ready_s = stack.enter_context(our_server(data, flags))
         ours = served_side(served)
         status.update("starting the peer")
-        with started_peer(config, python, folder, data, threads) as (peer, about):
+        with started_peer(config, python, folder, file, threads) as (peer, about):
             results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
             status.update("repeating prefixes")
             prefix = repeated_prefix(served, prompts, config)
@@ -218,7 +228,7 @@ def checked_llama(config: CompareConfig) -> str:
 
 @contextlib.contextmanager
 def started_peer(
-    config: CompareConfig, python: str, folder: Path, scratch: Path, threads: int
+    config: CompareConfig, python: str, folder: Path, file: str, threads: int
 ) -> Iterator[tuple[Side, dict[str, Any]]]:
     """Give the peer, and what it says of itself.
 
@@ -232,7 +242,7 @@ def started_peer(
     if python:
         name, command = (
             "llama.cpp",
-            [python, "-I", str(LLAMA), gguf_file(config, python, folder, scratch), f"{threads}"],
+            [python, "-I", str(LLAMA), file, f"{threads}"],
         )
     else:
         name, command = "transformers", program("compare:transformers_answers", folder, config.dtype, threads)
@@ -247,6 +257,8 @@ def gguf_file(config: CompareConfig, python: str, folder: Path, scratch: Path) -
     Raises:
         SideFailed: It cannot be converted.
     """
+    if own := [*folder.glob("*.gguf")]:  # a folder made of a file
+        return str(own[0])
     kind = config.gguf or GGUF_KINDS[0]
     if kind not in GGUF_KINDS:
         return str(Path(kind).expanduser().absolute())

@@ -1,5 +1,5 @@
 """llama.cpp as a side of a comparison: `python ops/bench/llama.py FILE.gguf THREADS` answers as `compare.py` asks, and
-`python ops/bench/llama.py CHECKPOINT OUT.gguf bf16|q8_0` makes such a file of a Qwen3.
+`python ops/bench/llama.py CHECKPOINT OUT.gguf bf16|q8_0|q4_0|q4_k_m` makes such a file of a Qwen3.
 
 It runs in an environment with numpy, llama-cpp-python and gguf, and imports nothing of ours. Requests are computed
 greedily with llama.cpp's C functions. Those that are asked at once are batched continuously, as by llama.cpp's own
@@ -137,6 +137,8 @@ def answer(file: str, threads: str) -> None:
 
 KINDS = ("bf16", "q8_0")
 """Of weights of matrices; others are float32."""
+QUANTIZED = {"q4_0": 2, "q4_k_m": 15}
+"""Kinds that llama.cpp makes itself: `llama_ftype` of llama.h."""
 
 
 def write_parameters(config: Mapping[str, Any], writer: Any) -> None:
@@ -200,11 +202,24 @@ def convert(folder: Path, file: str, kind: str) -> None:
     writer.close()
 
 
+def quantize(folder: Path, file: str, kind: str) -> None:
+    """Convert a checkpoint, and let llama.cpp quantize it; end with a line if that cannot be."""
+    whole = f"{file}.bf16"
+    convert(folder, whole, "bf16")
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = QUANTIZED[kind]
+    if llama_cpp.llama_model_quantize(whole.encode(), file.encode(), options):
+        sys.exit(f"llama.cpp cannot make {kind} of {folder}")
+    Path(whole).unlink()
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case [file, threads]:
             answer(file, threads)
         case [folder, file, kind] if kind in KINDS:
             convert(Path(folder), file, kind)
+        case [folder, file, kind] if kind in QUANTIZED:
+            quantize(Path(folder), file, kind)
         case _:
-            sys.exit("usage: llama.py FILE.gguf THREADS | llama.py CHECKPOINT OUT.gguf bf16|q8_0")
+            sys.exit("usage: llama.py FILE.gguf THREADS | llama.py CHECKPOINT OUT.gguf bf16|q8_0|q4_0|q4_k_m")

@@ -80,6 +80,10 @@ class CheckpointConfig:
             cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "minisgl"
             return ensure(self.model, Path(self.checkpoints or cache).expanduser())
         folder = Path(self.model).expanduser().absolute()
+        if self.model.lower().endswith(".gguf"):
+            from stages.generate.model.folder import model_folder
+
+            folder = model_folder(self.model)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no checkpoint; pass a folder, or {' or '.join(SHAPES)}")
         return folder

@@ -45,7 +45,7 @@ import minisgl
         ("compare --llama-python /nowhere", "--llama-python /nowhere: no such program; pass the python of"),
         (
             f"compare --llama-python {sys.executable}",
-            "has no llama.cpp (ModuleNotFoundError: No module named 'gguf'); run",
+            "has no llama.cpp (ModuleNotFoundError: No module named 'llama_cpp'); run",
         ),
         ("compare --llama-python x --peer-url http://h", "--peer-url and --llama-python both name the peer; pass one"),
         ("compare --llama-python x --gguf absent", "--gguf absent: no such file; pass a GGUF file, or bf16 or q8_0"),

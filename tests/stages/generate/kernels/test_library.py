@@ -33,7 +33,8 @@ def test_a_structure_has_the_entries_of_the_header(structure: type[ctypes.Struct
 
 
 def test_formats_have_the_numbers_of_the_header() -> None:
-    assert re.findall(r"(\w+) = (\d)", HEADER) == [(one.name, str(one.value)) for one in library.Format]
+    named = [(one.name, str(one.value)) for one in library.Format]
+    assert re.findall(r"(\w+) = (\d+)", HEADER) == [*named, ("NUM_FORMATS", str(len(named)))]
 
 
 @pytest.mark.skipif(build.machine() != "x86_64", reason="on other kinds of machines, all CPUs have the same variants")
