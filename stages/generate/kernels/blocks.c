@@ -132,6 +132,10 @@ static void read_unit(Type type, const uint8_t *row, int64_t number, int64_t inp
 
 // ---- panels
 
+static int64_t panel_bytes_of(Format format, int64_t inputs) {
+    return front_bytes(format, inputs) + panel_offset(format, round_up(inputs, GROUP));
+}
+
 static void pack_unit(Format format, const Unit units[PANEL], int64_t number, char *panel, char *unit) {
     uint16_t *halves = (uint16_t *)unit, *front = (uint16_t *)(panel + number / 4 * FRONT_BYTES);
     uint8_t *bytes = (uint8_t *)unit, *line = bytes + head_bytes(format);
@@ -191,9 +195,8 @@ static void pack_together(void *argument, Member *me) {
 // of the inputs of a block.
 API void kernels_pack_blocks(int type, const uint8_t *const *rows, int64_t num_panels, int64_t inputs, int threads, void *out) {
     const Format format = format_of((Type)type);
-    const int64_t panel_bytes = front_bytes(format, inputs) + panel_offset(format, round_up(inputs, GROUP));
     uint32_t before = begin(threads);
-    Packing job = {(Type)type, rows, num_panels, inputs, panel_bytes, out};
+    Packing job = {(Type)type, rows, num_panels, inputs, panel_bytes_of(format, inputs), out};
     pool_together(pack_together, &job);
     end(before);
 }
@@ -204,27 +207,53 @@ int64_t bytes_of_blocks(int type, int64_t inputs) {
     return inputs / (is_super((Type)type) ? SUPER_BLOCK : BLOCK_GROUP) * block_bytes((Type)type);
 }
 
+static void widen_unit(Format format, const Unit *unit, int64_t count, float *out) {
+    float levels[4];
+    uint16_t halves[4];
+    memcpy(halves, unit->scales, 4), memcpy(halves + 2, unit->minima, 4);
+    expand(FLOAT16, halves, 4, levels);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t group = k / BLOCK_GROUP;
+        float integer = (float)unit->integers[k], scale = levels[group], minimum = levels[2 + group];
+        if (format == Q4_0) integer -= 8;
+        if (format == Q6_K) integer -= 32;
+        if (format == Q6_K) scale = levels[0] * (float)(int8_t)unit->small_scales[k / 16];
+        else if (has_two_levels(format)) {
+            scale = levels[0] * (float)unit->small_scales[group];
+            minimum = levels[2] * (float)unit->small_minima[group];
+        }
+        out[k] = has_minima(format) ? scale * integer + minimum : scale * integer;
+    }
+}
+
 void unpack_blocks(int type, const void *row, int64_t inputs, float *out) {
-    const Format format = format_of((Type)type);
     for (int64_t i = 0; i * GROUP < inputs; i++) {
         Unit unit;
-        float levels[4];
-        uint16_t halves[4];
         read_unit((Type)type, row, i, inputs, &unit);
-        memcpy(halves, unit.scales, 4), memcpy(halves + 2, unit.minima, 4);
-        expand(FLOAT16, halves, 4, levels);
-        for (int64_t k = 0; k < least(GROUP, inputs - i * GROUP); k++) {
-            const int64_t group = k / BLOCK_GROUP;
-            float integer = (float)unit.integers[k], scale = levels[group], minimum = levels[2 + group];
-            if (format == Q4_0) integer -= 8;
-            if (format == Q6_K) integer -= 32;
-            if (format == Q6_K) scale = levels[0] * (float)(int8_t)unit.small_scales[k / 16];
-            else if (has_two_levels(format)) {
-                scale = levels[0] * (float)unit.small_scales[group];
-                minimum = levels[2] * (float)unit.small_minima[group];
-            }
-            out[i * GROUP + k] = has_minima(format) ? scale * integer + minimum : scale * integer;
+        widen_unit(format_of((Type)type), &unit, least(GROUP, inputs - i * GROUP), out + i * GROUP);
+    }
+}
+
+void unpack_output(const Matrix *matrix, int64_t number, float *out) {
+    const Format format = matrix->format;
+    const int64_t inputs = matrix->inputs, output = number % PANEL;
+    const char *panel = (const char *)matrix->panels + number / PANEL * panel_bytes_of(format, inputs);
+    const uint8_t *bytes = (const uint8_t *)panel + front_bytes(format, inputs);
+    for (int64_t i = 0; i * GROUP < inputs; i++, bytes += unit_bytes(format)) {
+        const uint16_t *halves = (const uint16_t *)bytes, *front = (const uint16_t *)(panel + i / 4 * FRONT_BYTES);
+        const uint8_t *line = bytes + head_bytes(format) + output * 4;
+        Unit unit;
+        for (int group = 0; group < 2; group++) {
+            unit.scales[group] = has_two_levels(format) ? front[output] : halves[group * PANEL + output];
+            if (has_two_levels(format)) unit.minima[group] = front[PANEL + output];
+            else unit.minima[group] = has_minima(format) ? halves[(2 + group) * PANEL + output] : 0;
+            unit.small_minima[group] = bytes[(2 * group + 1) * PANEL + output];
         }
+        for (int k = 0; k < 4; k++) unit.small_scales[k] = bytes[(format == Q6_K ? k : 2 * k % 4) * PANEL + output];
+        for (int k = 0; k < GROUP; k++)
+            if (has_nibbles(format)) unit.integers[k] = line[k / 8 * 4 * PANEL + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
+            else unit.integers[k] = (int8_t)line[k / 4 * 4 * PANEL + k % 4];
+        widen_unit(format, &unit, least(GROUP, inputs - i * GROUP), out + i * GROUP);
     }
 }
 

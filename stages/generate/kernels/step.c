@@ -50,13 +50,12 @@ static void embed_chunk(void *job, int64_t chunk, int thread) {
     int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
         int64_t row = step->token_ids[t] - model->first_token;
-        if (row >= 0 && row < model->num_embeddings && model->embedding_blocks)
-            unpack_blocks(model->embedding_blocks, (const char *)model->embedding + row * bytes, hidden,
-                          work->sums + t * hidden);
-        else if (row >= 0 && row < model->num_embeddings)
-            expand(model->embedding_format, (const char *)model->embedding + row * bytes, hidden, work->sums + t * hidden);
-        else
-            memset(work->sums + t * hidden, 0, (size_t)hidden * sizeof(float)); // another rank has it
+        const char *place = (const char *)model->embedding + row * bytes;
+        float *out = work->sums + t * hidden;
+        if (row < 0 || row >= model->num_embeddings) memset(out, 0, (size_t)hidden * sizeof(float)); // another rank has it
+        else if (!model->embedding) unpack_output(&model->head, row, out);
+        else if (model->embedding_blocks) unpack_blocks(model->embedding_blocks, place, hidden, out);
+        else expand(model->embedding_format, place, hidden, out);
     }
     angles_chunk(job, chunk, thread);
 }

@@ -30,7 +30,7 @@ typedef struct {
     float eps;
     Format embedding_format;
     int32_t embedding_blocks; // `ggml_type` of the blocks that the embedding has instead; 0: numbers
-    const void *embedding;    // [num_embeddings][hidden]
+    const void *embedding;    // [num_embeddings][hidden]; NULL: the weights of the head, which is of blocks
     const Layer *layers;
     const float *norm; // [hidden]
     Matrix head;

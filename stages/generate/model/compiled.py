@@ -174,6 +174,7 @@ class KernelDecoder:
         self._arena = Arena()
         self._declare()
         embedding_VE = weights.pop(EMBEDDING)
+        is_tied = HEAD not in weights
         head_VE = weights.pop(HEAD, embedding_VE)
         self._rope = make_rope(spec.rope, spec.head_dim, torch.device("cpu"))
         layers = (_Layer * spec.num_layers)(*(self._layer(index, weights) for index in range(spec.num_layers)))
@@ -193,7 +194,7 @@ class KernelDecoder:
             num_embeddings=spec.vocab_rows,
             normalize=int(spec.experts.normalize),
             eps=spec.norm_eps,
-            **self._embedding(embedding_VE),
+            **({} if is_tied and isinstance(embedding_VE, BlockMatrix) else self._embedding(embedding_VE)),
             layers=layers,
             norm=self._floats(weights.pop("model.norm.weight")),
             head=self._pack(head_VE),
