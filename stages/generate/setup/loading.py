@@ -35,7 +35,7 @@ def load_engine(
         reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
         logger.info("dtype_is_float32", reason=reason)
     if spec.blocks and settings.quantization == "none" and not config.engine.dummy_weight:
-        logger.info("gguf_is_widened", dtype=dtype, reason="only the CPU kernels compute with the blocks of a GGUF file")
+        logger.info("gguf_is_widened", dtype=dtype, reason="only the CPU kernels compute with blocks of GGUF files")
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
     measure = None

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
+from support.gguf_files import make_gguf, mixed
 from support.kernel_variants import VARIANTS
 from support.plans import Request, plan, shuffled_pages
 from support.ranks import Ranks
 from torch import Tensor
 
+from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.folder import model_folder
 from stages.generate.sampling import scores as scores_module
 from stages.generate.schedule.plan import BatchPlan, Scoring
 
@@ -169,6 +173,30 @@ def test_int8_on_ranks_is_as_near_to_float32_as_on_one(folders: Folders, family:
     alone_RV = steps_of(make_engine(folder, **options).logits)
     together_RV = steps_of(Ranks(2, folder, **options).logits)
     assert 0 < (together_RV - exact_RV).norm() < 1.5 * (alone_RV - exact_RV).norm()
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3moe"])
+def test_ranks_divide_a_gguf_file_between_its_blocks(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kinds = {"v.weight": "Q8_0", "down.weight": "Q5_1", "embd.weight": "Q5_0"}
+    make_gguf(tmp_path / "model.gguf", family, lambda name: kinds.get(name.rsplit("_", 1)[-1], "Q4_0"))
+    folder = model_folder(str(tmp_path / "model.gguf"))
+    for quantization, largest in (("none", 1e-5), ("q4_0", 0.02)):  # tiny differences make some activations round apart
+        options: dict[str, Any] = {"kernels": VARIANTS[-1], "quantization": quantization}
+        alone_RV = steps_of(make_engine(folder, "float32", **options).logits)
+        together_RV = steps_of(Ranks(2, folder, "float32", **options).logits)
+        assert (together_RV - alone_RV).norm() < largest * alone_RV.norm()
+
+
+def test_ranks_never_cut_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_gguf(tmp_path / "model.gguf", "qwen2", mixed)
+    spec = check_folder(model_folder(str(tmp_path / "model.gguf")))
+    with pytest.raises(ConfigError, match="--tp 2: .* blocks of 256 weights.* pass one of 1"):
+        spec.sharded(0, 2)
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
