@@ -195,7 +195,7 @@ def test_ranks_never_cut_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_gguf(tmp_path / "model.gguf", "qwen2", mixed)
     spec = check_folder(model_folder(str(tmp_path / "model.gguf")))
-    with pytest.raises(ConfigError, match="--tp 2: .* blocks of 256 weights.* pass one of 1"):
+    with pytest.raises(ConfigError, match=r"--tp 2: .* blocks of 256 weights.* pass one of 1"):
         spec.sharded(0, 2)
 
 
