@@ -69,7 +69,7 @@ def value(content: Any) -> bytes:
             return struct.pack("<I", 8) + text(content)
         case _:
             values = [value(one) for one in content]
-            kind = values[0][:4] if values else struct.pack("<I", 4)
+            kind = values[0][:4].replace(b"\4", b"\5") if values else struct.pack("<I", 5)  # int32, as in real files
             return struct.pack("<I", 9) + kind + struct.pack("<Q", len(values)) + b"".join(one[4:] for one in values)
 
 
