@@ -138,7 +138,8 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 def is_gguf(folder: Path) -> bool:
     """Return whether the weights of *folder* are GGUF files: `gguf_folder.py` made it."""
-    return "gguf" in read_json(folder / "config.json")
+    config = folder / "config.json"
+    return config.is_file() and "gguf" in read_json(config)
 
 
 def _rotated_heads(first: Path) -> dict[str, int]:

@@ -63,4 +63,4 @@ def _gguf_file(model: str) -> Path | None:
         raise ConfigError(
             f"{path}: has {len(models)} GGUF files; pass one of them: {', '.join(f.name for f in models)}"
         )
-    return models[0] if models else None
+    return next(iter(models or files), None)

@@ -9,7 +9,9 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 
-SUPPORTED: Final = "supported are folders and repositories of the Hugging Face hub with config.json and safetensors"
+SUPPORTED: Final = (
+    "supported are GGUF files, and folders and repositories of the Hugging Face hub with config.json and safetensors"
+)
 OLLAMA: Final = re.compile(r"([\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 WEB: Final = re.compile(r"(https?://|(www\.)?huggingface\.co/|hf\.co/).*", re.IGNORECASE)
 TOKENIZERS: Final = {
@@ -30,7 +32,7 @@ def refuse_name(model: str) -> None:
     if path.is_dir():
         return
     if model.lower().endswith(".gguf"):
-        raise ConfigError(f"--model {model}: {_is_gguf('this file')}")
+        raise ConfigError(f"--model {model}: not found; download the file and pass its path")
     if path.is_file():
         raise ConfigError(f"--model {model}: this is a file; pass the folder that holds it, {path.absolute().parent}")
     if OLLAMA.fullmatch(model):
@@ -55,8 +57,6 @@ def refuse_other_weights(folder: Path) -> None:
             f"{folder}: this is a LoRA adapter{base and f' of {base}'}, not a whole model; adapters are not supported; "
             "merge it into its model (`merge_and_unload` of peft), save that, and pass its folder"
         )
-    if any(folder.glob("*.gguf")):
-        raise ConfigError(f"{folder}: {_is_gguf('this folder')}")
 
 
 def tokenizer_missing(folder: Path) -> ConfigError:
@@ -69,13 +69,6 @@ def tokenizer_missing(folder: Path) -> ConfigError:
                 "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` writes tokenizer.json"
             )
     return ConfigError(f"{missing}: not found; save the tokenizer as a fast one (tokenizer.json)")
-
-
-def _is_gguf(what: str) -> str:
-    return (
-        f"{what} holds a model as GGUF, the format of llama.cpp; {SUPPORTED}; pass the model that it was made from, "
-        "with --quantization int8 to save memory on a CPU"
-    )
 
 
 def _base_of(adapter: Path) -> str:

@@ -55,9 +55,11 @@ OTHERS: Final = {
 }
 """Names of other types, for errors."""
 SPLIT: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-MOST_ELEMENTS: Final = 2**20
-"""Elements of an array: the vocabularies of today have a quarter of that."""
+MOST_ELEMENTS: Final = 2**21
+"""Elements of all arrays of a file: the largest vocabularies of today, with merges and types, have half of that."""
 MOST_STRING_BYTES: Final = 2**20
+MOST_HEADER_BYTES: Final = 2**26
+"""Gemma has the largest vocabulary of today, and a quarter of that."""
 MOST_ENTRIES: Final = 2**16
 """Fields of metadata, and tensors, of one file."""
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -106,7 +108,10 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     if found is None:
         return (path,)
     count = int(found["count"])
-    paths = tuple(path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    if not 0 < int(found["number"]) <= count:
+        raise ConfigError(f"{path}: its name says {found['number']} of {count} files; give it the name that it had")
+    before, after = found["stem"], path.name[found.end("number") :]
+    paths = tuple(path.with_name(f"{before}-{number:05}{after}") for number in range(1, count + 1))
     for part in paths:
         if not part.is_file():
             raise ConfigError(f"{part}: not found; {path.name} is one of {count} files, which belong together")
@@ -134,6 +139,7 @@ class _Reader:
     path: Path
     data: mmap.mmap
     at: int = 4
+    elements: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> GgufFile:
@@ -144,40 +150,47 @@ class _Reader:
         for _ in range(num_fields):
             name = self.string()
             if name in self.fields:
-                raise self.broken(f"{name:.80} is there twice")
+                raise self.broken(f"{name!r:.80} is there twice")
             self.fields[name] = self.value(self.scalar("I"))
         infos = [self.tensor_info() for _ in range(num_tensors)]
         alignment = self.fields.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 2**16:
             raise self.broken(f"general.alignment is {alignment!r:.80}")
-        begin = -(-self.at // alignment) * alignment
+        begin = reached = -(-self.at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in infos:
             tensor = GgufTensor(kind, shape, begin + offset)
             if name in tensors:
-                raise self.broken(f"{name:.80} is there twice")
+                raise self.broken(f"{name} is there twice")
+            if tensor.begin != reached:
+                raise self.broken(f"{name} has offset {offset}; expected {reached - begin}")
+            reached += -(-tensor.size // alignment) * alignment
             if tensor.begin + tensor.size > len(self.data):
                 raise ConfigError(
-                    f"{self.path}: truncated: {name:.80} ends at byte {tensor.begin + tensor.size}, the file has "
+                    f"{self.path}: truncated: {name} ends at byte {tensor.begin + tensor.size}, the file has "
                     f"{len(self.data)}; download it again"
                 )
             tensors[name] = tensor
+        if sum(tensor.shape[0] for tensor in tensors.values() if len(tensor.shape) > 2) > MOST_EXPERTS:
+            raise self.broken(f"it has more than {MOST_EXPERTS} experts")
         return GgufFile(self.path, self.fields, tensors, begin)
 
     def tensor_info(self) -> tuple[str, str, tuple[int, ...], int]:
         name, num_dimensions = self.string(), self.scalar("I")
+        if not 0 < len(name) <= 64 or not name.isprintable():
+            raise self.broken(f"a tensor has the name {name!r:.80}")
         if not 0 < num_dimensions <= 4:
-            raise self.broken(f"{name:.80} has {num_dimensions} dimensions")
+            raise self.broken(f"{name} has {num_dimensions} dimensions")
         shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
         number, offset = self.scalar("I"), self.scalar("Q")
         kind = next((kind for kind, (known, *_) in BLOCKS.items() if known == number), "")
         if not kind:
             raise ConfigError(
-                f"{self.path}: {name:.80} is {OTHERS.get(number, f'of type {number}')}; supported: {', '.join(BLOCKS)};"
+                f"{self.path}: {name} is {OTHERS.get(number, f'of type {number}')}; supported: {', '.join(BLOCKS)};"
                 " pass another file of this model, such as its Q4_K_M"
             )
         if not all(shape) or shape[-1] % BLOCKS[kind][1]:
-            raise self.broken(f"{name:.80} has shape {shape}; rows of {kind} have a multiple of {BLOCKS[kind][1]}")
+            raise self.broken(f"{name} has shape {shape}; rows of {kind} have a multiple of {BLOCKS[kind][1]}")
         return name, kind, shape, offset
 
     def value(self, kind: int, *, nested: bool = False) -> Any:
@@ -190,8 +203,9 @@ class _Reader:
         inner, length = self.scalar("I"), self.scalar("Q")
         if nested or inner == _ARRAY:
             raise self.broken("an array has arrays in it")
-        if length > MOST_ELEMENTS:
-            raise self.broken(f"an array has {length} elements; at most {MOST_ELEMENTS} are read")
+        self.elements += length
+        if self.elements > MOST_ELEMENTS:
+            raise self.broken(f"its arrays have {self.elements} elements; at most {MOST_ELEMENTS} are read")
         if inner in _SCALARS:
             return self.unpack(f"{length}{_SCALARS[inner]}")
         if inner != _STRING:
@@ -211,8 +225,8 @@ class _Reader:
         layout = struct.Struct(f"<{letters}")
         begin = self.at
         self.at += layout.size
-        if self.at > len(self.data):
-            raise self.broken("its header ends early")
+        if self.at > min(len(self.data), MOST_HEADER_BYTES):
+            raise self.broken("its header ends early, or is too large")
         return layout.unpack_from(self.data, begin)
 
     def string(self) -> str:
@@ -243,7 +257,8 @@ _MODULES: Final = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-MOST_EXPERTS: Final = 4096
+MOST_EXPERTS: Final = 2**17
+"""Matrices of experts of a file: the largest models of today have a quarter of that."""
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _WHOLE: Final = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -266,7 +281,7 @@ def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
         return {_WHOLE.get(name, name): tensor}
     layer, module, kind = found.groups()
     prefix = f"model.layers.{layer}"
-    if module in _EXPERTS and len(tensor.shape) == 3 and tensor.shape[0] <= MOST_EXPERTS and kind == "weight":
+    if module in _EXPERTS and len(tensor.shape) == 3 and kind == "weight":
         count, shape = tensor.shape[0], tensor.shape[1:]
         return {
             f"{prefix}.mlp.experts.{expert}.{_EXPERTS[module]}.weight": GgufTensor(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
-from stages.generate.model.gguf import ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
+from stages.generate.model.gguf import MOST_EXPERTS, ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
 from stages.generate.model.gguf_tokenizer import write_tokenizer
 
 ARCHITECTURES: Final = {
@@ -49,10 +49,15 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
         digest.update(found.read_bytes() if found.is_file() else b"-")
     name = path.stem if len(paths) == 1 else path.stem.rpartition("-of-")[0].rpartition("-")[0]
     folder = _cache() / digest.hexdigest()[:16] / name
-    if not folder.is_dir():
-        _make(folder, files, tokenizer)
-    for one in paths:
-        _link(folder / one.name, one.absolute())
+    try:
+        if not folder.is_dir():
+            _make(folder, files, tokenizer)
+        for one in paths:
+            _link(folder / one.name, one.absolute())
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     return folder
 
 
@@ -67,32 +72,30 @@ def _cache() -> Path:
 
 
 def _make(folder: Path, files: list[GgufFile], tokenizer: Path | None) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / folder.name
-            made.mkdir()
-            fields = files[0].fields
-            (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
-            if tokenizer is None:
-                write_tokenizer(files[0].path, fields, made)
-            else:
-                for name in TOKENIZER_FILES:
-                    if (tokenizer / name).is_file():
-                        (made / name).write_bytes((tokenizer / name).read_bytes())
-            if not folder.is_dir():
-                made.replace(folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was faster
-            raise ConfigError(
-                f"{folder}: cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
-            ) from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
+        if tokenizer is None:
+            write_tokenizer(files[0].path, files[0].fields, made)
+        else:
+            for name in TOKENIZER_FILES:
+                if (tokenizer / name).is_file():
+                    (made / name).write_bytes((tokenizer / name).read_bytes())
+        try:
+            made.replace(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
 
 
 def _link(link: Path, target: Path) -> None:
     if not link.is_symlink() or link.readlink() != target:
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
+        new = link.with_name(f".{link.name}.{os.getpid()}")  # another process may read the folder meanwhile
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        new.replace(link)
 
 
 # ---- the config
@@ -112,6 +115,14 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{path}: token_embd.weight is missing; this file has no whole model")
+    num_rows, tokens = tensors["token_embd.weight"].shape[0], _array(fields, "tokens")
+    if len(tokens) > num_rows:
+        raise ConfigError(
+            f"{path}: broken: {len(tokens)} tokens, {num_rows} rows of token_embd.weight; download it again"
+        )
+    num_layers = metadata.integer("block_count")
+    if num_layers > len(tensors):
+        raise metadata.wrong("block_count", f"at most {len(tensors)}, since there are no more tensors")
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", hidden // heads if heads else 0)
     metadata.refuse_unless("attention.value_length", head_dim)
@@ -119,23 +130,25 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
     types = sorted({tensor.type for tensor in tensors.values() if len(tensor.shape) > 1})
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[name]],
-        "num_hidden_layers": metadata.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": metadata.integer("feed_forward_length"),
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": num_rows,
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": name == "llama" and "blk.0.attn_output.bias" in tensors,
         "rope_parameters": _rope(metadata, files, head_dim),
-        "eos_token_id": _ends(fields),
+        "eos_token_id": _ends(fields, num_rows),
         "dtype": next((kind for key, kind in _DTYPES.items() if types == [key]), "bfloat16"),
         "gguf": _bytes_of_types(tensors),
     }
     if name == "qwen3moe":
+        if metadata.integer("expert_count") * num_layers > MOST_EXPERTS:
+            raise metadata.wrong("expert_count", f"at most {MOST_EXPERTS} in {num_layers} layers")
         config |= {
             "num_experts": metadata.integer("expert_count"),
             "num_experts_per_tok": metadata.integer("expert_used_count"),
@@ -219,11 +232,15 @@ ENDS: Final = (
 """Tokens that end an answer for llama.cpp, too, if a model has them."""
 
 
-def _ends(fields: Mapping[str, Any]) -> list[int]:
+def _ends(fields: Mapping[str, Any], num_rows: int) -> list[int]:
     """Return the ids of the tokens that end an answer."""
     ids = {fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
-    tokens, types = fields.get("tokenizer.ggml.tokens") or (), fields.get("tokenizer.ggml.token_type") or ()
-    ids |= {
-        index for index, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3 and token in ENDS
-    }
-    return sorted(index for index in ids if type(index) is int and 0 <= index < 2**31)
+    pairs = zip(_array(fields, "tokens"), _array(fields, "token_type"), strict=False)
+    ids |= {index for index, (token, kind) in enumerate(pairs) if kind == 3 and token in ENDS}
+    return sorted(index for index in ids if type(index) is int and 0 <= index < num_rows)
+
+
+def _array(fields: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    """Return a list of the tokenizer; it is empty if there is none."""
+    found = fields.get(f"tokenizer.ggml.{name}")
+    return found if isinstance(found, tuple) else ()

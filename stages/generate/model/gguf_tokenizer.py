@@ -75,6 +75,8 @@ PRES: Final[Mapping[str, Pre]] = {
     ),
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }
+LONGEST_PIECE: Final = 2**10
+"""Longer pieces of SentencePiece are not put together of others, which would take long: there are none."""
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 """`tokenizer.ggml.token_type`."""
 
@@ -106,7 +108,7 @@ def write_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None
     add_bos = fields.get("tokenizer.ggml.add_bos_token", add_bos)
     add_eos = fields.get("tokenizer.ggml.add_eos_token", False)
     _surround(tokenizer, named.get("bos_token", "") if add_bos else "", named.get("eos_token", "") if add_eos else "")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -136,7 +138,7 @@ def _of_gpt2(path: Path, fields: Mapping[str, Any], pieces: Sequence[str]) -> tu
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
         model = models.BPE(_ids(pieces), pairs, ignore_merges=pre.ignore_merges, fuse_unk=False)
     except Exception as error:  # the library raises Exception itself
-        raise _unknown(path, f"tokenizer.ggml.merges do not fit the tokens ({error})") from error
+        raise _unknown(path, f"tokenizer.ggml.merges do not fit the tokens ({error!r:.200})") from error
     tokenizer = Tokenizer(model)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -151,7 +153,7 @@ def _of_llama(path: Path, fields: Mapping[str, Any], pieces: Sequence[str], type
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = fields.get("tokenizer.ggml.scores")
-    if not isinstance(scores, tuple) or len(scores) != len(pieces):
+    if not isinstance(scores, tuple) or len(scores) != len(pieces) or not isinstance(scores[0], float):
         raise _unknown(path, "tokenizer.ggml.scores do not fit the tokens")
     ids = _ids(pieces)
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
@@ -180,7 +182,7 @@ def _merges(ids: Mapping[str, int], scores: Sequence[float], types: Sequence[int
 
     def pairs() -> Iterator[tuple[float, int, int, str, str]]:
         for piece, index in ids.items():
-            if types[index] not in (_NORMAL, _USER_DEFINED):
+            if types[index] not in (_NORMAL, _USER_DEFINED) or len(piece) > LONGEST_PIECE:
                 continue
             for cut in range(1, len(piece)):
                 left, right = piece[:cut], piece[cut:]
@@ -207,7 +209,12 @@ def _surround(tokenizer: Tokenizer, before: str, after: str) -> None:
     """Let the tokenizer put these tokens around a text."""
     from tokenizers import processors
 
-    tokens = [(token, tokenizer.token_to_id(token)) for token in (before, after) if token]
+    # The template has other names for them: theirs may have spaces and colons, which mean something there.
+    tokens = [
+        {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+        for name, token in (("before", before), ("after", after))
+        if token
+    ]
     if tokens:
-        single = " ".join([*([before] if before else []), "$A", *([after] if after else [])])
+        single = " ".join([*(["before"] if before else []), "$A", *(["after"] if after else [])])
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)

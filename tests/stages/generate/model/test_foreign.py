@@ -25,10 +25,13 @@ def refused(model: str, *, text_alone: bool = False) -> str:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("qwen3-q4.gguf", "this file holds a model as GGUF, the format of llama.cpp; supported are folders and"),
-        ("~/models/qwen3.GGUF", "pass the model that it was made from, with --quantization int8"),
-        ("https://huggingface.co/a/b-GGUF/blob/main/b.gguf", "this file holds a model as GGUF"),
-        ("qwen3:0.6b", "this is a name for Ollama; supported are folders and repositories of the Hugging Face hub"),
+        ("qwen3-q4.gguf", "not found"),
+        ("~/models/qwen3.GGUF", "not found"),
+        ("https://huggingface.co/a/b-GGUF/blob/main/b.gguf", "download the file"),
+        (
+            "qwen3:0.6b",
+            "this is a name for Ollama; supported are GGUF files, and folders and repositories",
+        ),
         ("library/llama3.2:latest", "pass owner/name as on https://huggingface.co, such as Qwen/Qwen3-0.6B"),
         ("hf.co/a/b-GGUF:Q4_K_M", "this is a name for Ollama"),
         ("https://huggingface.co/Qwen", "this is no page of a model on https://huggingface.co; pass owner/name"),
@@ -53,8 +56,10 @@ ADAPTER = json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B", "peft_type":
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"qwen3-q4.gguf": ""}, ": this folder holds a model as GGUF"),
-        ({**CONFIG, "a.gguf": "", "tokenizer.json": "{}"}, ": this folder holds a model as GGUF"),
+        ({"qwen3-q4.gguf": ""}, "q4.gguf: not a GGUF file"),
+        ({**CONFIG, "a.gguf": "", "tokenizer.json": "{}"}, "a.gguf: not a GGUF file"),
+        ({"a-00002-of-00002.gguf": ""}, "a-00001-of-00002.gguf: not found"),
+        ({"mmproj-a.gguf": ""}, "not found"),
         ({"adapter_config.json": ADAPTER}, f": this is a LoRA adapter of Qwen/Qwen3-0.6B, not a whole model; {MERGE}"),
         ({"adapter_config.json": "{", "tokenizer.json": "{}"}, f": this is a LoRA adapter, not a whole model; {MERGE}"),
     ],
@@ -73,7 +78,7 @@ def test_a_folder_of_another_kind_is_told_what_it_is(tmp_path: Path, files: Mapp
         ("tokenizer.model", f"tokenizer.json: not found; tokenizer.model is SentencePiece, which {CONVERTED}"),
         ("vocab.json", f"tokenizer.json: not found; vocab.json is an older format, which {CONVERTED}"),
         ("adapter_config.json", ": this is a LoRA adapter"),
-        ("model.gguf", ": this folder holds a model as GGUF"),
+        ("model.gguf", "model.gguf: not a GGUF file"),
         ("merges.txt", "tokenizer.json: not found; save the tokenizer as a fast one"),
     ],
 )
