@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -70,7 +71,7 @@ def test_widened_to_float32_it_gives_the_answers_of_transformers(tmp_path: Path)
     folder = model_folder("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = reference_model(widened_by_llama_cpps_package(folder, tmp_path / "wide"))
-    sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 4, "max_seq_len": 512}
+    sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 4, "max_seq_len": 512}
     engine = Engine(
         check_folder(folder),
         folder,
