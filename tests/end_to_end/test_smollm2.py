@@ -71,7 +71,7 @@ def test_widened_to_float32_it_gives_the_answers_of_transformers(tmp_path: Path)
     folder = model_folder("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = reference_model(widened_by_llama_cpps_package(folder, tmp_path / "wide"))
-    sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 4, "max_seq_len": 512}
+    sizes: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE}
     engine = Engine(
         check_folder(folder),
         folder,
@@ -79,6 +79,8 @@ def test_widened_to_float32_it_gives_the_answers_of_transformers(tmp_path: Path)
         dtype=torch.float32,
         attention="torch",
         kernels="torch",
+        max_running_requests=4,
+        max_seq_len=512,
         **sizes,
     )
     ended = 0
