@@ -193,7 +193,7 @@ def _with_model(config: C, folder: Path) -> C:
     changes: dict[str, object] = {"model": dataclasses.replace(config.model, model=str(folder))}
     on_hub = hub_model(config.model.model)
     if on_hub is not None and isinstance(config, ServerConfig | GenerateConfig) and not config.names.served_model_name:
-        changes["names"] = dataclasses.replace(config.names, served_model_name=(on_hub.id,))
+        changes["names"] = dataclasses.replace(config.names, served_model_name=(on_hub.name,))
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]  # these are its fields
 
 

@@ -9,12 +9,12 @@ from stages.generate.model.checkpoint import DEMO_FOLDER, INDEX_FILE, WEIGHTS_FI
 from stages.generate.model.foreign import refuse_name
 from stages.generate.model.gguf import SPLIT
 from stages.generate.model.gguf_folder import gguf_folder, is_made
-from stages.generate.model.hub import fetch, hub_model
+from stages.generate.model.hub import fetch, fetch_gguf, hub_model
 
 
 def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
-    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model of the hub, which is
-    fetched, or "" for the demo model.
+    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model of the hub, or such a
+    file there, which is fetched, or "" for the demo model.
 
     *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
     the tokenizer is needed. *dummy*: no weights are needed.
@@ -42,14 +42,16 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
 
 
 def _gguf_file(model: str) -> Path | None:
-    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others.
+    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others. The hub's are fetched.
 
     Raises:
-        ConfigError: It is a folder with several.
+        ConfigError: It is a folder with several, or cannot be fetched.
     """
     path = Path(model).expanduser().absolute()
     if model.lower().endswith(".gguf") and path.is_file():
         return path
+    if (on_hub := hub_model(model)) is not None and on_hub.file:
+        return fetch_gguf(on_hub)
     if (
         not model
         or not path.is_dir()
