@@ -13,8 +13,8 @@ from stages.generate.model.hub import fetch, fetch_gguf, hub_model
 
 
 def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
-    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model of the hub, or such a
-    file there, which is fetched, or "" for the demo model.
+    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model or such a file of the
+    hub, or a name of ours, which are fetched, or "" for the demo model.
 
     *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
     the tokenizer is needed. *dummy*: no weights are needed.
@@ -23,8 +23,7 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
         ConfigError: The folder lacks what is needed; the message names the file or tensor.
     """
     if file := _gguf_file(model):
-        of_tokenizer = model_folder(tokenizer, text_alone=True) if tokenizer else None
-        folder = gguf_folder(file, of_tokenizer)
+        folder = gguf_folder(file, _tokenizer_folder(tokenizer) if tokenizer else None)
     elif tokenizer:
         raise ConfigError(f"--tokenizer {tokenizer}: is for GGUF files; a folder has its own tokenizer; leave it out")
     elif not model:
@@ -41,8 +40,22 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
     return folder
 
 
+def served_name(model: str) -> str:
+    """Return the default name of *model*, as in `--model`; "" if its folder has the name."""
+    on_hub = hub_model(model)
+    return on_hub.name if on_hub is not None else ""
+
+
+def _tokenizer_folder(tokenizer: str) -> Path:
+    try:
+        return model_folder(tokenizer, text_alone=True)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model", "--tokenizer")) from error
+
+
 def _gguf_file(model: str) -> Path | None:
-    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others. The hub's are fetched.
+    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others. Those of the hub
+    and of a name of ours are fetched.
 
     Raises:
         ConfigError: It is a folder with several, or cannot be fetched.
