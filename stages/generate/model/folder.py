@@ -10,11 +10,12 @@ from stages.generate.model.foreign import refuse_name
 from stages.generate.model.gguf import SPLIT
 from stages.generate.model.gguf_folder import gguf_folder, is_made
 from stages.generate.model.hub import fetch, fetch_gguf, hub_model
+from stages.generate.model.named import fetch_named, is_named
 
 
 def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
     """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model or such a file of the
-    hub, or a name of ours, which are fetched, or "" for the demo model.
+    hub, or smollm2, which are fetched, or "" for the demo model.
 
     *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
     the tokenizer is needed. *dummy*: no weights are needed.
@@ -43,7 +44,7 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
 def served_name(model: str) -> str:
     """Return the default name of *model*, as in `--model`; "" if its folder has the name."""
     on_hub = hub_model(model)
-    return on_hub.name if on_hub is not None else ""
+    return on_hub.name if on_hub is not None else model if is_named(model) else ""
 
 
 def _tokenizer_folder(tokenizer: str) -> Path:
@@ -55,7 +56,7 @@ def _tokenizer_folder(tokenizer: str) -> Path:
 
 def _gguf_file(model: str) -> Path | None:
     """Return the GGUF file that *model* is, or that it has as its weights; None: it has others. Those of the hub
-    and of a name of ours are fetched.
+    and smollm2 are fetched.
 
     Raises:
         ConfigError: It is a folder with several, or cannot be fetched.
@@ -65,6 +66,8 @@ def _gguf_file(model: str) -> Path | None:
         return path
     if (on_hub := hub_model(model)) is not None and on_hub.file:
         return fetch_gguf(on_hub)
+    if is_named(model):
+        return fetch_named()
     if (
         not model
         or not path.is_dir()
