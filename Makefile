@@ -21,7 +21,7 @@ venv: .venv/.installed
 	@touch $@
 
 serve: venv
-	@$(BIN)/minisgl serve $(ARGS)
+	@$(BIN)/minisgl serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)

@@ -247,7 +247,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
     options = {item.name: getattr(engine, item.name) for item in fields(engine)}
     changed = {item.name: options[item.name] for item in fields(engine) if options[item.name] != item.default}
-    with LLM(model.model, wrap_engine=clocked, **changed) as llm:
+    with LLM(model.model, tokenizer=model.tokenizer, wrap_engine=clocked, **changed) as llm:
         settings = llm.settings
         workload = draw(chosen(config, settings.device.type), config.seed, settings.limits.vocab_size)
         if workload.longest > settings.limits.context:

@@ -20,6 +20,7 @@ from ops.offline.stages import Stages, Wrap
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams
 from pipeline.flags import flags_of, parse_config
+from pipeline.process.config import ModelConfig
 from stages.generate.model.folder import model_folder
 from stages.generate.setup.config import EngineConfig, GenerateConfig
 from stages.generate.setup.resolve import Settings
@@ -39,7 +40,8 @@ class LLM:
         """Load *model*, a folder or what else --model takes; "" is the demo model.
 
         *options* are the engine's flags by the names of their fields, such as ``dtype="bfloat16"``, with their defaults
-        and checks; one differs: without ``mixed_prefill_length`` prompts are not held back beside running requests.
+        and checks, and ``tokenizer`` for a GGUF file. One differs: without ``mixed_prefill_length`` prompts are not
+        held back beside running requests.
         ``tp=N`` starts N - 1 more processes, which end with this object.
         *wrap_engine* puts something around the engine, such as a clock.
 
@@ -50,7 +52,8 @@ class LLM:
         """
         quieten_logs()
         config = _config(fspath(model), options)
-        self.folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
+        of_model, dummy = config.model, config.engine.dummy_weight
+        self.folder = model_folder(of_model.model, tokenizer=of_model.tokenizer, dummy=dummy)
         """The model's folder."""
         self._stages = Stages(config, self.folder, wrap_engine)
         self._end = weakref.finalize(self, self._stages.stop_soon)
@@ -119,7 +122,7 @@ def _close(stages: weakref.ref[Stages]) -> None:
 
 def _config(model: str, options: Mapping[str, Any]) -> GenerateConfig:
     """Return the config of the engine that --model *model* and *options* would start."""
-    known = {item.name: item.metadata["flags"][0] for item in flags_of([EngineConfig])}
+    known = {item.name: item.metadata["flags"][0] for item in flags_of([ModelConfig, EngineConfig])}
     arguments = ["--model", model] if model else []
     for name, value in options.items():
         if name not in known:

@@ -16,6 +16,7 @@ from ops.serve.shares import Share, shares_of
 from pipeline.errors import ConfigError
 from pipeline.flags import flags_for
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from pipeline.process.config import ModelConfig
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.setup.config import EngineConfig, GenerateConfig
@@ -69,7 +70,7 @@ def serve(config: ServerConfig) -> int:
     _check_origins(config)
     check_flags(config.engine)
     config = with_nodes(config)
-    folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
+    folder = model_folder(config.model.model, tokenizer=config.model.tokenizer, dummy=config.engine.dummy_weight)
     _check_ranks(config.engine, folder)
     shares = shares_of(config.engine, config.serve.dp, "--dp")
     config = _with_archive(_with_budget(config))
@@ -139,9 +140,11 @@ def run_stage(config: StageConfig, stage: str) -> int:
         else:
             text_alone = stage != GENERATE
             dummy = isinstance(config, GenerateConfig) and config.engine.dummy_weight
-            config = _with_model(config, model_folder(config.model.model, text_alone=text_alone, dummy=dummy))
+            model = config.model
+            folder = model_folder(model.model, tokenizer=model.tokenizer, text_alone=text_alone, dummy=dummy)
+            config = _with_model(config, folder)
             if isinstance(config, GenerateConfig):
-                _check_ranks(config.engine, Path(config.model.model))
+                _check_ranks(config.engine, folder)
                 _add_engines(processes, config, shares_of(config.engine, config.worker.replicas, "--replicas"))
             else:
                 for _ in range(config.worker.replicas):
@@ -187,13 +190,13 @@ def _add_web(processes: Processes, config: ServerConfig | WebStageConfig, fd: in
 
 
 def _with_model(config: C, folder: Path) -> C:
-    """Return *config* for workers, which get the folder. A model of the hub is still served under its name there."""
-    from stages.generate.model.hub import hub_model
+    """Return *config* for workers, which get the folder. A model that was fetched is still served under its name."""
+    from stages.generate.model.folder import served_name
 
-    changes: dict[str, object] = {"model": dataclasses.replace(config.model, model=str(folder))}
-    on_hub = hub_model(config.model.model)
-    if on_hub is not None and isinstance(config, ServerConfig | GenerateConfig) and not config.names.served_model_name:
-        changes["names"] = dataclasses.replace(config.names, served_model_name=(on_hub.id,))
+    changes: dict[str, object] = {"model": ModelConfig(str(folder))}
+    name = served_name(config.model.model)
+    if name and isinstance(config, ServerConfig | GenerateConfig) and not config.names.served_model_name:
+        changes["names"] = dataclasses.replace(config.names, served_model_name=(name,))
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]  # these are its fields
 
 

@@ -114,11 +114,12 @@ def _import_torch() -> None:
 
 
 def _folder(config: TokenizeConfig | GenerateConfig | DetokenizeConfig) -> Path:
-    """Return the folder that a supervisor passed, or the demo model's where somebody starts a worker by hand."""
-    if config.model.model:
-        return Path(config.model.model)
+    """Return the folder that a supervisor passed, or that of the demo model or of a tokenizer's model by hand."""
+    model = config.model
+    if model.model and not model.tokenizer:
+        return Path(model.model)
     from stages.generate.model.folder import model_folder
 
     if isinstance(config, GenerateConfig):
-        return model_folder("", dummy=config.engine.dummy_weight)
-    return model_folder("", text_alone=True)
+        return model_folder(model.model, tokenizer=model.tokenizer, dummy=config.engine.dummy_weight)
+    return model_folder(model.model, tokenizer=model.tokenizer, text_alone=True)

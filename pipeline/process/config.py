@@ -17,7 +17,18 @@ class ModelConfig:
         "--model",
         "--model-path",
         default="",
-        help="folder of the model, or owner/name[@revision] on the Hugging Face hub [the demo model]",
+        help=(
+            "folder or GGUF file of the model; owner/name[@revision] on the Hugging Face hub, for a GGUF file there "
+            "with :FILE.gguf or a type as in :Q4_K_M; or smollm2, which is downloaded [the demo model]"
+        ),
+    )
+    tokenizer: str = flag(
+        "--tokenizer",
+        default="",
+        help=(
+            "folder, or owner/name[@revision] on the Hugging Face hub, with the tokenizer to use for a GGUF file [the "
+            "file's own]"
+        ),
     )
 
 

@@ -79,7 +79,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
 FOREIGN = "avx2" if platform.machine() == "aarch64" else "neon"
 CASES: dict[str, tuple[str, str, list[str]]] = {
     # what: (command line, variable of the environment, words of the refusal)
-    "a flag cut short": ("serve --tokenizer 2", "", ["--tokenizer", "minisgl serve --help"]),
+    "a flag cut short": ("serve --page 2", "", ["--page", "minisgl serve --help"]),
     "a bad value": ("serve --page-size 24", "", ["--page-size", "'24'", "power of two", "16"]),
     "a bad value in the environment": ("serve", "MINISGL_PORT=eighty", ["--port", "'eighty'"]),
     "a flag of another stage": ("stage tokenize --port 80", "", ["--port", "minisgl stage tokenize --help"]),

@@ -78,7 +78,8 @@ def check_is_folder(folder: Path) -> None:
     """Raise ConfigError unless *folder* is a folder."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint, or owner/name on its hub"
+            f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint, a GGUF file, or "
+            "owner/name on the Hugging Face hub"
         )
 
 

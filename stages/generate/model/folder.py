@@ -9,12 +9,13 @@ from stages.generate.model.checkpoint import DEMO_FOLDER, INDEX_FILE, WEIGHTS_FI
 from stages.generate.model.foreign import refuse_name
 from stages.generate.model.gguf import SPLIT
 from stages.generate.model.gguf_folder import gguf_folder, is_made
-from stages.generate.model.hub import fetch, hub_model
+from stages.generate.model.hub import fetch, fetch_gguf, hub_model
+from stages.generate.model.named import fetch_named, is_named
 
 
 def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
-    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model of the hub, which is
-    fetched, or "" for the demo model.
+    """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model or such a file of the
+    hub, or smollm2, which are fetched, or "" for the demo model.
 
     *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
     the tokenizer is needed. *dummy*: no weights are needed.
@@ -23,8 +24,7 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
         ConfigError: The folder lacks what is needed; the message names the file or tensor.
     """
     if file := _gguf_file(model):
-        of_tokenizer = model_folder(tokenizer, text_alone=True) if tokenizer else None
-        folder = gguf_folder(file, of_tokenizer)
+        folder = gguf_folder(file, _tokenizer_folder(tokenizer) if tokenizer else None)
     elif tokenizer:
         raise ConfigError(f"--tokenizer {tokenizer}: is for GGUF files; a folder has its own tokenizer; leave it out")
     elif not model:
@@ -41,15 +41,33 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
     return folder
 
 
+def served_name(model: str) -> str:
+    """Return the default name of *model*, as in `--model`; "" if its folder has the name."""
+    on_hub = hub_model(model)
+    return on_hub.name if on_hub is not None else model if is_named(model) else ""
+
+
+def _tokenizer_folder(tokenizer: str) -> Path:
+    try:
+        return model_folder(tokenizer, text_alone=True)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model", "--tokenizer")) from error
+
+
 def _gguf_file(model: str) -> Path | None:
-    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others.
+    """Return the GGUF file that *model* is, or that it has as its weights; None: it has others. Those of the hub
+    and smollm2 are fetched.
 
     Raises:
-        ConfigError: It is a folder with several.
+        ConfigError: It is a folder with several, or cannot be fetched.
     """
     path = Path(model).expanduser().absolute()
     if model.lower().endswith(".gguf") and path.is_file():
         return path
+    if (on_hub := hub_model(model)) is not None and on_hub.file:
+        return fetch_gguf(on_hub)
+    if is_named(model):
+        return fetch_named()
     if (
         not model
         or not path.is_dir()

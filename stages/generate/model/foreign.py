@@ -9,9 +9,7 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 
-SUPPORTED: Final = (
-    "supported are GGUF files, and folders and repositories of the Hugging Face hub with config.json and safetensors"
-)
+SUPPORTED: Final = "supported are folders, GGUF files, and models of the Hugging Face hub"
 OLLAMA: Final = re.compile(r"([\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 WEB: Final = re.compile(r"(https?://|(www\.)?huggingface\.co/|hf\.co/).*", re.IGNORECASE)
 TOKENIZERS: Final = {
@@ -31,8 +29,6 @@ def refuse_name(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         return
-    if model.lower().endswith(".gguf"):
-        raise ConfigError(f"--model {model}: not found; download the file and pass its path")
     if path.is_file():
         raise ConfigError(f"--model {model}: this is a file; pass the folder that holds it, {path.absolute().parent}")
     if OLLAMA.fullmatch(model):
@@ -42,6 +38,8 @@ def refuse_name(model: str) -> None:
         )
     if WEB.fullmatch(model):
         raise ConfigError(f"--model {model}: this is no page of a model on https://huggingface.co; pass owner/name")
+    if model.lower().endswith(".gguf"):
+        raise ConfigError(f"--model {model}: not found; for a file of the Hugging Face hub pass owner/name:FILE.gguf")
 
 
 def refuse_other_weights(folder: Path) -> None:

@@ -6,20 +6,27 @@ HF_ENDPOINT, HF_TOKEN and `hf auth login`.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Final
 
 from pipeline.errors import ConfigError
+from stages.generate.model.gguf import SPLIT
 
-NAME: Final = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+ID: Final = r"(?P<id>\w[\w.-]*/\w[\w.-]*)"
+FILE: Final = r"(:(?P<file>[^:\s]+))?"
+NAME: Final = re.compile(rf"(?![^:@]*\.(?i:gguf)$){ID}(@(?P<revision>[\w./-]+))?{FILE}", re.ASCII)
+"""`folder/file.gguf` is a path."""
 PAGE: Final = re.compile(
-    r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<id>\w[\w.-]*/\w[\w.-]*)(/tree/(?P<revision>[\w./-]+?))?/?([?#].*)?",
+    rf"(https?://)?(www\.)?(huggingface\.co|hf\.co)/{ID}(/tree/(?P<revision>[\w./-]+?))?/?([?#][^:]*)?{FILE}",
     re.ASCII | re.IGNORECASE,
 )
-"""Address of a model's page, as people copy it."""
+"""Address of a model's page, as people copy it, or `hf.co/owner/name:Q4_K_M`, as for llama.cpp and Ollama."""
 TEXT_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -36,15 +43,21 @@ WEIGHT_FILES: Final = ("model.safetensors", "model-*.safetensors", "model.safete
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """`owner/name` with a branch, tag or commit; "" is the main branch."""
+    """`owner/name` with a branch, tag or commit; "" is the main branch. *file*: name or type of a GGUF file, or ""."""
 
     id: str
     revision: str
+    file: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name under which the model is served."""
+        return f"{self.id}:{self.file}" if self.file else self.id
 
     @property
     def given(self) -> str:
         """Name of the model as a user may write it."""
-        return f"{self.id}@{self.revision}" if self.revision else self.id
+        return self.id + (f"@{self.revision}" if self.revision else "") + (f":{self.file}" if self.file else "")
 
 
 def hub_model(model: str) -> HubModel | None:
@@ -52,7 +65,7 @@ def hub_model(model: str) -> HubModel | None:
     found = PAGE.fullmatch(model) or NAME.fullmatch(model)
     if found is None or Path(model).is_dir():
         return None
-    return HubModel(found["id"], found["revision"] or "")
+    return HubModel(found["id"], found["revision"] or "", found["file"] or "")
 
 
 def fetch(model: HubModel, *, weights: bool) -> Path:
@@ -61,27 +74,89 @@ def fetch(model: HubModel, *, weights: bool) -> Path:
     Raises:
         ConfigError: The model is not available; the message says why and what to do.
     """
+    folder = _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else ())])
+    is_whole = (folder / "tokenizer.json").is_file() and (not weights or any(folder.glob("*.safetensors")))
+    if not is_whole and (models := _gguf_models(model)):
+        raise ConfigError(
+            f"--model {model.given}: this repository has GGUF files; pass {model.given}:TYPE; there are "
+            f"{_choices(models)}"
+        )
+    if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "adapter_config.json")):
+        raise ConfigError(f"--model {model.given}: this repository has neither config.json nor GGUF files")
+    return folder
+
+
+def fetch_gguf(model: HubModel) -> Path:
+    """Return the GGUF file that *model* names, or the first of its parts; download those that are missing.
+
+    Raises:
+        ConfigError: It is not available, or not exactly one file fits; the message says what can be passed.
+    """
+    models = _gguf_models(model)
+    fitting = _fitting(models, model.file)
+    if not models:
+        raise ConfigError(f"--model {model.given}: this repository has no GGUF files; leave out :{model.file}")
+    if not fitting:
+        raise ConfigError(f"--model {model.given}: no GGUF file is called so; there are {_choices(models)}")
+    if len(fitting) > 1:
+        names = ", ".join(f"{name}.gguf" for name in fitting)
+        raise ConfigError(f"--model {model.given}: {len(fitting)} GGUF files fit; pass one of {names} after the colon")
+    files = models[fitting[0]]
+    return _download(model, [escape(file) for file in files]) / files[0]
+
+
+def _gguf_models(model: HubModel) -> dict[str, list[str]]:
+    """Return the GGUF files of a repository; those in the cache if the hub cannot be reached.
+
+    Models by their path without the ending, `-00001-of-0000N.gguf` for those in parts, which are in order.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().model_info(model.id, revision=model.revision or None)
+        files = [sibling.rfilename for sibling in found.siblings or ()]
+    except Exception:  # the download says why, unless the cache has the model
+        folder = _download(model, [])
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.lower().endswith(".gguf") and "mmproj" not in file.lower() and file.isprintable():
+            part = SPLIT.fullmatch(file)
+            models.setdefault(part["stem"] if part else file[: -len(".gguf")], []).append(file)
+    return models
+
+
+def _fitting(models: Mapping[str, Sequence[str]], wanted: str) -> list[str]:
+    """Return those of *models* that are called *wanted*, or else have that type at their end or as their folder."""
+    found = SPLIT.fullmatch(wanted)
+    wanted = (found["stem"] if found else wanted).lower().removesuffix(".gguf")
+    called = [model for model in models if f"/{model}".lower().endswith(f"/{wanted}")]
+    return called or [
+        model
+        for model in models
+        if model.lower().endswith((f"-{wanted}", f".{wanted}")) or wanted in model.lower().split("/")[:-1]
+    ]
+
+
+def _choices(models: Mapping[str, Sequence[str]]) -> str:
+    """Return what can be passed for each of *models*: its type, if no other has it, or its file."""
+    types = {model: re.split("[-./]", model)[-1] for model in models}
+    return ", ".join(kind if _fitting(models, kind) == [model] else f"{model}.gguf" for model, kind in types.items())
+
+
+def _download(model: HubModel, patterns: Sequence[str]) -> Path:
+    """Return the folder of the model in the library's cache; download the files of *patterns* that are missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():  # the library would draw a progress bar even into a log file
         disable_progress_bars()
+    # Nothing that it warns of is news: a repository with GGUF files alone has none of the others.
+    logging.getLogger(snapshot_download.__module__).setLevel(logging.ERROR)
     try:
-        folder = Path(
-            snapshot_download(
-                model.id,
-                revision=model.revision or None,
-                allow_patterns=[*TEXT_FILES, *(WEIGHT_FILES if weights else ())],
-            )
-        )
+        return Path(snapshot_download(model.id, revision=model.revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # errors of the library, of its HTTP client (which has changed before), of the disk
         raise ConfigError(f"--model {model.given}: {_reason(model, error)}") from error
-    if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "adapter_config.json")):
-        raise ConfigError(
-            f"--model {model.given}: this repository has no config.json; one with GGUF files alone is not supported; "
-            "pass the model that the files were made from"
-        )
-    return folder
 
 
 def _reason(model: HubModel, error: Exception) -> str:

@@ -312,7 +312,7 @@ def test_the_longest_prompt_that_leaves_room_for_a_token_is_answered(shared: Wat
 
 
 def test_an_unknown_option_is_named_with_those_that_there_are(folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"'max_model_len'; it has dtype, .*page_size, .*max_seq_len"):
+    with pytest.raises(TypeError, match=r"'max_model_len'; it has model, tokenizer, dtype, .*page_size, .*max_seq_len"):
         LLM(folder, max_model_len=5)
 
 

@@ -23,6 +23,7 @@ from pipeline.log.check import check_server
 from pipeline.log.redis import RedisLog
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from pipeline.process import redis_server
+from pipeline.process.config import ModelConfig
 from pipeline.process.redis_server import machine_memory_bytes
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from web.config import LEAST_LOG_BYTES
@@ -134,12 +135,20 @@ def test_a_single_engine_is_told_of_no_share(recorded: Recorded) -> None:
     assert recorded.flags(GENERATE) == recorded.flags(DETOKENIZE) == [f"--model {DEMO_FOLDER}"]
 
 
-@pytest.mark.parametrize(("flags", "names"), [((), ("someone/small",)), (("--served-model-name", "mine"), ("mine",))])
-def test_a_model_of_the_hub_is_served_under_its_name_there_or_the_given_one(
-    flags: Sequence[str], names: Sequence[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--model someone/small@main", ("someone/small",)),
+        ("--model someone/small@main --served-model-name mine", ("mine",)),
+        ("--model https://hf.co/someone/small-GGUF:Q4_K_M", ("someone/small-GGUF:Q4_K_M",)),
+        ("--model smollm2", ("smollm2",)),
+    ],
+)
+def test_a_model_that_is_fetched_is_served_under_its_own_name_or_the_given_one(
+    flags: str, names: Sequence[str], tmp_path: Path
 ) -> None:
-    told = serve._with_model(parsed("--model", "someone/small@main", *flags), tmp_path)
-    assert (told.model.model, tuple(told.names.served_model_name)) == (str(tmp_path), tuple(names))
+    told = serve._with_model(parsed(*flags.split(), "--tokenizer", "someone/small"), tmp_path)
+    assert (told.model, told.names.served_model_name) == (ModelConfig(str(tmp_path)), names)
 
 
 def budget(*flags: str) -> int | None:

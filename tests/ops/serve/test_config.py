@@ -45,7 +45,7 @@ def flags(text: str) -> set[tuple[str, ...]]:
     return {tuple(each.split("|")) for each in text.split()}
 
 
-MODEL = flags("--model|--model-path")
+MODEL = flags("--model|--model-path --tokenizer")
 DATA = flags("--data-dir --repair")
 NAMES = flags("--served-model-name")
 DEFAULTS = flags("--generation-config")
@@ -112,7 +112,7 @@ TEXTS = pairs(
     "--generation-config none --host :: --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d --limits /l.toml "
     "--admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu --kernels avx2 --attn fa,fi "
     "--cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 --from 7-1200 --user ann "
-    "--url http://h:1 --prompt Hi --plot /p.png"
+    "--url http://h:1 --tokenizer /t --prompt Hi --plot /p.png"
 )
 NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "

@@ -25,15 +25,11 @@ def refused(model: str, *, text_alone: bool = False) -> str:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("qwen3-q4.gguf", "not found"),
-        ("~/models/qwen3.GGUF", "not found"),
-        ("https://huggingface.co/a/b-GGUF/blob/main/b.gguf", "download the file"),
-        (
-            "qwen3:0.6b",
-            "this is a name for Ollama; supported are GGUF files, and folders and repositories",
-        ),
-        ("library/llama3.2:latest", "pass owner/name as on https://huggingface.co, such as Qwen/Qwen3-0.6B"),
-        ("hf.co/a/b-GGUF:Q4_K_M", "this is a name for Ollama"),
+        ("qwen3-q4.gguf", "not found; for a file of the Hugging Face hub pass owner/name:FILE.gguf"),
+        ("models/qwen3.GGUF", "not found; for a file"),
+        ("https://huggingface.co/a/b-GGUF/blob/main/b.gguf", "this is no page of a model"),
+        ("qwen3:0.6b", "this is a name for Ollama; supported are folders, GGUF files, and models of the Hugging Face"),
+        ("llama3.2:latest", "pass owner/name as on https://huggingface.co, such as Qwen/Qwen3-0.6B"),
         ("https://huggingface.co/Qwen", "this is no page of a model on https://huggingface.co; pass owner/name"),
         ("http://localhost:8000/v1", "this is no page of a model"),
     ],

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ ID, COMMIT = "someone/small-model", "0123456789abcdef0123456789abcdef01234567"
 FETCH = """
 import sys
 from pipeline.errors import ConfigError
-from stages.generate.model.hub import fetch, hub_model
+from stages.generate.model.hub import fetch, fetch_gguf, hub_model
 code = 0
 for given in sys.argv[2:]:
     model = hub_model(given)
     assert model is not None
     try:
-        print(fetch(model, weights=sys.argv[1] == "weights"))
+        print(fetch_gguf(model) if model.file else fetch(model, weights=sys.argv[1] == "weights"))
     except ConfigError as error:
         print(f"minisgl: {error}", file=sys.stderr)
         code = 1
@@ -48,6 +49,12 @@ sys.exit(code)
         ("Qwen/Qwen3-0.6B", HubModel("Qwen/Qwen3-0.6B", "")),
         ("Qwen/Qwen3-0.6B@v1.0", HubModel("Qwen/Qwen3-0.6B", "v1.0")),
         ("a/b@refs/pr/1", HubModel("a/b", "refs/pr/1")),
+        ("a/b-GGUF:Q4_K_M", HubModel("a/b-GGUF", "", "Q4_K_M")),
+        ("a/b-GGUF@v1:UD/b-1.5.gguf", HubModel("a/b-GGUF", "v1", "UD/b-1.5.gguf")),
+        ("models/qwen3.gguf", None),
+        ("models/qwen3.GGUF", None),
+        ("qwen3:0.6b", None),
+        ("a/b:", None),
         ("", None),
         ("Qwen3-0.6B", None),
         ("/Qwen/Qwen3-0.6B", None),
@@ -73,6 +80,8 @@ def test_a_name_of_the_hub_is_told_from_a_path(text: str, expected: HubModel | N
         ("Qwen/Qwen3-0.6B?library=transformers#usage", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B@main"),
         ("a/b/tree/refs/pr/1/", "a/b@refs/pr/1"),
+        ("a/b-GGUF:Q4_K_M", "a/b-GGUF:Q4_K_M"),
+        ("a/b/tree/v1?show_file_info=x:b.gguf", "a/b@v1:b.gguf"),
     ],
 )
 def test_the_address_of_a_model_is_its_name(host: str, rest: str, given: str) -> None:
@@ -86,7 +95,6 @@ def test_the_address_of_a_model_is_its_name(host: str, rest: str, given: str) ->
         "https://huggingface.co/Qwen",
         "https://huggingface.co/a/b/blob/main/config.json",
         "https://example.com/a/b",
-        "hf.co/a/b:Q4",
     ],
 )
 def test_another_address_is_no_name(text: str) -> None:
@@ -169,15 +177,29 @@ def test_without_a_network_a_model_that_is_not_in_the_cache_is_refused(tmp_path:
 
 # What the hub says
 
+GGUF_ID = "someone/small-GGUF"
+GGUFS = (
+    "small-Q4_K_M.gguf",
+    "small.q8_0.gguf",
+    "small-UD-IQ2_M.gguf",
+    "other/small-UD-IQ2_M.gguf",
+    "BF16/small-bf16-00001-of-00002.gguf",
+    "BF16/small-bf16-00002-of-00002.gguf",
+    "mmproj-Q4_K_M.gguf",
+    "[x]-imatrix.gguf",
+    "README.md",
+)
+CHOICES = "bf16, imatrix, other/small-UD-IQ2_M.gguf, Q4_K_M, small-UD-IQ2_M.gguf, q8_0"
+
 
 class Hub(http.server.ThreadingHTTPServer):
-    """As much of the hub as a download needs: one public model, one that asks for consent, and nothing else."""
+    """As much of the hub as a download needs: public models, one that asks for consent, and nothing else."""
 
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _HubAnswers)
-        self.files = files
+        self.repositories = {ID: files, GGUF_ID: {name: name.encode() for name in GGUFS}, "someone/empty": {}}
         self.sent: set[str] = set()
         self.broken = False
 
@@ -197,29 +219,27 @@ class _HubAnswers(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        model = next((one for one in self.server.repositories if f"/{one}/" in f"{path}/"), "")
         if self.server.broken:
             self._answer(500, b"out of order")
         elif "/consent/first" in path:
             self._answer(403, b"{}", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
-        elif path.startswith("/api/models/someone/files-alone/tree/"):
-            self._answer(200, b"[]")
-        elif path.startswith("/api/models/someone/files-alone"):
-            self._answer(200, json.dumps({"id": "someone/files-alone", "sha": COMMIT, "siblings": []}).encode())
-        elif f"/{ID}" not in path:
+        elif not model:
             self._answer(401, b"{}", **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found."})
         elif "/revision/v9" in path:
             self._answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound", "X-Error-Message": "No such revision."})
-        elif path.startswith(f"/api/models/{ID}/tree/"):
+        elif path.startswith(f"/api/models/{model}/tree/"):
             files = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in self.server.files.items()
+                for name, data in self.server.repositories[model].items()
             ]
             self._answer(200, json.dumps(files).encode())
-        elif path.startswith(f"/api/models/{ID}"):
-            self._answer(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": []}).encode())
+        elif path.startswith(f"/api/models/{model}"):
+            names = [{"rfilename": name} for name in self.server.repositories[model]]
+            self._answer(200, json.dumps({"id": model, "sha": COMMIT, "siblings": names}).encode())
         else:
-            name = path.rpartition("/")[2]
-            data = self.server.files[name]
+            name = urllib.parse.unquote(path.partition(f"/resolve/{COMMIT}/")[2])
+            data = self.server.repositories[model][name]
             if self.command == "GET":
                 self.server.sent.add(name)
             etag = hashlib.sha1(data).hexdigest()
@@ -273,8 +293,45 @@ REFUSED = {
     "consent/first": ["its owner asks for consent", "/consent/first", "hf auth login"],
     f"{ID}@v9": ["has no revision v9", "leave out @v9"],
     "a--b/c": ["could not be downloaded", "HFValidationError"],
-    "someone/files-alone": ["has no config.json", "GGUF", "pass the model that the files were made from"],
+    "someone/empty": ["has neither config.json nor GGUF files"],
+    "someone/empty:Q4_0": ["has no GGUF files; leave out :Q4_0"],
+    GGUF_ID: [f"has GGUF files; pass {GGUF_ID}:TYPE; there are {CHOICES}"],
+    f"{GGUF_ID}:Q2_K": [f"no GGUF file is called so; there are {CHOICES}"],
+    f"{GGUF_ID}:IQ2_M": ["2 GGUF files fit; pass one of other/small-UD-IQ2_M.gguf, small-UD-IQ2_M.gguf after the"],
+    f"{GGUF_ID}@v9:Q4_K_M": ["has no revision v9"],
+    "no/such-model:Q4_K_M": ["neither a folder here nor a model that", "check the name"],
+    "consent/first:Q4_K_M": ["its owner asks for consent"],
 }
+
+
+@pytest.mark.parametrize(
+    ("file", "sent"),
+    [
+        ("q4_K_m", {"small-Q4_K_M.gguf"}),
+        ("Q8_0", {"small.q8_0.gguf"}),
+        ("small.q8_0.gguf", {"small.q8_0.gguf"}),
+        ("bf16", {"BF16/small-bf16-00001-of-00002.gguf", "BF16/small-bf16-00002-of-00002.gguf"}),
+        ("small-bf16-00002-of-00002.gguf", {f"BF16/small-bf16-0000{part}-of-00002.gguf" for part in "12"}),
+        ("other/small-UD-IQ2_M.gguf", {"other/small-UD-IQ2_M.gguf"}),
+        ("imatrix", {"[x]-imatrix.gguf"}),
+    ],
+)
+def test_a_type_or_a_name_downloads_this_gguf_file_alone(file: str, sent: set[str], hub: Hub, tmp_path: Path) -> None:
+    done = fetch(tmp_path, f"{GGUF_ID}:{file}", HF_ENDPOINT=hub.url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert hub.sent == sent
+    path = Path(done.stdout.strip())
+    assert path.read_text() == min(sent) and str(path).endswith(f"{COMMIT}/{min(sent)}")
+    for away in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}):
+        assert fetch(tmp_path, f"{GGUF_ID}:{file}", **away).stdout == done.stdout
+
+
+def test_without_a_network_a_gguf_file_that_is_not_in_the_cache_is_refused(tmp_path: Path) -> None:
+    model = f"{GGUF_ID}:Q4_K_M"
+    assert_refused(
+        fetch(tmp_path, model, HF_ENDPOINT="http://127.0.0.1:1"), [f"--model {model}: not a folder, and", "refused"]
+    )
+    assert_refused(fetch(tmp_path, model, HF_HUB_OFFLINE="1"), [f"--model {model}: not a folder, and", "OFFLINE"])
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(hub: Hub, tmp_path: Path) -> None:
