@@ -136,9 +136,11 @@ def assert_all_is_whole(stages: Stages, streams: list[Stream], undisturbed: dict
 
 
 def test_both_engines_share_the_work(stages: Stages, undisturbed: dict[str, tuple[str, str]]) -> None:
-    streams = begun(stages)
+    both, streams = {"generate-0", "generate-1"}, begun(stages)
+    while engines(stages, streams) != both and len(streams) < 5 * len(PROMPTS):  # few may all meet one that is free
+        streams += begun(stages)
     assert_all_is_whole(stages, streams, undisturbed)
-    assert engines(stages, streams) == {"generate-0", "generate-1"}
+    assert engines(stages, streams) == both
 
 
 def test_both_engines_share_a_burst(stages: Stages) -> None:
