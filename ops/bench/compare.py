@@ -168,7 +168,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     with contextlib.ExitStack() as stack:
         data, status = stack.enter_context(scratch_and_status())
         file = gguf_file(config, python, folder, data) if python else ""
-        if config.both and file:
+        if config.both:
             flags[1:2] = [file, "--tokenizer", str(folder)]
         served, ready_s = stack.enter_context(our_server(data, flags))
         ours = served_side(served)
@@ -202,8 +202,8 @@ def checked_llama(config: CompareConfig) -> str:
         ConfigError: The flags cannot work.
     """
     if not config.llama_python:
-        if config.gguf:
-            raise ConfigError(f"--gguf {config.gguf}: is for llama.cpp; pass --llama-python, too")
+        if given := "--both" if config.both else f"--gguf {config.gguf}" if config.gguf else "":
+            raise ConfigError(f"{given}: is for llama.cpp; pass --llama-python, too")
         return ""
     if config.peer_url:
         raise ConfigError("--peer-url and --llama-python both name the peer; pass one of them")
@@ -240,10 +240,7 @@ def started_peer(
         yield served_side(served), {"url": served.url}
         return
     if python:
-        name, command = (
-            "llama.cpp",
-            [python, "-I", str(LLAMA), file, f"{threads}"],
-        )
+        name, command = "llama.cpp", [python, "-I", str(LLAMA), file, f"{threads}"]
     else:
         name, command = "transformers", program("compare:transformers_answers", folder, config.dtype, threads)
     with helper(name, command) as library:
@@ -255,13 +252,16 @@ def gguf_file(config: CompareConfig, python: str, folder: Path, scratch: Path) -
     """Return the weights of llama.cpp: a GGUF file, or the checkpoint, converted into *scratch*.
 
     Raises:
+        ConfigError: The checkpoint is a GGUF file, and another one is wanted.
         SideFailed: It cannot be converted.
     """
-    if own := [*folder.glob("*.gguf")]:  # a folder made of a file
-        return str(own[0])
     kind = config.gguf or GGUF_KINDS[0]
     if kind not in GGUF_KINDS:
         return str(Path(kind).expanduser().absolute())
+    if own := sorted(folder.glob("*.gguf")):  # a folder made of one or more files
+        if config.gguf:
+            raise ConfigError(f"--gguf {kind}: --model is a GGUF file, which is not converted; leave it out")
+        return str(own[0])
     file, said = scratch / f"{kind}.gguf", scratch / "gguf.log"
     with started([python, "-I", str(LLAMA), str(folder), str(file), kind], said) as process:
         if process.wait():

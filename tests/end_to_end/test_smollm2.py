@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import check_folder, read_tensors
 from stages.generate.model.folder import model_folder
-from stages.generate.model.gguf import BLOCKS, rotary_order
+from stages.generate.model.gguf import BLOCKS
 
 pytestmark = [pytest.mark.night, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -58,7 +58,7 @@ def widened_by_llama_cpps_package(folder: Path, target: Path) -> Path:
         raw = np.fromfile(entry.file, np.uint8, entry.end - entry.begin, offset=entry.begin)
         wide = dequantized(entry.dtype, raw.reshape(entry.shape[0], -1)).reshape(entry.shape)
         if entry.rotated_heads:
-            wide = wide[list(rotary_order(entry.rotated_heads, len(wide) // entry.rotated_heads))]
+            wide = wide.reshape(entry.rotated_heads, -1, 2, wide.shape[1]).swapaxes(1, 2).reshape(wide.shape)
         weights[name] = torch.from_numpy(wide.copy())
     target.mkdir()
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "llama", "dtype": "float32"}

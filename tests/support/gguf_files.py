@@ -149,16 +149,17 @@ def make_gguf(
     kind_of: Callable[[str], str],
     *,
     fields: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
     **more: Any,
 ) -> Path:
     """Write a GGUF file of a made checkpoint with random blocks; return a folder of the hub with the same weights.
 
     *kind_of* says the type of each matrix by its name in the file; norms and biases are F32. *fields* replace metadata;
-    those that are None are left out.
+    those that are None are left out. *sizes* replace some of `WIDE`.
     """
     # In these files every layer of a mixture has experts, and no token of an architecture called llama has a window.
     more |= {"experts": {"mlp_only_layers": []}} if family == "qwen3moe" else {}
-    folder = make_checkpoint(path.parent / f"{path.stem}-original", family, sizes=WIDE, **more)
+    folder = make_checkpoint(path.parent / f"{path.stem}-original", family, sizes={**WIDE, **(sizes or {})}, **more)
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
     (folder / "config.json").write_text(json.dumps(config))
     architecture, generator = ARCHITECTURES[family], np.random.default_rng(7)

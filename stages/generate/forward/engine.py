@@ -240,15 +240,15 @@ class Engine:
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         packed = kernels != "torch" or packs(device, dtype)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
-        place: dict[str, Any] = {"shard": shard, "progress": progress}
-        if not spec.blocks or quantization in ("none", "int8"):
-            place |= {"dtype": self.dtype, "device": self.device}
         load: Callable[..., dict[str, Any]] = partial(load_weights, folder=folder, map_tied=packed)
         if dummy:
             load = dummy_weights
         elif spec.blocks:
-            load = partial(load_gguf if "dtype" in place else load_blocks, folder=folder)
-        weights = load(spec, **place)
+            load = partial(load_gguf, folder=folder)
+        load = partial(load, dtype=self.dtype, device=self.device)
+        if quantization not in ("none", "int8"):
+            load = partial(load_blocks, folder=folder)
+        weights: dict[str, Any] = load(spec, shard=shard, progress=progress)
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()

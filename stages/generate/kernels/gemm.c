@@ -24,7 +24,7 @@ typedef struct {
     const char *front;      // of the first panel
     int64_t first_input;    // of the block
     const char *row_scales; // of the first row
-    // Lines (INT8: groups) of each panel that the next block of weights begins with and this one fetches into the cache.
+    // Lines (groups, units) of each panel that the next block of weights begins with and this one fetches into the cache.
     const char *ahead;
     int64_t num_ahead;
 } Block;
@@ -178,13 +178,6 @@ INLINE Vector minima_of(const Format format, const char *unit, const char *front
     return multiplied(from_unsigned(unit + group * 2 * PANEL + PANEL + lane), from_halves(front + 2 * PANEL + 2 * lane));
 }
 
-// What the products of bytes are about: the integers of a weight are this much less than the bytes that are multiplied.
-INLINE int32_t zero_of(const Format format) {
-    if (format == Q4_0) return 8;
-    if (format == Q6_K) return 32;
-    return BYTES_ARE_UNSIGNED && format == Q8_0 ? 128 : 0;
-}
-
 // Add the products of 8 inputs, one line or two, with the activations at *x* of each row.
 INLINE void add_eight(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
                       const char *line, int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
@@ -207,6 +200,7 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
     const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP;
     const int vectors = panels * VECTORS;
+    const int32_t zero = BYTES_ARE_UNSIGNED && format == Q8_0 ? 128 : zero_of(format); // of the bytes that are multiplied
     const char *x = block->rows, *unit = block->panels, *ahead = block->ahead;
     int64_t num_ahead = block->num_ahead;
     Vector sums[MOST_ROWS][MOST_VECTORS];
@@ -230,8 +224,7 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
                 int32_t sum = format != Q6_K ? of_row->first_sum + of_row->last_sum
                               : group % 2    ? of_row->last_sum
                                              : of_row->first_sum;
-                Integers start = zero_of(format) ? spread_integer(-zero_of(format) * sum) : no_integers();
-                UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = start;
+                UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = zero ? spread_integer(-zero * sum) : no_integers();
             }
             UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8, line += (has_nibbles(format) ? 4 : 8) * PANEL)
                 add_eight(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
@@ -275,29 +268,21 @@ INLINE void multiply_block(const Format format, const int rows, const int panels
 typedef void (*Kernel)(const Block *block);
 
 #define KERNEL(format, rows) \
-    static void wide_##format##_##rows(const Block *block) { multiply_block(format, rows, panels_at_once(format, rows), block); } \
+    static void wide_##format##_##rows(const Block *block) { \
+        multiply_block(format, rows, panels_at_once(format, rows), block); \
+    } \
     static void narrow_##format##_##rows(const Block *block) { multiply_block(format, rows, 1, block); }
 #define KERNELS(format) \
     KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
-KERNELS(FLOAT32)
-KERNELS(BFLOAT16)
-KERNELS(FLOAT16)
-KERNELS(INT8)
-KERNELS(Q4_0)
-KERNELS(Q4_1)
-KERNELS(Q4_K)
-KERNELS(Q8_0)
-KERNELS(Q5_1)
-KERNELS(Q5_K)
-KERNELS(Q6_K)
+#define EACH_FORMAT(of) \
+    of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(INT8) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K)
+EACH_FORMAT(KERNELS)
 
-#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6}
-#define BY_FORMAT(width) \
-    {BY_ROWS(width##_FLOAT32), BY_ROWS(width##_BFLOAT16), BY_ROWS(width##_FLOAT16), BY_ROWS(width##_INT8), \
-     BY_ROWS(width##_Q4_0), BY_ROWS(width##_Q4_1), BY_ROWS(width##_Q4_K), BY_ROWS(width##_Q8_0), BY_ROWS(width##_Q5_1), \
-     BY_ROWS(width##_Q5_K), BY_ROWS(width##_Q6_K)}
-static const Kernel wide[NUM_FORMATS][MOST_ROWS + 1] = BY_FORMAT(wide);
-static const Kernel narrow[NUM_FORMATS][MOST_ROWS + 1] = BY_FORMAT(narrow);
+#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6},
+#define WIDE(format) [format] = BY_ROWS(wide_##format)
+#define NARROW(format) [format] = BY_ROWS(narrow_##format)
+static const Kernel wide[NUM_FORMATS][MOST_ROWS + 1] = {EACH_FORMAT(WIDE)};
+static const Kernel narrow[NUM_FORMATS][MOST_ROWS + 1] = {EACH_FORMAT(NARROW)};
 
 // Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
 // have to fit beside them. With many, wide vectors need larger blocks, so that the sums are stored less often.
@@ -339,7 +324,7 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
     const int64_t front = front_bytes(format, matrix->inputs);
     const int64_t cached_bytes = bytes_of_a_block(format, num_rows);
-    const int64_t line = format == INT8 || is_blocked(format) ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
+    const int64_t line = format >= INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t at_once = panels_at_once(format, (num_rows + num_blocks - 1) / num_blocks);
     for (int64_t p = 0, width; p < num_panels; p += width) {

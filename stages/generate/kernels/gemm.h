@@ -67,6 +67,8 @@ INLINE int has_minima(Format format) { return format == Q4_1 || format == Q5_1 |
 INLINE int has_two_levels(Format format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
 INLINE int64_t head_bytes(Format format) { return format == Q4_1 || format == Q5_1 ? 128 : 64; }
 INLINE int64_t unit_bytes(Format format) { return head_bytes(format) + GROUP * PANEL / (has_nibbles(format) ? 2 : 1); }
+// The integer of a weight is this much less than the one that is stored.
+INLINE int32_t zero_of(Format format) { return format == Q4_0 ? 8 : format == Q6_K ? 32 : 0; }
 
 // Bytes of an activation.
 INLINE int64_t activation_size(Format format) {
@@ -96,6 +98,11 @@ INLINE int64_t panel_offset(Format format, int64_t input) {
     default:
         return input * PANEL * 2;
     }
+}
+
+// Bytes of a panel of units.
+INLINE int64_t bytes_of_units(Format format, int64_t inputs) {
+    return front_bytes(format, inputs) + panel_offset(format, round_up(inputs, GROUP));
 }
 
 int64_t NAME(panel_bytes)(Format format, int64_t inputs);

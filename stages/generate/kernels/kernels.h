@@ -20,18 +20,8 @@ static inline int64_t round_up(int64_t number, int64_t multiple) { return (numbe
 
 // The formats from Q4_0 on are those of GGUF files, and lie in panels as gemm.h says. The weights of Q5_0 become Q8_0.
 typedef enum {
-    FLOAT32 = 0,
-    BFLOAT16 = 1,
-    FLOAT16 = 2,
-    INT8 = 3,
-    Q4_0 = 4,
-    Q4_1 = 5,
-    Q4_K = 6,
-    Q8_0 = 7,
-    Q5_1 = 8,
-    Q5_K = 9,
-    Q6_K = 10,
-    NUM_FORMATS = 11
+    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3,
+    Q4_0 = 4, Q4_1 = 5, Q4_K = 6, Q8_0 = 7, Q5_1 = 8, Q5_K = 9, Q6_K = 10, NUM_FORMATS = 11
 } Format;
 
 // y = W x + b, packed by `Variant.pack`.

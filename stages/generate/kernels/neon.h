@@ -177,7 +177,7 @@ INLINE Integers low_nibbles(Integers a) { return (Integers){low_of_four(a.low), 
 INLINE Integers high_nibbles(Integers a) { return (Integers){high_of_four(a.low), high_of_four(a.high)}; }
 INLINE Integers from_signed_bytes(Integers a) { return a; }
 INLINE Integers spread_integer(int32_t number) { return (Integers){vdupq_n_s32(number), vdupq_n_s32(number)}; }
-// Two products are at most 2 * 128 * 127, which fits into 16 bits.
+// A product is at most 128 * 127, which fits into 16 bits.
 INLINE int32x4_t add_bytes_of_four(int32x4_t sum, int32x4_t weights, int8x8_t x) {
     int8x16_t bytes = vreinterpretq_s8_s32(weights);
     int16x8_t low = vmull_s8(vget_low_s8(bytes), x), high = vmull_s8(vget_high_s8(bytes), x);

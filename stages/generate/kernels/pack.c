@@ -16,7 +16,7 @@ typedef float Chunk[PANEL][CHUNK];
 int64_t NAME(panel_bytes)(Format format, int64_t inputs) {
     inputs = round_up(inputs, 2);
     int64_t lines = inputs * PANEL;
-    if (is_blocked(format)) return front_bytes(format, inputs) + panel_offset(format, round_up(inputs, GROUP));
+    if (is_blocked(format)) return bytes_of_units(format, inputs);
     switch (format) {
     case FLOAT32:
         return lines * 4;
@@ -220,17 +220,13 @@ static void prepare_int8(const float *x, int64_t inputs, void *activations) {
         float scale = bits_to_float(largest_bits) / 127.0f, smallest = bits_to_float(1u << 23);
         if (scale < smallest) scale = smallest; // a NaN stays
         int32_t integers[BLOCK_GROUP], sums[2] = {0, 0};
-        int8_t bytes[BLOCK_GROUP];
         for (int k = 0; k < BLOCK_GROUP; k++) {
             float integer = x[i + k] / scale;
             integer = integer > 127.0f ? 127.0f : integer < -127.0f ? -127.0f : integer;
-            // As in `pack_group`; the bits of 1.5 * 2^23 are taken off again.
-            integers[k] = (int32_t)(float_to_bits(integer + 12582912.0f) - 0x4b400000u);
+            integers[k] = (int32_t)float_to_bits(integer + 12582912.0f); // as in `pack_group`
         }
-        for (int k = 0; k < BLOCK_GROUP; k++) bytes[k] = (int8_t)integers[k];
-        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += bytes[k];
-        for (int k = BLOCK_GROUP / 2; k < BLOCK_GROUP; k++) sums[1] += bytes[k];
-        memcpy(to + i, bytes, sizeof bytes);
+        for (int k = 0; k < BLOCK_GROUP; k++) to[i + k] = (int8_t)integers[k];
+        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += to[i + k], sums[1] += to[i + BLOCK_GROUP / 2 + k];
         *group = (GroupOfRow){scale, scale * (float)(sums[0] + sums[1]), sums[0], sums[1]};
     }
 }

@@ -11,7 +11,6 @@
 #include "sample.h"
 #include "work.h"
 
-#define API __attribute__((visibility("default")))
 // One step at a time: the threads and the memory belong to the process.
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
@@ -45,17 +44,14 @@ static void embed_chunk(void *job, int64_t chunk, int thread) {
     const Work *work = job;
     const Model *model = work->model;
     const Step *step = work->step;
-    int64_t hidden = model->hidden, bytes = hidden * bytes_of(model->embedding_format);
-    if (model->embedding_blocks) bytes = bytes_of_blocks(model->embedding_blocks, hidden);
+    int64_t hidden = model->hidden, bytes = bytes_of_row(model->embedding_type, hidden);
     int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
         int64_t row = step->token_ids[t] - model->first_token;
-        const char *place = (const char *)model->embedding + row * bytes;
         float *out = work->sums + t * hidden;
         if (row < 0 || row >= model->num_embeddings) memset(out, 0, (size_t)hidden * sizeof(float)); // another rank has it
-        else if (!model->embedding) unpack_output(&model->head, row, out);
-        else if (model->embedding_blocks) unpack_blocks(model->embedding_blocks, place, hidden, out);
-        else expand(model->embedding_format, place, hidden, out);
+        else if (!model->embedding) widen_output(&model->head, row, out);
+        else widen_row(model->embedding_type, (const char *)model->embedding + row * bytes, hidden, out);
     }
     angles_chunk(job, chunk, thread);
 }
@@ -113,7 +109,6 @@ static void compute_attention(const Work *work) {
     float *out = work->qkv;
     for (const Matrix *matrix = layer->qkv; matrix < layer->qkv + 3 && matrix->outputs; out += matrix->outputs, matrix++) {
         rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->input_norm, matrix, work->activations);
-        // What it writes beyond its outputs, the next one overwrites.
         multiply(work, matrix, rows, num_tokens, STORE, out, work->qkv_stride);
     }
     pool_share(work->me, rope_chunk, 0, (void *)work, parts(num_tokens, ROWS_AT_ONCE));

@@ -12,7 +12,7 @@ typedef struct {
 typedef struct {
     const float *input_norm, *mlp_norm; // [hidden]
     const float *q_norm, *k_norm;       // [head_dim]; NULL: none
-    Matrix qkv[3]; // q, k and v in one matrix, or in one each if their formats differ; the others have no outputs
+    Matrix qkv[3];      // q, k and v in one matrix, or in one each if their formats differ; the others have no outputs
     Matrix output;
     Mlp mlp;            // where there are no experts
     Matrix router;      // hidden -> num_experts
@@ -28,9 +28,8 @@ typedef struct {
     int64_t first_token, num_embeddings;
     int32_t normalize; // the shares of a token's experts sum to 1
     float eps;
-    Format embedding_format;
-    int32_t embedding_blocks; // `ggml_type` of the blocks that the embedding has instead; 0: numbers
-    const void *embedding;    // [num_embeddings][hidden]; NULL: the weights of the head, which is of blocks
+    int embedding_type;    // a `ggml_type`
+    const void *embedding; // [num_embeddings][hidden]; NULL: the weights of the head, which is of blocks
     const Layer *layers;
     const float *norm; // [hidden]
     Matrix head;

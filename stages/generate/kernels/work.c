@@ -187,7 +187,8 @@ static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
     int64_t widest = most(model->hidden, model->num_heads * model->head_dim);
     for (int64_t l = 0; l < model->num_layers; l++) {
         const Layer *layer = &model->layers[l];
-        const Matrix *matrices[] = {&layer->qkv[0], &layer->qkv[1], &layer->qkv[2], &layer->output, &layer->mlp.gate_up, &layer->mlp.down, &layer->router,
+        const Matrix *matrices[] = {&layer->qkv[0], &layer->qkv[1], &layer->qkv[2], &layer->output, &layer->mlp.gate_up,
+                                    &layer->mlp.down, &layer->router,
                                     layer->experts ? &layer->experts->gate_up : &layer->output};
         for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
             bytes = most(bytes, row_bytes(work, matrices[i]));
@@ -350,9 +351,7 @@ void product_chunk(void *job, int64_t chunk, int thread) {
 void publish_product(void *job, int64_t chunk, int thread) {
     const Product *p = job;
     Tile tile = tile_of(p, chunk, thread);
-    int64_t outputs = p->then == ADD      ? least(tile.stride, p->matrix->outputs - tile.first_panel * PANEL)
-                      : p->then == SWIGLU ? tile.stride / 2
-                                          : tile.stride;
+    int64_t outputs = p->then == SWIGLU ? tile.stride / 2 : least(tile.stride, p->matrix->outputs - tile.first_panel * PANEL);
     for (int64_t r = 0; r < tile.count; r++) {
         const float *in = tile.in + r * tile.stride;
         float *out = tile.out + r * p->stride;

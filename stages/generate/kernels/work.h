@@ -3,6 +3,8 @@
 #include "pool.h"
 #include "step.h"
 
+#define API __attribute__((visibility("default")))
+
 // What happens to a product: it is stored, added to what is there, or gate and up become one (SwiGLU).
 typedef enum { STORE, ADD, SWIGLU } Then;
 

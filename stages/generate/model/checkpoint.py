@@ -37,7 +37,7 @@ class TensorEntry:
     begin: int
     end: int
     rotated_heads: int = 0
-    """Heads of a q or k whose rows are in the order of `gguf.rotary_order`; 0: in that of the hub."""
+    """Heads of a q or k whose rows lie as in GGUF files of the architecture llama; 0: as on the hub."""
 
     @property
     def row_bytes(self) -> int:
@@ -52,8 +52,7 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
         ConfigError: The message is one line with the name of the file, or of the file and the tensor.
     """
     check_is_folder(folder)
-    has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)) or is_gguf(folder)
-    if not has_weights and not (dummy and (folder / "config.json").is_file()):
+    if not has_weights(folder) and not (dummy and (folder / "config.json").is_file()):
         refuse_other_weights(folder)
     spec = read_spec(folder)
     check_tokenizer(folder)
@@ -122,11 +121,9 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
         ConfigError: A file is missing or truncated, or a tensor is in two files or not in the index's file.
     """
     tensors: dict[str, TensorEntry] = {}
-    files = weight_files(folder)
-    has_gguf = is_gguf(folder)
-    heads = _rotated_heads(files[0]) if has_gguf else {}
+    files, has_gguf = weight_files(folder), is_gguf(folder)
     for path in files:
-        for name, entry in (_read_gguf(path, heads) if has_gguf else read_header(path)).items():
+        for name, entry in (_read_gguf(path) if has_gguf else read_header(path)).items():
             if name in tensors:
                 raise ConfigError(f"{path}: {name} is in {tensors[name].file.name} too; one of them must go")
             tensors[name] = entry
@@ -137,34 +134,29 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     return tensors
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether *folder* has weights: safetensors, or the GGUF files of a folder that `gguf_folder.py` made."""
+    return any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)) or is_gguf(folder)
+
+
 def is_gguf(folder: Path) -> bool:
     """Return whether the weights of *folder* are GGUF files: `gguf_folder.py` made it."""
     config = folder / "config.json"
     return config.is_file() and "gguf" in read_json(config)
 
 
-def _rotated_heads(first: Path) -> dict[str, int]:
-    """Return the heads of the modules whose rows the files of *first* have in another order than the hub."""
-    config = read_json(first.with_name("config.json"))
-    if config["architectures"] != ["LlamaForCausalLM"]:
-        return {}
-    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-
-
-def _read_gguf(path: Path, heads: Mapping[str, int]) -> dict[str, TensorEntry]:
+def _read_gguf(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a GGUF file under their names on the hub."""
-    return {
-        name: TensorEntry(
-            path,
-            tensor.type,
-            tensor.shape,
-            tensor.begin,
-            tensor.begin + tensor.size,
-            heads.get(name.split(".")[-2], 0) if "." in name else 0,
-        )
-        for stored, whole in gguf.read_gguf(path).tensors.items()
-        for name, tensor in gguf.named(stored, whole).items()
-    }
+    config = read_json(path.with_name("config.json"))
+    heads: dict[str, int] = {}
+    if config["architectures"] == ["LlamaForCausalLM"]:
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    entries: dict[str, TensorEntry] = {}
+    for stored, whole in gguf.read_gguf(path).tensors.items():
+        for name, tensor in gguf.named(stored, whole).items():
+            place = tensor.begin, tensor.begin + tensor.size, heads.get(name.rpartition(".")[0].rpartition(".")[2], 0)
+            entries[name] = TensorEntry(path, tensor.type, tensor.shape, *place)
+    return entries
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -209,10 +201,9 @@ def fingerprint(folder: Path, *, dummy: bool = False) -> str:
     num_samples = -(-64 // len(files))
     for path in files:
         size = path.stat().st_size
-        header = gguf.read_gguf(path).header_bytes if is_gguf(folder) else 0
-        digest.update(f"{size} ".encode() + (b"" if header else _raw_header(path)[0]))
         with path.open("rb") as file:
-            digest.update(file.read(header))
+            header = file.read(gguf.read_gguf(path).header_bytes) if is_gguf(folder) else _raw_header(path)[0]
+            digest.update(f"{size} ".encode() + header)
             for sample in range(num_samples):
                 file.seek(size * sample // num_samples)
                 digest.update(file.read(1024))
@@ -262,7 +253,7 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
             if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old checkpoints have it; the config has the same
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
-        if entry.dtype not in TENSOR_BYTES and not has_gguf:
+        if entry.dtype not in TENSOR_BYTES and not (has_gguf and len(shape) > 1):
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
         if entry.shape != shape:
             raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {shape}")

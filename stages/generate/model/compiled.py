@@ -47,6 +47,11 @@ class BlockMatrix:
     inputs: int
     files: tuple[npt.NDArray[np.uint8], ...]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs, as of a tensor."""
+        return len(self.addresses_O), self.inputs
+
 
 class Arena:
     """Hands out pieces of memory, which live as long as any of them is used."""
@@ -84,10 +89,9 @@ def _mapped(size: int) -> npt.NDArray[np.uint8]:
 # I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row
 
 FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
-FORMAT_OF: Final = {
-    kind: Format["Q8_0" if kind == "Q5_0" else kind] for kind, (_, size, _) in BLOCKS.items() if size > 1
-}
-"""Format of the panels of each type of GGUF files."""
+TYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FORMAT_OF: Final = {kind: Format["Q8_0" if kind == "Q5_0" else kind] for kind in BLOCKS if kind not in TYPES.values()}
+"""Format of the panels of each type of GGUF files that has blocks."""
 PANEL: Final = 16
 """Outputs of a panel, as in kernels.h."""
 
@@ -117,8 +121,7 @@ class _Model(ctypes.Structure):
         *((name, c_int64) for name in ("window", "num_experts", "experts_per_token", "first_token", "num_embeddings")),
         ("normalize", c_int32),
         ("eps", c_float),
-        ("embedding_format", c_int),
-        ("embedding_blocks", c_int32),
+        ("embedding_type", c_int),
         ("embedding", c_void_p),
         ("layers", POINTER(_Layer)),
         ("norm", c_void_p),
@@ -370,61 +373,40 @@ class KernelDecoder:
         return layer
 
     def _pack(
-        self,
-        weight_OI: Tensor | BlockMatrix,
-        bias_O: Tensor | None = None,
-        *,
-        pair: bool = False,
-        quantized: bool = True,
+        self, weight: Tensor | BlockMatrix, bias_O: Tensor | None = None, *, pair: bool = False, quantized: bool = True
     ) -> Matrix:
         """Return a packed matrix; a *pair* is two matrices, one on the other, with alternating panels."""
-        if isinstance(weight_OI, BlockMatrix):
-            return self._pack_blocks(weight_OI, bias_O, pair)
-        weight_OI = weight_OI.contiguous()
-        source = FORMATS[weight_OI.dtype]
-        target = Format.INT8 if quantized and self._quantized else source
-        outputs, inputs = weight_OI.shape
+        outputs, inputs = weight.shape
         each = outputs // 2 if pair else outputs
-        size = self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair))
-        panels = self._arena.take(size)
-        second = weight_OI.data_ptr() + each * inputs * weight_OI.itemsize if pair else None
-        self._functions.kernels_pack(
-            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.ctypes.data
-        )
-        num_outputs = 2 * PANEL * -(-each // PANEL) if pair else outputs
-        self._kept.append(panels)
-        return Matrix(panels.ctypes.data, self._bias(bias_O, each), num_outputs, inputs, target)
-
-    def _pack_blocks(self, weight: BlockMatrix, bias_O: Tensor | None, pair: bool) -> Matrix:
-        """Pack the blocks of GGUF files as they are; see `_pack`."""
-        addresses_O, inputs = weight.addresses_O, weight.inputs
-        each = len(addresses_O) // 2 if pair else len(addresses_O)
-        num_panels = -(-each // PANEL)
-        halves = np.stack([np.pad(part, (0, -each % PANEL)) for part in np.split(addresses_O, 2 if pair else 1)])
-        rows = np.ascontiguousarray(halves.reshape(len(halves), num_panels, PANEL).swapaxes(0, 1))
-        target = FORMAT_OF[weight.type]
+        padded = -(-each // PANEL) * PANEL
+        if isinstance(weight, BlockMatrix):
+            target = FORMAT_OF[weight.type]
+        else:
+            weight = weight.contiguous()
+            target = Format.INT8 if quantized and self._quantized else FORMATS[weight.dtype]
         panels = self._arena.take(self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair)))
-        self._functions.kernels_pack_blocks(
-            BLOCKS[weight.type][0], rows.ctypes.data, rows.size // PANEL, inputs, self._threads, panels.ctypes.data
-        )
+        place = inputs, self._threads, panels.ctypes.data
+        if isinstance(weight, BlockMatrix):
+            halves = [np.pad(half_O, (0, padded - each)) for half_O in np.split(weight.addresses_O, outputs // each)]
+            rows = np.stack([half_O.reshape(-1, PANEL) for half_O in halves], axis=1)
+            number = BLOCKS[weight.type][0]
+            self._functions.kernels_pack_blocks(number, rows.ctypes.data, rows.size // PANEL, *place)
+        else:
+            first, source = weight.data_ptr(), FORMATS[weight.dtype]
+            second = first + each * inputs * weight.itemsize if pair else None
+            self._functions.kernels_pack(self._variant, target, source, first, second, each, *place)
+        bias = None
+        if bias_O is not None:
+            parts = [F.pad(part_O, (0, padded - each)) for part_O in torch.split(bias_O.float(), each)]
+            bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
         self._kept.append(panels)
-        num_outputs = 2 * PANEL * num_panels if pair else each
-        return Matrix(panels.ctypes.data, self._bias(bias_O, each), num_outputs, inputs, target)
-
-    def _bias(self, bias_O: Tensor | None, each: int) -> int | None:
-        """Return the address of a bias, which lies as the panels do."""
-        if bias_O is None:
-            return None
-        parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
-        return self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
+        return Matrix(panels.ctypes.data, bias, 2 * padded if pair else outputs, inputs, target)
 
     def _embedding(self, embedding: Tensor | BlockMatrix) -> dict[str, int]:
         """Return the fields of `_Model` about the embedding. Blocks are copied out of the files as they are."""
         if isinstance(embedding, Tensor):
-            return {
-                "embedding_format": FORMATS[embedding.dtype],
-                "embedding": self._keep(embedding.contiguous()),
-            }
+            kind, address = TYPES[embedding.dtype], self._keep(embedding.contiguous())
+            return {"embedding_type": BLOCKS[kind][0], "embedding": address}
         number, weights, size = BLOCKS[embedding.type]
         row_bytes = embedding.inputs // weights * size
         rows = self._arena.take(len(embedding.addresses_O) * row_bytes)
@@ -432,7 +414,7 @@ class KernelDecoder:
             if address:
                 ctypes.memmove(rows.ctypes.data + place * row_bytes, address, row_bytes)
         self._kept.append(rows)
-        return {"embedding_blocks": number, "embedding": rows.ctypes.data}
+        return {"embedding_type": number, "embedding": rows.ctypes.data}
 
     def _floats(self, values: Tensor) -> int:
         return self._keep(values.float().contiguous())

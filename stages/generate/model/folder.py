@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from stages.generate.model.checkpoint import DEMO_FOLDER, INDEX_FILE, WEIGHTS_FILE, check_folder, check_tokenizer
+from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder, check_tokenizer, has_weights
 from stages.generate.model.foreign import refuse_name
 from stages.generate.model.gguf import SPLIT
-from stages.generate.model.gguf_folder import gguf_folder, is_made
+from stages.generate.model.gguf_folder import gguf_folder
 from stages.generate.model.hub import fetch, fetch_gguf, hub_model
 from stages.generate.model.named import fetch_named, is_named
 
@@ -68,12 +68,7 @@ def _gguf_file(model: str) -> Path | None:
         return fetch_gguf(on_hub)
     if is_named(model):
         return fetch_named()
-    if (
-        not model
-        or not path.is_dir()
-        or is_made(path)
-        or any((path / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-    ):
+    if not model or has_weights(path):
         return None
     files = sorted(file for file in path.glob("*.gguf") if not file.name.lower().startswith("mmproj"))
     models = [file for file in files if (found := SPLIT.fullmatch(file.name)) is None or int(found["number"]) == 1]

@@ -9,7 +9,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -30,29 +30,11 @@ BLOCKS: Final[Mapping[str, tuple[int, int, int]]] = {
     "BF16": (30, 1, 2),
 }
 """Types of tensors that we read: name -> (`ggml_type`, weights of a block, bytes of a block)."""
-OTHERS: Final = {
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-}
+_OTHERS = (
+    *("Q2_K", "Q3_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"),
+    *("I8", "I16", "I32", "I64", "F64", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
+OTHERS: Final = dict(zip((10, 11, *range(15, 30), 34, 35, 39, 40), _OTHERS, strict=True))
 """Names of other types, for errors."""
 SPLIT: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 MOST_ELEMENTS: Final = 2**21
@@ -75,15 +57,10 @@ class GgufTensor:
     begin: int
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the last dimension."""
-        _, weights, size = BLOCKS[self.type]
-        return self.shape[-1] // weights * size
-
-    @property
     def size(self) -> int:
         """Bytes of the whole tensor."""
-        return self.row_bytes * math.prod(self.shape[:-1])
+        _, weights, size = BLOCKS[self.type]
+        return math.prod(self.shape) // weights * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +170,7 @@ class _Reader:
             raise self.broken(f"{name} has shape {shape}; rows of {kind} have a multiple of {BLOCKS[kind][1]}")
         return name, kind, shape, offset
 
-    def value(self, kind: int, *, nested: bool = False) -> Any:
+    def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
         if kind in _SCALARS:
@@ -201,7 +178,7 @@ class _Reader:
         if kind != _ARRAY:
             raise self.broken(f"a field has type {kind}")
         inner, length = self.scalar("I"), self.scalar("Q")
-        if nested or inner == _ARRAY:
+        if inner == _ARRAY:
             raise self.broken("an array has arrays in it")
         self.elements += length
         if self.elements > MOST_ELEMENTS:
@@ -290,12 +267,3 @@ def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
             for expert in range(count)
         }
     return {f"{prefix}.{_MODULES[module]}.{kind}" if module in _MODULES else name: tensor}
-
-
-def rotary_order(heads: int, head_dim: int) -> Sequence[int]:
-    """Return, for each row of q or k as the hub has them, its place in a file of the architecture llama.
-
-    There the rows that are rotated together are neighbours; on the hub they are half a head apart.
-    """
-    half = head_dim // 2
-    return [head * head_dim + 2 * i + j for head in range(heads) for j in range(2) for i in range(half)]

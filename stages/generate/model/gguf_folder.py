@@ -40,20 +40,22 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     """
     paths = parts_of(path)
     files = [read_gguf(one) for one in paths]
-    digest = sha256(f"{MADE_BY} {[(one.stat().st_size, one.stat().st_mtime_ns) for one in paths]}".encode())
+    given = {} if tokenizer is None else {name: tokenizer / name for name in TOKENIZER_FILES}
+    given = {name: file for name, file in given.items() if file.is_file()}
+    digest = sha256(f"{MADE_BY} {[(one.stat().st_size, one.stat().st_mtime_ns) for one in paths]} {[*given]}".encode())
     for file in files:
         with file.path.open("rb") as opened:
             digest.update(opened.read(file.header_bytes))
-    for name in TOKENIZER_FILES if tokenizer else ():
-        found = tokenizer / name  # type: ignore[operator]
-        digest.update(found.read_bytes() if found.is_file() else b"-")
+    for text in given.values():
+        digest.update(text.read_bytes())
     name = path.stem if len(paths) == 1 else path.stem.rpartition("-of-")[0].rpartition("-")[0]
-    folder = _cache() / digest.hexdigest()[:16] / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "minisgl" / "gguf"
+    folder = cache / digest.hexdigest()[:16] / name
     try:
         if not folder.is_dir():
-            _make(folder, files, tokenizer)
+            _make(folder, files, given)
         for one in paths:
-            _link(folder / one.name, one.absolute())
+            _link(folder / f"{one.stem}.gguf", one.absolute())
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written"
@@ -61,28 +63,16 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     return folder
 
 
-def is_made(folder: Path) -> bool:
-    """Return whether *folder* was made here."""
-    return folder.parent.parent == _cache()
-
-
-def _cache() -> Path:
-    """Return our folder for made folders in the user's cache (XDG_CACHE_HOME)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "minisgl" / "gguf"
-
-
-def _make(folder: Path, files: list[GgufFile], tokenizer: Path | None) -> None:
+def _make(folder: Path, files: list[GgufFile], tokenizer: Mapping[str, Path]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
-        if tokenizer is None:
+        for name, file in tokenizer.items():
+            (made / name).write_bytes(file.read_bytes())
+        if not tokenizer:
             write_tokenizer(files[0].path, files[0].fields, made)
-        else:
-            for name in TOKENIZER_FILES:
-                if (tokenizer / name).is_file():
-                    (made / name).write_bytes((tokenizer / name).read_bytes())
         try:
             made.replace(folder)
         except OSError:
@@ -159,12 +149,12 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
 
 
 def _bytes_of_types(tensors: Mapping[str, GgufTensor]) -> dict[str, int]:
-    """Return the bytes of the tensors of each type; those of embeddings that are the head, too, count twice."""
-    every = [*tensors.values(), *([] if "output.weight" in tensors else [tensors["token_embd.weight"]])]
-    sizes: dict[str, int] = {}
-    for tensor in every:
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
-    return dict(sorted(sizes.items()))
+    """Return the bytes of each type in memory: the head has a copy of tied embeddings, unless they are blocks."""
+    every, embeddings = list(tensors.values()), tensors["token_embd.weight"]
+    if "output.weight" not in tensors and embeddings.type in _DTYPES:
+        every.append(embeddings)
+    types = sorted({tensor.type for tensor in every})
+    return {kind: sum(tensor.size for tensor in every if tensor.type == kind) for kind in types}
 
 
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -214,7 +204,8 @@ def _rope(metadata: _Metadata, files: Iterable[GgufFile], head_dim: int) -> dict
                 opened.seek(tensor.begin)
                 factors = memoryview(opened.read(tensor.size)).cast("f").tolist()
             return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
-    kind = metadata.get("rope.scaling.type") or "none"
+    metadata.refuse_unless("rope.scale_linear", 1.0)  # what old files call the factor
+    kind = metadata.get("rope.scaling.type") or ("none" if metadata.get("rope.scaling.factor") is None else "linear")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
@@ -222,6 +213,9 @@ def _rope(metadata: _Metadata, files: Iterable[GgufFile], head_dim: int) -> dict
     rope = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+        usual = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+        for name, supported in usual.items():
+            metadata.refuse_unless(f"rope.scaling.{name}", supported)
     return rope
 
 

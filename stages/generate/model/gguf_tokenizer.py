@@ -25,6 +25,15 @@ _QWEN2: Final = _CASED + _WORDS + r"\p{N}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASH: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _START: Final = r"[^\r\n\p{L}\p{N}]?"
+_QWEN35: Final = (
+    _CASED + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN: Final = f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\\p{{N}}{_SLASH}"
+_GPT4O: Final = f"{_START}{_UPPER}*{_LOWER}+{_CASED}?|{_START}{_UPPER}+{_LOWER}*{_CASED}?|\\p{{N}}{{1,3}}{_SLASH}"
+_DEEPSEEK_V3: Final = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +47,21 @@ class Pre:
     """Unless the file says another."""
 
 
-_DEFAULT: Final = Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_BY_DIGIT: Final = Pre((r"\p{N}", _GPT2))
-_OF_GPT2: Final = Pre((_GPT2,))
-_OF_LLAMA3: Final = Pre((_LLAMA3,), ignore_merges=True, add_bos=True)
-_OF_QWEN2: Final = Pre((_QWEN2,))
-_GPT4O: Final = Pre(
-    (f"{_START}{_UPPER}*{_LOWER}+{_CASED}?|{_START}{_UPPER}+{_LOWER}*{_CASED}?|\\p{{N}}{{1,3}}{_SLASH}",)
-)
-PRES: Final[Mapping[str, Pre]] = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _OF_LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Pre((_LLAMA3,))),
+_PRES: Final = {
+    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama3 llama-v3 llama-bpe falcon3 pixtral lfm2": Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "dbrx smaug-bpe chatglm-bpe": Pre((_LLAMA3,)),
     "glm4": Pre((_LLAMA3,), ignore_merges=True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "grok-2"), _OF_QWEN2),
-    "qwen35": Pre(
-        (_CASED + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
-    ),
-    "tekken": Pre(
-        (f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\\p{{N}}{_SLASH}",), ignore_merges=True, add_bos=True
-    ),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _BY_DIGIT
-    ),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum"), _OF_GPT2),
-    "deepseek-v3": Pre(
-        (
-            r"\p{N}{1,3}",
-            r"[一-龥぀-ゟ゠-ヿ]+",
-            (
-                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
-                r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-            ),
-        )
-    ),
+    "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2": Pre((_QWEN2,)),
+    "qwen35": Pre((_QWEN35,)),
+    "tekken": Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4": Pre((_GPT4O,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Pre((r"\p{N}", _GPT2)),
+    "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat mellum": Pre((_GPT2,)),
+    "deepseek-v3": Pre((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)),
     "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }
+PRES: Final[Mapping[str, Pre]] = {name: pre for names, pre in _PRES.items() for name in names.split()}
 LONGEST_PIECE: Final = 2**10
 """Longer pieces of SentencePiece are not put together of others, which would take long: there are none."""
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
@@ -108,7 +95,7 @@ def write_tokenizer(path: Path, fields: Mapping[str, Any], folder: Path) -> None
     add_bos = fields.get("tokenizer.ggml.add_bos_token", add_bos)
     add_eos = fields.get("tokenizer.ggml.add_eos_token", False)
     _surround(tokenizer, named.get("bos_token", "") if add_bos else "", named.get("eos_token", "") if add_eos else "")
-    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -97,7 +97,7 @@ def fetch_gguf(model: HubModel) -> Path:
     if not models:
         raise ConfigError(f"--model {model.given}: this repository has no GGUF files; leave out :{model.file}")
     if not fitting:
-        raise ConfigError(f"--model {model.given}: no GGUF file is called so; there are {_choices(models)}")
+        raise ConfigError(f"--model {model.given}: no GGUF file has this name or type; there are {_choices(models)}")
     if len(fitting) > 1:
         names = ", ".join(f"{name}.gguf" for name in fitting)
         raise ConfigError(f"--model {model.given}: {len(fitting)} GGUF files fit; pass one of {names} after the colon")

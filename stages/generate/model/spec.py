@@ -109,7 +109,7 @@ class ModelSpec:
     def _keeps_blocks(self, num_ranks: int) -> bool:
         """Return whether so many ranks cut no block: they divide the inputs of two kinds of matrices."""
         sizes = [self.num_heads * self.head_dim, self.intermediate_size, self.experts.intermediate_size]
-        return self.block == 1 or not any(size % (num_ranks * self.block) for size in sizes)
+        return 1 in (num_ranks, self.block) or not any(size % (num_ranks * self.block) for size in sizes)
 
     def sharded(self, rank: int, num_ranks: int, quantization: str = "none") -> ModelSpec:
         """Return the part of this model that one of *num_ranks* ranks has: a smaller model.

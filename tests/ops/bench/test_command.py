@@ -50,6 +50,7 @@ import minisgl
         ("compare --llama-python x --peer-url http://h", "--peer-url and --llama-python both name the peer; pass one"),
         ("compare --llama-python x --gguf absent", "--gguf absent: no such file; pass a GGUF file, or bf16 or q8_0"),
         ("compare --gguf q8_0", "--gguf q8_0: is for llama.cpp; pass --llama-python, too"),
+        ("compare --both", "--both: is for llama.cpp; pass --llama-python, too"),
         ("compare --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
         ("tail --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
         ("tail --p99 0", "'0': must be a number above 0"),

@@ -195,3 +195,13 @@ def test_nothing_is_left_of_a_comparison_that_is_ended(tmp_path: Path) -> None:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         process.wait()
+
+
+def test_llama_cpp_gets_the_first_part_of_a_model_in_gguf_files(tmp_path: Path) -> None:
+    for number in (2, 1):
+        (tmp_path / f"m-{number:05}-of-00002.gguf").write_bytes(b"")
+    first = str(tmp_path / "m-00001-of-00002.gguf")
+    assert compare.gguf_file(CompareConfig(), "python", tmp_path, tmp_path) == first
+    assert compare.gguf_file(CompareConfig(gguf="/x.gguf"), "python", tmp_path, tmp_path) == "/x.gguf"
+    with pytest.raises(ConfigError, match="--gguf q4_0: --model is a GGUF file"):
+        compare.gguf_file(CompareConfig(gguf="q4_0"), "python", tmp_path, tmp_path)

@@ -225,7 +225,7 @@ static void compute_steps(void) {
         Model model = {.variant = variant, .num_layers = LAYERS, .hidden = HIDDEN, .num_heads = HEADS,
                        .num_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .vocabulary = VOCABULARY,
                        .num_embeddings = VOCABULARY, .num_experts = EXPERTS, .experts_per_token = 2, .normalize = 1,
-                       .eps = 0x1p-20f, .embedding_format = plain,
+                       .eps = 0x1p-20f, .embedding_type = plain == BFLOAT16 ? 30 : plain == FLOAT16, // a `ggml_type`
                        .embedding = numbers(plain, VOCABULARY * HIDDEN, 1), .layers = layers,
                        .norm = numbers(FLOAT32, HIDDEN, 2), .head = matrix_of(format, VOCABULARY, HIDDEN, 0, 0.5f),
                        .frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1.25f};

@@ -125,6 +125,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path: Path) -> N
         (with_tensors({"token_embd.weight": ("Q8_0", (7, 32))}), "8 tokens"),
         (with_tensors({"token_embd.weight": ("F32", (8,))}), "shape"),
         (with_tensors({"blk.0.ffn_up.weight": ("F16", (32, 64))}), "shape"),
+        (with_tensors({"output_norm.weight": ("Q8_0", (32,))}), "model.norm.weight is Q8_0; supported: F32, BF16, F16"),
         (gguf_bytes(FIELDS, {name: one for name, one in TENSORS.items() if name != "token_embd.weight"}), "token_embd"),
         (gguf_bytes(FIELDS, {name: one for name, one in TENSORS.items() if "ffn_up" not in name}), "up_proj"),
     ],

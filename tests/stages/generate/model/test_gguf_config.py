@@ -43,6 +43,13 @@ def fields_of(architecture: str, **more: Any) -> dict[str, Any]:
     }
 
 
+YARN: Final = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 16,
+}
+
+
 def config(tmp_path: Path, fields: dict[str, Any], tensors: Tensors = TENSORS) -> dict[str, Any]:
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(fields, tensors))
     return config_of([read_gguf(tmp_path / "m.gguf")])
@@ -65,7 +72,7 @@ def test_each_architecture_is_that_of_the_hub(architecture: str, tmp_path: Path)
     assert (spec.intermediate_size, spec.vocab_size, spec.max_positions) == (64, len(PIECES), 64)
     assert spec.norm_eps == pytest.approx(1e-5)
     assert (spec.tie_embeddings, spec.eos_ids, spec.dtype) == (True, (7,), "bfloat16")
-    assert (spec.block, spec.blocks["Q8_0"]) == (32, 2 * 8 * 34)  # the embeddings are the head, too
+    assert (spec.block, spec.blocks["Q8_0"]) == (32, 8 * 34)  # the embeddings are the head, too
     assert spec.experts == (ExpertsSpec((0,), 4, 2, 32, True) if is_moe else ExpertsSpec((), 0, 0, 0, False))
 
 
@@ -83,12 +90,15 @@ def test_another_architecture_is_named_beside_those_that_are_supported(architect
         ({"rope__freq_base": None}, RopeSpec("default", 10_000.0)),
         ({"rope__scaling__type": "none"}, RopeSpec("default", 10_000.0)),
         ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, RopeSpec("linear", 10_000.0, 4.0)),
+        ({"rope__scaling__factor": 4.0}, RopeSpec("linear", 10_000.0, 4.0)),  # as in llama.cpp
+        ({"rope__scale_linear": 1.0}, RopeSpec("default", 10_000.0)),
         (
             {
                 "rope__freq_base": 1e6,
                 "rope__scaling__type": "yarn",
                 "rope__scaling__factor": 4.0,
                 "rope__scaling__original_context_length": 16,
+                "rope__scaling__yarn_beta_fast": 32.0,
             },
             RopeSpec("yarn", 1e6, 4.0, original_max_positions=16, attention_factor=1.1386294361119891),
         ),
@@ -105,6 +115,9 @@ def test_each_rope_is_that_of_the_file(fields: dict[str, Any], rope: RopeSpec, t
         ({"rope__scaling__type": "longrope"}, "longrope"),
         ({"rope__scaling__type": "linear"}, "rope.scaling.factor"),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "original_context_length"),
+        ({**YARN, "rope__scaling__attn_factor": 0.5}, "attn_factor is 0.5; expected 1.0"),
+        ({**YARN, "rope__scaling__yarn_beta_slow": 2.0}, "yarn_beta_slow"),
+        ({"rope__scale_linear": 4.0}, "rope.scale_linear is 4.0"),
         ({"rope__dimension_count": 8}, "rope.dimension_count"),
         ({"attention__value_length": 8}, "attention.value_length"),
         ({"attention__head_count": [2, 2]}, "attention.head_count"),
@@ -159,7 +172,10 @@ def test_the_dtype_is_that_of_the_matrices(kind: str, dtype: str, tmp_path: Path
     tensors = {name: (kind if len(shape) > 1 else "F32", shape) for name, (_, shape) in TENSORS.items()}
     made = config(tmp_path, dict(FIELDS), tensors)
     assert made["dtype"] == dtype and made["gguf"].keys() == {kind, "F32"}
-    assert config(tmp_path, dict(FIELDS), {**tensors, "output.weight": (kind, (8, 32))})["tie_word_embeddings"] is False
+    untied = config(tmp_path, dict(FIELDS), {**tensors, "output.weight": (kind, (8, 32))})
+    assert untied["tie_word_embeddings"] is False
+    # Tied embeddings that are numbers are copied for the head. The head's blocks are read as embeddings, too.
+    assert (made["gguf"] == untied["gguf"]) is (kind != "Q8_0")
 
 
 # ---- the folder
@@ -178,6 +194,21 @@ def test_a_folder_is_made_once_and_again_when_the_file_changes(tmp_path: Path) -
     assert other != folder and read_spec(other).max_positions == 32
     os.utime(path, ns=(1, 1))
     assert model_folder(str(path)) not in (folder, other)
+
+
+def test_an_ending_in_capital_letters_is_one(tmp_path: Path) -> None:
+    (tmp_path / "m.GGUF").write_bytes(gguf_bytes())
+    assert read_spec(folder := model_folder(str(tmp_path / "m.GGUF"))).num_layers == 1
+    assert (folder / "m.gguf").resolve() == tmp_path / "m.GGUF"
+
+
+def test_a_folder_is_made_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes())
+    code = "import sys\nfrom stages.generate.model.folder import model_folder\nprint(model_folder(sys.argv[1]))"
+    ascii_alone = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "m.gguf")]
+    made = Path(subprocess.run(command, env=ascii_alone, text=True, capture_output=True, check=True).stdout.strip())
+    assert "Ġ" in (made / "tokenizer.json").read_text("utf-8")
 
 
 def test_a_file_that_moved_is_found_in_the_folder(tmp_path: Path) -> None:

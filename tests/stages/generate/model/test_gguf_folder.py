@@ -50,6 +50,24 @@ def test_blocks_give_nearly_the_logits_of_their_weights(family: Family, kernels:
     assert (logits_V - expected_V).norm() < 0.05 * expected_V.norm()
 
 
+@pytest.mark.parametrize("kernels", VARIANTS)
+def test_the_last_of_q_k_and_v_ends_where_the_next_token_begins(kernels: str, tmp_path: Path) -> None:
+    """8 heads of 8 numbers are 64, as far apart as two tokens are; v has half a panel."""
+    kinds = {"blk.0.attn_v.weight": "Q4_0", "blk.1.attn_v.weight": "Q4_0"}
+    sizes = {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 1}
+    original = make_gguf(
+        tmp_path / "model.gguf",
+        "mistral",
+        lambda name: "F32" if "attn_output" in name else kinds.get(name, "Q8_0"),
+        sizes=sizes,
+    )
+    with torch.inference_mode():
+        expected_V = reference_model(original)(torch.tensor([PROMPT])).logits[0, -1]
+    engine = make_engine(model_folder(str(tmp_path / "model.gguf")), "float32", kernels=kernels, quantization="q8_0")
+    logits_V = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))[0]
+    assert (logits_V - expected_V).norm() < 0.05 * expected_V.norm()
+
+
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_a_file_of_one_type_gives_nearly_the_logits_of_its_weights(kind: str, tmp_path: Path) -> None:
     """With embeddings that are the head, too: they are read out of its panels."""

@@ -296,7 +296,7 @@ REFUSED = {
     "someone/empty": ["has neither config.json nor GGUF files"],
     "someone/empty:Q4_0": ["has no GGUF files; leave out :Q4_0"],
     GGUF_ID: [f"has GGUF files; pass {GGUF_ID}:TYPE; there are {CHOICES}"],
-    f"{GGUF_ID}:Q2_K": [f"no GGUF file is called so; there are {CHOICES}"],
+    f"{GGUF_ID}:Q2_K": [f"no GGUF file has this name or type; there are {CHOICES}"],
     f"{GGUF_ID}:IQ2_M": ["2 GGUF files fit; pass one of other/small-UD-IQ2_M.gguf, small-UD-IQ2_M.gguf after the"],
     f"{GGUF_ID}@v9:Q4_K_M": ["has no revision v9"],
     "no/such-model:Q4_K_M": ["neither a folder here nor a model that", "check the name"],

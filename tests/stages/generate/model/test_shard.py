@@ -77,6 +77,11 @@ def test_with_int8_the_inputs_that_share_a_scale_stay_together(odd: ModelSpec, s
     assert specs["qwen3moe"].sharded(1, 2, "int8").experts.intermediate_size == 64
 
 
+def test_one_rank_is_possible_even_if_the_largest_blocks_are_those_of_other_matrices(odd: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match=r"--tp 2: .* blocks of 256 weights, .*; pass one of 1$"):
+        replace(odd, blocks={"Q6_K": 210, "Q8_0": 34}).sharded(0, 2)
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_the_parts_of_all_ranks_cover_every_number_of_the_checkpoint(
     specs: dict[str, ModelSpec], quantization: str
