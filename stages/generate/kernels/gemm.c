@@ -199,7 +199,7 @@ INLINE void add_eight(const Format format, const int rows, const int panels, con
 INLINE void multiply_units(const Format format, const int rows, const int panels, const Block *block) {
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
     const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP;
-    const int vectors = panels * VECTORS;
+    const int vectors = panels * VECTORS, bytes_of_eight = (has_nibbles(format) ? 4 : 8) * PANEL;
     const int32_t zero = BYTES_ARE_UNSIGNED && format == Q8_0 ? 128 : zero_of(format); // of the bytes that are multiplied
     const char *x = block->rows, *unit = block->panels, *ahead = block->ahead;
     int64_t num_ahead = block->num_ahead;
@@ -207,15 +207,14 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++)
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
-    for (int64_t input = 0; input < block->inputs; input += GROUP, unit += unit_bytes(format)) {
+    for (int64_t input = 0; input < block->inputs; input += GROUP, unit += unit_bytes(format), ahead += unit_bytes(format)) {
         const int64_t place = block->first_input + input;
         const char *front = block->front + place / SUPER_BLOCK * FRONT_BYTES, *line = unit + head_bytes(format);
         const char *row_groups = block->row_scales + place / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
-        if (num_ahead-- > 0) {
-            for (int64_t byte = 0; byte < unit_bytes(format); byte += 64)
-                UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes + byte);
-            ahead += unit_bytes(format);
-        }
+        // Line by line, because caches wait for few at a time; but many rows of nibbles have no time for that.
+        const int fetches = num_ahead-- > 0, at_once = rows > 4 && has_nibbles(format);
+        for (int64_t byte = 0; fetches && byte < (at_once ? unit_bytes(format) : head_bytes(format)); byte += 64)
+            UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes + byte);
         for (int group = 0; group < GROUP / inputs_of_group; group++) {
             const char *of_rows = row_groups + group * inputs_of_group / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
             Integers exact[MOST_ROWS][MOST_VECTORS];
@@ -226,8 +225,11 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
                                              : of_row->first_sum;
                 UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = zero ? spread_integer(-zero * sum) : no_integers();
             }
-            UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8, line += (has_nibbles(format) ? 4 : 8) * PANEL)
+            UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8, line += bytes_of_eight) {
+                for (int byte = 0; !at_once && fetches && byte < bytes_of_eight; byte += 64)
+                    UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + (line - unit) + p * panel_bytes + byte);
                 add_eight(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
+            }
             UNROLL for (int v = 0; v < vectors; v++) {
                 const int lane = v % VECTORS * LANES;
                 const int64_t panel = v / VECTORS * panel_bytes;
