@@ -17,6 +17,7 @@ from typing import Any, Final
 from pipeline.errors import ConfigError
 from stages.generate.model.gguf import MOST_EXPERTS, ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
 from stages.generate.model.gguf_tokenizer import write_tokenizer
+from stages.generate.model.recommended import FILE
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -25,15 +26,22 @@ ARCHITECTURES: Final = {
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
 """`general.architecture`, and what it is on the hub."""
-MADE_BY: Final = 1
+MADE_BY: Final = 2
 """Changes when a folder is made in another way: older ones are not used then."""
+SAMPLING: Final = {
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+}
+"""What the author recommends: names in generation_config.json, and those of the metadata behind `general.sampling.`"""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     """Return the model folder of a GGUF file, or of the first one of several; it is made if it is missing.
 
-    *tokenizer*: a folder with the tokenizer to use in place of the file's own.
+    *tokenizer*: a folder with the tokenizer to use in place of the file's own. A `generation_config.json` beside the
+    file is used, too.
 
     Raises:
         ConfigError: A file is broken, or its model or tokenizer is not supported.
@@ -41,6 +49,7 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     paths = parts_of(path)
     files = [read_gguf(one) for one in paths]
     given = {} if tokenizer is None else {name: tokenizer / name for name in TOKENIZER_FILES}
+    given[FILE] = path.with_name(FILE)
     given = {name: file for name, file in given.items() if file.is_file()}
     digest = sha256(f"{MADE_BY} {[(one.stat().st_size, one.stat().st_mtime_ns) for one in paths]} {[*given]}".encode())
     for file in files:
@@ -63,15 +72,17 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     return folder
 
 
-def _make(folder: Path, files: list[GgufFile], tokenizer: Mapping[str, Path]) -> None:
+def _make(folder: Path, files: list[GgufFile], given: Mapping[str, Path]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
-        for name, file in tokenizer.items():
+        sampling = {name: files[0].fields.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
+        (made / FILE).write_text(json.dumps({name: value for name, value in sampling.items() if value is not None}))
+        for name, file in given.items():
             (made / name).write_bytes(file.read_bytes())
-        if not tokenizer:
+        if TOKENIZER_FILES[0] not in given:
             write_tokenizer(files[0].path, files[0].fields, made)
         try:
             made.replace(folder)

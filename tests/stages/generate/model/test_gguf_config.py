@@ -220,7 +220,7 @@ def test_a_file_that_moved_is_found_in_the_folder(tmp_path: Path) -> None:
     assert model_folder(str(moved)) == folder
     assert (folder / "m.gguf").readlink() == moved
     assert sorted(one.name for one in folder.iterdir()) == sorted(
-        ("config.json", "m.gguf", "tokenizer.json", "tokenizer_config.json")
+        ("config.json", "generation_config.json", "m.gguf", "tokenizer.json", "tokenizer_config.json")
     )
 
 

