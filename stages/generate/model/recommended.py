@@ -14,9 +14,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from pipeline.events import SamplingParams
-from stages.generate.model.spec import read_json
+from stages.generate.model.spec import GENERATION_CONFIG, read_json
 
-FILE: Final = "generation_config.json"
 NAMES: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TOO_LARGE: Final = 2**31
 
@@ -37,7 +36,7 @@ def read_recommended(folder: Path) -> Recommended:
     Raises:
         ConfigError: The file cannot be read or is not a JSON object.
     """
-    path = folder / FILE
+    path = folder / GENERATION_CONFIG
     fields = read_json(path) if path.exists() else {}
     sampling: dict[str, int | float] = {}
     ignored: list[str] = []

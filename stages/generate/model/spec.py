@@ -17,6 +17,7 @@ from stages.generate.model.gguf import BLOCKS
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: Final = ("float32", "bfloat16", "float16")
+GENERATION_CONFIG: Final = "generation_config.json"
 ORIGINAL_REACH: Final = "original_max_position_embeddings"
 
 
@@ -443,7 +444,7 @@ def _experts(config: _Config) -> ExpertsSpec:
 
 def _eos_ids(folder: Path, config: _Config) -> tuple[int, ...]:
     ids: set[int] = set()
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_CONFIG
     for path, fields in (
         (config.path, config.fields),
         (generation, read_json(generation) if generation.exists() else {}),

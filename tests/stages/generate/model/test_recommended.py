@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from stages.generate.model.recommended import FILE, read_recommended
+from stages.generate.model.recommended import read_recommended
+from stages.generate.model.spec import GENERATION_CONFIG
 
 
 def write(folder: Path, text: str) -> Path:
-    (folder / FILE).write_text(text)
+    (folder / GENERATION_CONFIG).write_text(text)
     return folder
 
 
