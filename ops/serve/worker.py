@@ -114,9 +114,9 @@ def _import_torch() -> None:
 
 
 def _folder(config: TokenizeConfig | GenerateConfig | DetokenizeConfig) -> Path:
-    """Return the folder that a supervisor passed, or that of the demo model or of a tokenizer's model by hand."""
+    """Return the folder that a supervisor passed, or that of what somebody names who starts a worker by hand."""
     model = config.model
-    if model.model and not model.tokenizer:
+    if model.model and not model.tokenizer and (Path(model.model) / "config.json").is_file():
         return Path(model.model)
     from stages.generate.model.folder import model_folder
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from support.gguf_files import make_gguf, mixed
 
 from ops.serve import worker
 from ops.serve.config import ServerConfig, parse_command
 from pipeline.errors import ConfigError
 from pipeline.process.observe import EXIT_BROKEN
+from stages.detokenize.config import DetokenizeConfig
+from stages.generate.model.folder import model_folder
 from stages.generate.setup.config import GenerateConfig
+from stages.tokenize.config import TokenizeConfig
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +54,19 @@ def test_an_engine_waits_with_a_refusal_that_the_first_one_says_for_all(
     with pytest.raises(ConfigError):
         worker.run_worker(config, "generate")
     assert slept == ([worker.SAME_S] if waits else [])
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize"])
+def test_a_worker_started_by_hand_takes_what_model_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    original = make_gguf(tmp_path / "m.gguf", "qwen3", mixed)
+    for given, folder in ((tmp_path / "m.gguf", model_folder(str(tmp_path / "m.gguf"))), (original, original)):
+        flags = ["--slot", "0", "--redis-url", "redis://127.0.0.1:1", "--model", str(given)]
+        config = parse_command(["stage", stage, *flags], {})
+        assert isinstance(config, TokenizeConfig | GenerateConfig | DetokenizeConfig)
+        assert worker._folder(config) == folder
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
