@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -37,7 +38,7 @@ class TensorEntry:
     begin: int
     end: int
     rotated_heads: int = 0
-    """Heads of a q or k whose rows lie as in GGUF files of the architecture llama; 0: as on the hub."""
+    """Heads of a q or k projection whose rows have the order of llama's GGUF files; 0: the order of the hub."""
 
     @property
     def row_bytes(self) -> int:
@@ -152,11 +153,18 @@ def _read_gguf(path: Path) -> dict[str, TensorEntry]:
     if config["architectures"] == ["LlamaForCausalLM"]:
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     entries: dict[str, TensorEntry] = {}
-    for stored, whole in gguf.read_gguf(path).tensors.items():
+    for stored, whole in _gguf_header(path, path.stat().st_mtime_ns)[0].items():
         for name, tensor in gguf.named(stored, whole).items():
             place = tensor.begin, tensor.begin + tensor.size, heads.get(name.rpartition(".")[0].rpartition(".")[2], 0)
             entries[name] = TensorEntry(path, tensor.type, tensor.shape, *place)
     return entries
+
+
+@functools.lru_cache(maxsize=64)
+def _gguf_header(path: Path, modified_ns: int) -> tuple[Mapping[str, gguf.GgufTensor], int]:
+    """Return the tensors and the length of a header. Reading one takes a quarter second; a start asks thrice."""
+    file = gguf.read_gguf(path)
+    return file.tensors, file.header_bytes
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -200,9 +208,10 @@ def fingerprint(folder: Path, *, dummy: bool = False) -> str:
     files = weight_files(folder)
     num_samples = -(-64 // len(files))
     for path in files:
-        size = path.stat().st_size
+        status, has_gguf = path.stat(), is_gguf(folder)
+        size = status.st_size
         with path.open("rb") as file:
-            header = file.read(gguf.read_gguf(path).header_bytes) if is_gguf(folder) else _raw_header(path)[0]
+            header = file.read(_gguf_header(path, status.st_mtime_ns)[1]) if has_gguf else _raw_header(path)[0]
             digest.update(f"{size} ".encode() + header)
             for sample in range(num_samples):
                 file.seek(size * sample // num_samples)
