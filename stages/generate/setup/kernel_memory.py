@@ -39,7 +39,7 @@ def step_bytes(
 
     def prepared(inputs: int, *, quantized: bool = True) -> int:
         """Return the bytes of a row that a matrix multiplies."""
-        if quantized and quantization not in ("none", "int8"):
+        if quantized and quantization not in ("none", "int8") and not {"F16", "BF16"} & set(spec.blocks):
             return _up(_up(inputs) * 3 // 2) + 64
         return _up(inputs) * (2 if narrow or (quantized and quantization == "int8") else 4) + 64
 

@@ -34,8 +34,9 @@ def load_engine(
     if config.engine.dtype == "auto" and dtype != spec.dtype:
         reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
         logger.info("dtype_is_float32", reason=reason)
-    if spec.blocks and settings.quantization == "none" and not config.engine.dummy_weight:
-        logger.info("gguf_is_widened", dtype=dtype, reason="only the CPU kernels compute with blocks of GGUF files")
+    if spec.block > 1 and settings.quantization == "none" and not config.engine.dummy_weight:
+        asked = "--dtype float32" if config.engine.dtype == "float32" else ""
+        logger.info("gguf_is_widened", dtype=dtype, reason=asked or "only the CPU kernels compute with blocks")
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
     measure = None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import Family, make_checkpoint, make_engine
+from support.gguf_files import make_gguf
 from support.kernel_variants import VARIANTS
 from support.plans import Request, plan, shuffled_pages
 from torch import Tensor
@@ -20,6 +21,7 @@ from pipeline.events import SamplingParams
 from stages.generate.collectives import sum_in_order
 from stages.generate.kernels import build, library
 from stages.generate.model import compiled as decoder
+from stages.generate.model.folder import model_folder
 from stages.generate.model.spec import read_spec
 from stages.generate.sampling import compiled as sampling
 from stages.generate.sampling.draws import make_draws
@@ -68,6 +70,7 @@ class Silent:
     [
         ("qwen3", "bfloat16", "none", 1, 1),
         ("qwen3moe", "float32", "int8", 2, 1),
+        ("qwen3moe", "float32", "gguf", 2, 1),
         ("odd", "float32", "none", 2, 1),
         ("odd", "float32", "none", 2, 3),
     ],
@@ -86,7 +89,13 @@ def test_a_step_takes_the_memory_that_was_set_aside_for_it(
     path = tmp_path / build.LIBRARY  # a copy has memory of its own, and none yet
     shutil.copy(build.HERE / build.LIBRARY, path)
     monkeypatch.setattr(decoder, "library", lambda: library.load(path))
-    folder = make_checkpoint(tmp_path / family, family, max_positions=4096)
+    folder = tmp_path / family
+    if quantization == "gguf":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        make_gguf(tmp_path / "m.gguf", family, lambda name: "F32" if "inp" in name else "Q4_K", max_positions=4096)
+        folder = model_folder(str(tmp_path / "m.gguf"))
+    else:
+        make_checkpoint(folder, family, max_positions=4096)
     sizes: dict[str, Any] = {"num_pages": 1100, "page_size": 4, "max_seq_len": 4096, "max_running_requests": 100}
     ranks = Silent(num_ranks)
     sizes |= {"collectives": ranks} if num_ranks > 1 else {}
