@@ -213,8 +213,9 @@ class Engine:
         """Load the weights of the checked *folder* and allocate the pages.
 
         *threads* 0 leaves torch's number. *kernels* is torch, or a variant that this machine can use. With a variant,
-        *attention* is ignored, *quantization* may be int8, and torch itself gets one thread, because its sums depend on
-        the number. With *dummy* the weights are random, and only config.json of the folder is read.
+        *attention* is ignored, *quantization* may be int8 or the formats of GGUF files, and torch itself gets one
+        thread, because its sums depend on the number. With *dummy* the weights are random, and only config.json of the
+        folder is read.
 
         *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
         most *num_pages*. `num_pages` has the result.
@@ -240,15 +241,11 @@ class Engine:
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         packed = kernels != "torch" or packs(device, dtype)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
-        load: Callable[..., dict[str, Any]] = partial(load_weights, folder=folder, map_tied=packed)
-        if dummy:
-            load = dummy_weights
-        elif spec.blocks:
-            load = partial(load_gguf, folder=folder)
-        load = partial(load, dtype=self.dtype, device=self.device)
         if quantization not in ("none", "int8"):
-            load = partial(load_blocks, folder=folder)
-        weights: dict[str, Any] = load(spec, shard=shard, progress=progress)
+            weights: dict[str, Any] = dict(load_blocks(spec, folder, shard=shard, progress=progress))
+        else:
+            load = _loader(spec, folder, dummy=dummy, map_tied=packed)
+            weights = load(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()
@@ -476,6 +473,13 @@ def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
     if len(last_R):
         places_T = (-1 - token_ids_T).clamp_(min=0)
         token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))
+
+
+def _loader(spec: ModelSpec, folder: Path, *, dummy: bool, map_tied: bool) -> Callable[..., dict[str, Any]]:
+    """Return the function that loads weights as tensors: random ones, those of GGUF files, or those of a checkpoint."""
+    if dummy:
+        return dummy_weights
+    return partial(load_gguf, folder=folder) if spec.blocks else partial(load_weights, folder=folder, map_tied=map_tied)
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

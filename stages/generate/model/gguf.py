@@ -249,7 +249,7 @@ ROPE_FACTORS: Final = "rope_freqs.weight"
 def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
     """Return a tensor under its name on the hub; all experts of a layer are one tensor, and become one for each.
 
-    A name that we do not know stays as it is.
+    Unknown names are kept.
     """
     if name == ROPE_FACTORS:
         return {}

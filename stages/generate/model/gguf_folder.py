@@ -1,7 +1,7 @@
 """Makes a model folder of GGUF files: config and tokenizer from their metadata, and links to the files as the weights.
 
-Everything else reads it as any other folder. It lies in the user's cache, under a hash of what it was made from, and is
-made again when that changes.
+All other code reads it like any folder. It lies in the user's cache, under a hash of its sources. When they change,
+another one is made.
 """
 
 from __future__ import annotations
@@ -248,6 +248,6 @@ def _ends(fields: Mapping[str, Any], num_rows: int) -> list[int]:
 
 
 def _array(fields: Mapping[str, Any], name: str) -> tuple[Any, ...]:
-    """Return a list of the tokenizer; it is empty if there is none."""
+    """Return an array of the tokenizer's metadata; empty: the file has none."""
     found = fields.get(f"tokenizer.ggml.{name}")
     return found if isinstance(found, tuple) else ()

@@ -65,7 +65,7 @@ def with_tensors(tensors: Tensors) -> bytes:
 
 
 def with_info(raw: bytes) -> bytes:
-    """Return a file whose header ends with one more tensor."""
+    """Return a file with one more tensor, which comes last."""
     return header(FIELDS, [raw]) + bytes(4096)
 
 
@@ -167,7 +167,7 @@ def test_a_flipped_byte_of_the_header_is_a_model_or_one_line(tmp_path: Path) -> 
 
 
 def many_experts() -> bytes:
-    """Return a file whose few bytes say that there are millions of experts."""
+    """Return a small file that claims to have millions of experts."""
     count = 60_000
     infos = [info(f"blk.{layer}.ffn_up_exps.weight", (4096, 1, 1), 0, layer * 4096 * 4) for layer in range(count)]
     return header({**FIELDS, "llama.block_count": count}, [info("token_embd.weight", (8, 1), 0, 0), *infos])
