@@ -29,10 +29,10 @@ typedef struct {
     uint8_t small[4];   // scales and minima in a super-block
 } Unit;
 
-static uint16_t half_at(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
+INLINE uint16_t half_at(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
 
 // One block of 32 is one group of a unit.
-static void read_small(Type type, const uint8_t *block, int group, Unit *unit) {
+INLINE void read_small(const Type type, const uint8_t *block, int group, Unit *unit) {
     int8_t *to = unit->integers + group * BLOCK_GROUP;
     unit->halves[group] = half_at(block);
     block += 2;
@@ -54,7 +54,7 @@ static void read_small(Type type, const uint8_t *block, int group, Unit *unit) {
 }
 
 // One super-block of 256 is 4 units, of which this is the one with the number *part*.
-static void read_super(Type type, const uint8_t *block, int part, Unit *unit) {
+INLINE void read_super(const Type type, const uint8_t *block, int part, Unit *unit) {
     if (type == OF_Q6_K) {
         const uint8_t *low = block + part / 2 * 64, *high = block + 128 + part / 2 * 32;
         for (int i = 0; i < GROUP; i++) {
@@ -84,7 +84,7 @@ static void read_super(Type type, const uint8_t *block, int part, Unit *unit) {
 }
 
 // Read the unit with this number of a row of so many inputs. What is beyond them is zero.
-static void read_unit(Type type, const uint8_t *row, int64_t number, int64_t inputs, Unit *unit) {
+INLINE void read_unit(const Type type, const uint8_t *row, int64_t number, int64_t inputs, Unit *unit) {
     memset(unit, 0, sizeof *unit);
     if (!row) return;
     if (has_two_levels(types[type].format)) {
@@ -100,19 +100,22 @@ static void read_unit(Type type, const uint8_t *row, int64_t number, int64_t inp
 
 // Copy the unit of one output into a panel, or out of it. *front* belongs to its super-block, *place* to the unit.
 #define COPY(of_unit, of_panel) (into ? (of_panel = of_unit) : (of_unit = of_panel))
-static void copy_unit(Format format, int into, Unit *unit, int64_t output, char *front, char *place) {
+INLINE void copy_unit(const Format format, int into, Unit *unit, int64_t output, char *front, char *place) {
     uint16_t *levels = (uint16_t *)front + output, *halves = (uint16_t *)place + output;
     uint8_t *small = (uint8_t *)place + output, *line = (uint8_t *)place + head_bytes(format) + output * 4;
     for (int k = 0; k < 4; k++)
         if (has_two_levels(format)) COPY(unit->small[k], small[k * PANEL]);
         else if (k < 2 || has_minima(format)) COPY(unit->halves[k], halves[k * PANEL]);
     for (int k = 0; k < 2 && has_two_levels(format); k++) COPY(unit->halves[2 * k], levels[k * PANEL]);
-    for (int i = 0; i < GROUP; i++) {
-        uint8_t *to = line + (has_nibbles(format) ? i / 8 : i / 4) * 4 * PANEL + i % 4;
-        const int shift = i % 8 < 4 ? 0 : 4;
-        if (!has_nibbles(format)) COPY(unit->integers[i], *(int8_t *)to);
-        else if (into) *to = (uint8_t)((shift ? *to : 0) | unit->integers[i] << shift);
-        else unit->integers[i] = *to >> shift & 15;
+    for (int i = 0; i < GROUP; i += 4) { // 4 integers at once: they lie side by side in both
+        const int nibbles = has_nibbles(format), high = nibbles && i % 8 ? 4 : 0;
+        char *to = (char *)line + (nibbles ? i / 8 : i / 4) * 4 * PANEL;
+        uint32_t word, other = 0;
+        memcpy(&word, into ? (char *)unit->integers + i : to, 4);
+        if (into && high) memcpy(&other, to, 4);
+        if (into) word = other | word << high;
+        else if (nibbles) word = word >> high & 0x0f0f0f0f;
+        memcpy(into ? to : (char *)unit->integers + i, &word, 4);
     }
 }
 
@@ -123,17 +126,27 @@ typedef struct {
     char *out;
 } Packing;
 
-static void pack_chunk(void *job, int64_t number, int thread) {
-    const Packing *p = job;
-    const Format format = types[p->type].format;
+INLINE void pack_panel(const Type type, const Packing *p, int64_t number) {
+    const Format format = types[type].format;
     char *panel = p->out + number * bytes_of_units(format, p->inputs), *place = panel + front_bytes(format, p->inputs);
-    (void)thread;
     for (int64_t i = 0; i * GROUP < p->inputs; i++, place += unit_bytes(format))
         for (int output = 0; output < PANEL; output++) {
             Unit unit;
-            read_unit(p->type, p->rows[number * PANEL + output], i, p->inputs, &unit);
+            read_unit(type, p->rows[number * PANEL + output], i, p->inputs, &unit);
             copy_unit(format, 1, &unit, output, panel + i / 4 * FRONT_BYTES, place);
         }
+}
+
+// The compiler makes a loop for each type: with what is known of it, a file is packed in a third of the time.
+#define PACK(type) case type: pack_panel(type, p, number); break;
+static void pack_chunk(void *job, int64_t number, int thread) {
+    const Packing *p = job;
+    (void)thread;
+    switch (p->type) {
+        PACK(OF_Q4_0) PACK(OF_Q4_1) PACK(OF_Q5_0) PACK(OF_Q5_1) PACK(OF_Q8_0) PACK(OF_Q4_K) PACK(OF_Q5_K) PACK(OF_Q6_K)
+    default:
+        break;
+    }
 }
 
 static void pack_together(void *argument, Member *me) {
