@@ -108,6 +108,8 @@ class Presentation(Value):
     """Number of siblings for each prompt."""
     reasoning: Literal["apart", "inline", "hidden"] = "apart"
     """How thinking is sent: in fields of its own, within the content with its markers, or not at all."""
+    omits_thoughts: bool = False
+    """Whether blocks of thinking come with a signature alone, as Anthropic's API has it."""
 
     @property
     def tells_prompt(self) -> bool:
@@ -130,7 +132,7 @@ class Replay(Value):
     """Whether it may read pages of the prefix cache. If not, its whole prompt is computed."""
 
 
-INFORMATIVE: Final = frozenset[str]()
+INFORMATIVE: Final = frozenset({"Presentation.omits_thoughts"})
 """Fields that were added after 0.2.0 and change no answer, as `Class.field`. Older workers ignore them. An event with
 any other new field needs a higher `v`: older workers then leave the whole entry to newer ones."""
 

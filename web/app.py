@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-import uuid
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +20,7 @@ from web.http.keys import Caller, Keys, keys_in
 from web.http.origins import Origins, body_refusal, is_preflight
 from web.http.page_files import PAGES
 from web.live.frontend import Frontend
-from web.routes.answers import error_response
+from web.routes.answers import error_response, is_anthropic, request_id
 from web.routes.cache import cache_routes
 from web.routes.dead import dead_letter_routes
 from web.routes.generations import generation_routes
@@ -43,7 +41,6 @@ PATH_SHOWN: Final = 256
 OPEN_PATHS: Final = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
 """Paths that need no API key: probes and Prometheus have none, and the documentation is public."""
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 _NO_KEY: Final = "This server needs an API key: send `Authorization: Bearer KEY`."
 _WRONG_KEY: Final = "The API key is not one of this server; ask whoever runs it for a valid one."
@@ -142,8 +139,9 @@ def create_app(
 
     @app.after_request
     async def add_request_id(response: Response) -> Response:
-        given = request.headers.get("x-request-id", "")
-        response.headers["x-request-id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        response.headers["x-request-id"] = request_id()
+        if is_anthropic():
+            response.headers["request-id"] = request_id()
         return response
 
     return app

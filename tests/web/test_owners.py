@@ -47,6 +47,7 @@ WITH_A_KEY = {
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("chat/completions", "completions")),
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("tokenize", "detokenize")),
     *(f"GET {base}/{path}" for base in ("", "/v1") for path in ("models", "models/<path:name>")),
+    *("POST /v1/messages", "POST /v1/messages/count_tokens"),
     *("POST /generate", "GET /tokenizer_info", "GET /v1", "GET /version"),
     *("GET /get_model_info", "GET /get_server_info", "GET /server_info", "GET /props", "GET /v1/caller"),
     *(f"{method} {path}" for path in PATHS for method in METHODS),
@@ -229,6 +230,8 @@ def here(redis_url: str, stand_in: StandIn) -> AbstractAsyncContextManager[Site]
 BODIES: Mapping[str, dict[str, Any]] = {
     CHAT: chat(n=2),
     "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/messages": {"max_tokens": 5, "messages": chat()["messages"]},
+    "/v1/messages/count_tokens": {"messages": chat()["messages"]},
     "/generate": {"text": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
@@ -243,7 +246,7 @@ async def test_whatever_a_key_sends_is_its_own(here: Site, stand_in: StandIn) ->
             assert response.status_code == 200, path
         assert (await here.get("/tokenizer_info", **HEADERS[who])).status_code == 200
         owners = [event.owner for _, event in stand_in.requests()[before:]]
-        assert owners == [owner] * 8
+        assert owners == [owner] * 10
 
 
 @pytest.mark.parametrize("mode", ["no keys", "the admin key alone"])

@@ -12,7 +12,6 @@ from pipeline.process.failpoints import failpoint
 from web.http.asgi import Outlet
 from web.http.turns import Turns
 from web.live.client import Client
-from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 
 FRAMED_AT_ONCE: Final = 64
@@ -81,7 +80,7 @@ class Stream:
                                 yield piece
                         events = some[-1]
                     written = self._framed(events)
-                if data := written + sse.DONE * done if events else sse.KEEP_ALIVE:
+                if data := written + frames.done * done if events else frames.keep_alive:
                     yield data
                 if done:
                     return
@@ -92,9 +91,9 @@ class Stream:
             client.refuse(error)
             if not self._has_begun:
                 raise
-            yield frames.error(error) + sse.DONE
+            yield frames.error(error) + frames.done
         except Exception:  # the status was sent long ago: a frame that says what happened is better than a cut stream
-            yield frames.error(client.break_off()) + sse.DONE
+            yield frames.error(client.break_off()) + frames.done
 
     def _framed(self, events: Sequence[ClientEvent]) -> bytes:
         if self._position is None and len(events) == 1:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Final
 from urllib.parse import quote
 
 import orjson
-from quart import Response, request
+from quart import Response, g, request
 
 from pipeline.errors import RequestError
 from web.http.asgi import OUTLET
@@ -15,9 +18,13 @@ from web.http.turns import Turns
 from web.live.client import Client
 from web.live.stream import Stream
 from web.wire import sse
+from web.wire.anthropic import errors as anthropic
+from web.wire.endpoints import MESSAGES_ENDPOINT
 from web.wire.fields import MOST_SHOWN
 from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.errors import NotNow, error_body
+
+REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -83,6 +90,19 @@ def event_stream(written: AsyncIterator[bytes]) -> Response:
     return response
 
 
+def request_id() -> str:
+    """Return the id of the current HTTP request: the one that its client gave it, or a new one."""
+    if not hasattr(g, "request_id"):
+        given = request.headers.get("x-request-id", "")
+        g.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return str(g.request_id)
+
+
+def is_anthropic() -> bool:
+    """Return whether the client of the current HTTP request reads Anthropic's bodies and headers."""
+    return request.path.startswith(MESSAGES_ENDPOINT)
+
+
 def name_unknown(response: Response, names: Sequence[str]) -> None:
     """List in a header the fields of the request that this server does not know."""
     if names:
@@ -91,8 +111,9 @@ def name_unknown(response: Response, names: Sequence[str]) -> None:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the nested OpenAI body, and the headers that tell how or when to try again."""
-    response = json_response(error_body(error), error.status)
+    """Return the body that the clients of this path read, and the headers that tell how or when to try again."""
+    body = anthropic.error_body(error, request_id()) if is_anthropic() else error_body(error)
+    response = json_response(body, error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):

@@ -22,7 +22,18 @@ from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
 from web.wire import copies
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
+from web.wire.anthropic.responses import MessageFrames
+from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
+from web.wire.endpoints import (
+    CHAT_ENDPOINT,
+    COMPLETIONS_ENDPOINT,
+    COUNT_ENDPOINT,
+    GENERATE_ENDPOINT,
+    MESSAGES_ENDPOINT,
+    body_of,
+    frames_for,
+)
+from web.wire.fields import MOST_SHOWN
 from web.wire.frames import EVENT_IDS, EVENT_IDS_SCHEMA, wants_ids
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
@@ -52,6 +63,9 @@ class Asked(Protocol):
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
+    @property
+    def left_out(self) -> tuple[str, ...]: ...
+
 
 TOO_MANY_HELD: Final = Failed(
     status=400,
@@ -61,6 +75,11 @@ TOO_MANY_HELD: Final = Failed(
     param="logprobs",
 )
 """The end of an answer that would take too much memory in this process."""
+
+IGNORED: Final = "x-minisgl-ignored"
+"""The header with what the model does not get."""
+ANY_NAME: Final = (MESSAGES_ENDPOINT, COUNT_ENDPOINT)
+"""Endpoints whose clients ask for models of one vendor, by names that no other server has."""
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
@@ -90,6 +109,11 @@ def generation_routes(frontend: Frontend) -> Blueprint:
     @operation("Continue a text, or several", CompletionRequest, **BOTH)
     async def complete() -> Response:
         return await answer(frontend, COMPLETIONS_ENDPOINT, parse_completion, completion_events)
+
+    @routes.post(MESSAGES_ENDPOINT)
+    @operation("Answer a conversation, in Anthropic's form", MessagesRequest, **BOTH)
+    async def message() -> Response:
+        return await answer(frontend, MESSAGES_ENDPOINT, parse_messages, message_events)
 
     @routes.post(GENERATE_ENDPOINT)
     @operation("Continue a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
@@ -122,7 +146,8 @@ async def answer(
             copied = copies.labels_of(request.headers.get(copies.HEADER))
             ids = wants_ids(request.headers.get(EVENT_IDS))
             frontend.admit()
-            model = frontend.readiness.resolve(asked.model, strict=frontend.strict_model_names)
+            is_strict = frontend.strict_model_names and endpoint not in ANY_NAME
+            model = frontend.readiness.resolve(asked.model, strict=is_strict)
             defaults = frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
             warnings = warnings_of(events, frontend.readiness.bos, asked.ignored)
@@ -148,6 +173,8 @@ async def answer(
     response.headers["x-minisgl-uid"] = opened.uid
     response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
     name_unknown(response, asked.unknown)
+    if asked.left_out:
+        response.headers[IGNORED] = ", ".join(quote(name, safe="")[:MOST_SHOWN] for name in asked.left_out)
     if warnings:
         response.headers[WARNINGS] = ", ".join(warnings)
     return response
@@ -191,4 +218,6 @@ async def _streamed(opened: OpenRequest, turns: Turns, *, ids: bool) -> Response
             return error_response(error_of(ended))
     frames = frames_for(opened.uid, opened.events, ids=ids)
     assert frames is not None
+    if isinstance(frames, MessageFrames):
+        frames.done = b""
     return stream_response(opened, frames, turns, first)

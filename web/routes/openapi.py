@@ -173,7 +173,6 @@ PATHS: Final = (
     "/v1/files",
     "/v1/fine_tuning/jobs",
     "/v1/images/<path:rest>",
-    "/v1/messages",
     "/v1/moderations",
     "/v1/realtime",
     "/v1/rerank",

@@ -16,6 +16,8 @@ from web.live.open_request import OpenRequest
 from web.routes.answers import error_response, json_response
 from web.routes.generations import answer
 from web.routes.openapi import operation
+from web.wire.anthropic.schemas import CountRequest, parse_count
+from web.wire.endpoints import COUNT_ENDPOINT
 from web.wire.idempotency import HEADER, SCHEMA
 from web.wire.openai.errors import error_of
 from web.wire.openai.tokenizer import (
@@ -33,7 +35,7 @@ from web.wire.openai.tokenizer import (
 )
 from web.wire.submit import Defaults
 
-Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest
+Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest | CountRequest
 COLLECT_S: Final = 1e-4
 """Pause before the next look for answers, for each one that is missing. All are looked at then, so to look after each
 one takes most of the time of a body of very many."""
@@ -55,6 +57,11 @@ def tokenizer_routes(frontend: Frontend) -> Blueprint:
     @operation("The text of token ids", DetokenizeRequest, headers={HEADER: SCHEMA})
     async def detokenize() -> Response:
         return await answered(DETOKENIZE_ENDPOINT, parse_detokenize)
+
+    @routes.post(COUNT_ENDPOINT)
+    @operation("How many tokens a conversation has, in Anthropic's form", CountRequest, headers={HEADER: SCHEMA})
+    async def count() -> Response:
+        return await answered(COUNT_ENDPOINT, parse_count)
 
     @routes.get(DESCRIBE_ENDPOINT)
     @operation("Describe the tokenizer: special tokens, chat template")
@@ -98,6 +105,8 @@ async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
 
 def _body(answers: Sequence[Answered], asked: Submitted, context: int) -> bytes:
     match asked.task:
+        case "tokenize" if asked.endpoint == COUNT_ENDPOINT:
+            return b'{"input_tokens":%d}' % len(answers[0].token_ids)
         case "tokenize":
             return tokens_body(answers, asked, context)
         case "detokenize":

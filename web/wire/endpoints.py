@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from pipeline.events import Submitted
+from web.wire.anthropic import responses as anthropic
 from web.wire.frames import Frames
-from web.wire.known import Known
+from web.wire.known import Known, not_resumable
 from web.wire.openai.answers import Choice
 from web.wire.openai.responses import CHAT, COMPLETION, ChunkFrames, Style, body
 from web.wire.sglang.responses import TextFrames, WholeTextFrames, whole_body
@@ -18,6 +19,8 @@ from web.wire.sglang.responses import TextFrames, WholeTextFrames, whole_body
 CHAT_ENDPOINT: Final = "/v1/chat/completions"
 COMPLETIONS_ENDPOINT: Final = "/v1/completions"
 GENERATE_ENDPOINT: Final = "/generate"
+MESSAGES_ENDPOINT: Final = "/v1/messages"
+COUNT_ENDPOINT: Final = "/v1/messages/count_tokens"
 STYLES: Final[Mapping[str, Style]] = {CHAT_ENDPOINT: CHAT, COMPLETIONS_ENDPOINT: COMPLETION}
 
 
@@ -28,10 +31,17 @@ def frames_for(
 
     *uid* is that of siblings, or of the one request. The frames of one request have event ids with *ids*, and leave out
     what is *known* to the client. /generate in SGLang's form sends all text so far in each frame.
+
+    Raises:
+        RequestError: The stream has no characters that could be *known*.
     """
     endpoint = events[0].endpoint
     if endpoint in STYLES:
         return ChunkFrames(STYLES[endpoint], uid, events, ids=ids, known=known)
+    if endpoint == MESSAGES_ENDPOINT:
+        if known is not None:
+            raise not_resumable("blocks")
+        return anthropic.MessageFrames(uid, events[0], ids=ids)
     if endpoint != GENERATE_ENDPOINT:
         return None
     whole_text = events[0].presentation.whole_text
@@ -40,5 +50,7 @@ def frames_for(
 
 def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> Iterator[bytes]:
     """Yield the whole answer in pieces. Mini-SGLang's form of /generate has none: it is always a stream."""
+    if events[0].endpoint == MESSAGES_ENDPOINT:
+        return anthropic.body(uid, events[0], choices[0])
     style = STYLES.get(events[0].endpoint)
     return whole_body(uid, events, choices) if style is None else body(style, uid, events, choices)

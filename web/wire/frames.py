@@ -51,6 +51,11 @@ class ClientEvent:
 class Frames:
     """A fold of histories into frames. The same events always give the same bytes."""
 
+    done = sse.DONE
+    """What comes after the last frame."""
+    keep_alive = sse.KEEP_ALIVE
+    """What is sent while there is nothing to say."""
+
     def __init__(self, *, ids: bool) -> None:
         """With *ids*, the frames of each event have its id, so that clients can resume."""
         self._says_ids = ids

@@ -50,7 +50,7 @@ class Known:
             if piece.kind == "content":
                 piece = piece._replace(text=self.rest(piece.text))
             elif not self.are_over:
-                raise _not_resumable("reasoning" if piece.kind == "reasoning" else "tool calls")
+                raise not_resumable("reasoning" if piece.kind == "reasoning" else "tool calls")
             if piece.kind != "content" or piece.text:
                 lacking.append(piece)
         return lacking
@@ -82,13 +82,14 @@ def check_countable(event: Submitted, num_choices: int) -> None:
     """
     if num_choices > 1:
         each = f"resume each of them by its own uid, which ends with .0 to .{num_choices - 1}"
-        raise _not_resumable("several answers", each)
+        raise not_resumable("several answers", each)
     if event.sampling.logprobs is not None or event.sampling.prompt_logprobs is not None:
-        raise _not_resumable("log-probabilities")
+        raise not_resumable("log-probabilities")
     if event.presentation.token_ids:
-        raise _not_resumable("token ids")
+        raise not_resumable("token ids")
 
 
-def _not_resumable(what: str, instead: str = _INSTEAD) -> RequestError:
+def not_resumable(what: str, instead: str = _INSTEAD) -> RequestError:
+    """Return the error for a stream that has *what* is not counted in characters."""
     message = f"{AFTER_CHARACTERS}: the stream has {what}, so characters do not tell where it broke; {instead}"
     return RequestError(message, param=AFTER_CHARACTERS, code="not_resumable")

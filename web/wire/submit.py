@@ -166,7 +166,7 @@ def _sampling(request: GenerationRequest, defaults: Defaults) -> SamplingParams:
         "logprobs": request.num_logprobs,
         "repetition_penalty": penalty,
     }
-    return _sampling_params(request, request.seed, own, defaults)
+    return sampling_params(request, request.seed, own, defaults)
 
 
 def _sglang_sampling(request: SGLangRequest, defaults: Defaults) -> SamplingParams:
@@ -180,10 +180,10 @@ def _sglang_sampling(request: SGLangRequest, defaults: Defaults) -> SamplingPara
         "prompt_logprobs": scores if tells_prompt else None,
         "include_stop_str_in_output": asked.no_stop_trim,
     }
-    return _sampling_params(asked, asked.sampling_seed, own, defaults)
+    return sampling_params(asked, asked.sampling_seed, own, defaults)
 
 
-def _sampling_params(
+def sampling_params(
     asked: SamplingFields, seed: int | None, own: Mapping[str, Any], defaults: Defaults
 ) -> SamplingParams:
     """Return the fields of *asked* that SamplingParams has, too, and those that an endpoint names its *own* way."""

@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.events import Finished, Logprob, Logprobs, Presentation, PromptInfo, Submitted, TokensProduced
 from pipeline.names import sibling_uids
@@ -61,6 +61,8 @@ class Choice:
     content."""
     reasoning: bytearray = field(default_factory=bytearray)
     calls: list[Call] = field(default_factory=list)
+    begun: list[tuple[Literal["content", "reasoning", "call"], int]] = field(default_factory=list)
+    """Where parts of one kind begin: a byte of the content or of the reasoning, or the number of a call."""
     reader: Reader | None = None
     """Reads the markup, if there is any; known with the first token."""
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -128,6 +130,9 @@ class Choice:
         if self.shown.reasoning == "hidden":
             pieces = [piece for piece in pieces if piece.kind != "reasoning"]
         for piece in pieces:
+            if piece.kind == "call" or (piece.text and piece.kind != "arguments" and self._kind != piece.kind):
+                of_kind = {"content": len(self.content), "reasoning": len(self.reasoning), "call": piece.call}
+                self.begun.append((piece.kind, of_kind[piece.kind]))
             match piece.kind:
                 case "content":
                     self.content += piece.text.encode()
@@ -151,6 +156,17 @@ class Choice:
             return f"functions.{call.text}:{before + call.call}"
         digest = hashlib.blake2b(f"{self.uid}/{call.call}".encode(), digest_size=12).hexdigest()
         return digest[:9] if self.reader.format == "mistral" else f"call_{digest}"
+
+    @property
+    def _kind(self) -> str:
+        return self.begun[-1][0] if self.begun else ""
+
+    def blocks(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the parts of the answer in their order: the kind, and the bytes of it; of a call, its number."""
+        ends = {"content": len(self.content), "reasoning": len(self.reasoning)}
+        begun = self.begun or ([("content", 0)] if self.content else [])
+        for place, (kind, start) in enumerate(begun):
+            yield kind, start, next((at for other, at in begun[place + 1 :] if other == kind), ends.get(kind, start))
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts: while the answer runs those so far, at the end those of the log."""

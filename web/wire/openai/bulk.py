@@ -27,22 +27,24 @@ class Bulk(NamedTuple):
     """Texts, names of members, objects and lists."""
 
 
-def refuse_bulk(body: bytes) -> None:
+def refuse_bulk(body: bytes, most_large: int = MOST_LARGE) -> None:
     """Refuse a body with more values than can be parsed and checked in a short time, and in little memory.
+
+    *most_large*: of texts, objects and lists.
 
     Raises:
         RequestError: It has too many.
     """
-    if len(body) <= MOST_LARGE:
+    if len(body) <= most_large:
         return
     found = _with_texts(body)
-    if found.values > MOST_VALUES or found.large > MOST_LARGE:
+    if found.values > MOST_VALUES or found.large > most_large:
         found = bulk_of(body)
     if found.values > MOST_VALUES:
         message = f"The body has more than {MOST_VALUES} values; send fewer, or a long prompt as text."
         raise RequestError(message, code="too_many_values")
-    if found.large > MOST_LARGE:
-        message = f"The body has more than {MOST_LARGE} texts, objects and lists; send fewer."
+    if found.large > most_large:
+        message = f"The body has more than {most_large} texts, objects and lists; send fewer."
         raise RequestError(message, code="too_many_values")
 
 
@@ -51,7 +53,7 @@ def bulk_of(text: bytes) -> Bulk:
     bare = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text  # faster at the same length
     marks = bare.translate(None, _OTHERS)  # now each quote begins or ends a text
     num_texts = marks.count(b'"') // 2
-    if num_texts > MOST_LARGE:  # too many to look between them
+    if num_texts > 2 * MOST_LARGE:  # too many to look between them
         return Bulk(num_texts, num_texts)
     outside = _with_texts(b"".join(marks.split(b'"')[::2]))
     return Bulk(outside.values, outside.large + num_texts)

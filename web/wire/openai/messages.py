@@ -172,6 +172,10 @@ def _parameters(schema: object) -> HeldSchema:
     return held(schema)
 
 
+Parameters = Annotated[Any, AfterValidator(_parameters), WithJsonSchema({"type": "object"})]
+"""The JSON schema of a tool's arguments. Becomes a HeldSchema."""
+
+
 class FunctionOfTool(Strict):
     """A function that the model may call."""
 
@@ -179,7 +183,7 @@ class FunctionOfTool(Strict):
     """Name of the function."""
     description: str | None = None
     """What the function does, for the model."""
-    parameters: Annotated[Any, AfterValidator(_parameters), WithJsonSchema({"type": "object"})] | None = None
+    parameters: Parameters | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
     """Arguments must follow `parameters`, also if the model may answer without a call."""

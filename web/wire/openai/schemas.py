@@ -424,7 +424,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def _parse(model: type[R], body: bytes) -> R:
     request = parsed(model, body)
     refuse_unsupported(request.extra, _refused(model), "")
-    _refuse_long_labels(request.labels)
+    refuse_long_labels(request.labels)
     if request.stream_options is not None:
         if not request.stream:
             raise wrong("stream_options", "only allowed with `stream: true`")
@@ -446,7 +446,7 @@ def _parse(model: type[R], body: bytes) -> R:
     return request
 
 
-def _refuse_long_labels(labels: Mapping[str, Any]) -> None:
+def refuse_long_labels(labels: Mapping[str, Any]) -> None:
     """Refuse labels that take too much of the log. Raises RequestError, which names the largest one."""
     sizes = {name: len(orjson.dumps(value)) for name, value in labels.items()}
     if sum(sizes.values()) > MOST_LABEL_BYTES:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pipeline.errors import RequestError
 from pipeline.grammars import numbers_in
 from web.wire.fields import Field
-from web.wire.openai.bulk import refuse_bulk
+from web.wire.openai.bulk import MOST_LARGE, refuse_bulk
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
@@ -51,18 +51,23 @@ class Strict(BaseModel):
         """Where its schemas have keywords whose numbers no grammar can count: the first ones, sorted."""
         return ()
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What of it the model does not get: the first parts, sorted."""
+        return ()
+
 
 Body = TypeVar("Body", bound=Strict)
 
 
-def parsed(model: type[Body], body: bytes) -> Body:
-    """Return the *model* that *body* holds.
+def parsed(model: type[Body], body: bytes, *, most_large: int = MOST_LARGE) -> Body:
+    """Return the *model* that *body* holds, with at most so many texts, objects and lists.
 
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
     body = body.removeprefix(BOM_UTF8)
-    refuse_bulk(body)
+    refuse_bulk(body, most_large)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

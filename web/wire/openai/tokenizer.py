@@ -140,6 +140,7 @@ class DescribeRequest:
     model: None = None
     unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the event that holds all of it."""

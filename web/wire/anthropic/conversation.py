@@ -1,0 +1,175 @@
+"""Anthropic's turns and blocks, as messages of a chat. Also the signatures of thinking, which carry its text.
+
+A turn of the user may answer calls and ask something: that becomes several messages.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pipeline.errors import RequestError
+from web.wire.openai.messages import LONGEST_NAME
+from web.wire.openai.strict import wrong
+
+BILLING: Final = "x-anthropic-billing-header:"
+"""Begins a block of the system text that Claude Code changes from one request to the next. It says nothing to a model,
+and the prefix cache would not find what follows it."""
+BLOCKS: Final[Mapping[str, Sequence[str]]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+    "tool_result": ("text",),
+}
+"""The types of blocks that each role, and the result of a tool, may have."""
+MOST_THOUGHT: Final = 4 << 20
+"""Most bytes that the signatures of a body may unpack to."""
+_VERSION: Final = b"\x01"
+
+Message = dict[str, Any]
+Content = str | Sequence[Mapping[str, Any]]
+
+
+def signature_of(thought: str) -> str:
+    """Return the signature of a thought: a version, and its text, deflated. It is no secret."""
+    return base64.b64encode(_VERSION + zlib.compress(thought.encode(), 6)).decode()
+
+
+class Conversation:
+    """The fold of turns into messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.left_out: list[str] = []
+        """Where thinking was left out, because its signature is none of ours and it has no text."""
+        self._left = MOST_THOUGHT
+
+    def system(self, content: Content) -> None:
+        """Add the system text.
+
+        Raises:
+            RequestError: A block is no text.
+        """
+        texts = [_text(block, path, "system") for path, block in _blocks(content, "system")]
+        text = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+        if text:
+            self.messages.append({"role": "system", "content": text})
+
+    def turn(self, role: str, content: Content, path: str) -> None:
+        """Add a turn, whose content is at *path* in the body.
+
+        Raises:
+            RequestError: A block is not supported, or a member of it is missing or wrong.
+        """
+        blocks = list(_blocks(content, path))
+        if role == "assistant":
+            self.messages.append(self._answer(blocks))
+        elif role == "user":
+            self.messages += _asked(blocks)
+        else:
+            self.messages.append({"role": "system", "content": _joined(blocks, "system")})
+
+    def _answer(self, blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[Message] = []
+        for path, block in blocks:
+            match block.get("type"):
+                case "thinking":
+                    if thought := _member(block, "thinking", path, most=0) or self._signed(block, path):
+                        thoughts.append(thought)
+                case "redacted_thinking":
+                    self.left_out.append(path)
+                case "tool_use":
+                    calls.append(_call(block, path))
+                case _:
+                    texts.append(_text(block, path, "assistant"))
+        message: Message = {"role": "assistant", "content": "\n".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _signed(self, block: Mapping[str, Any], path: str) -> str:
+        """Return the thought in the signature of a *block*; "" if it cannot be read."""
+        unpacking = zlib.decompressobj()
+        try:
+            packed = base64.b64decode(_member(block, "signature", path, most=0), validate=True)
+            text = unpacking.decompress(packed[1:], self._left + 1) if packed[:1] == _VERSION else b""
+            if not unpacking.eof or len(text) > self._left:
+                raise ValueError("cut, or too long")
+            self._left -= len(text)
+            return text.decode()
+        except (ValueError, zlib.error):
+            self.left_out.append(f"{path}.signature")
+            return ""
+
+
+def _asked(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Message]:
+    """Yield the messages of a turn of the user: results of tools, and the texts between them."""
+    texts: list[str] = []
+    for path, block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, path, "user"))
+            continue
+        if texts:
+            yield {"role": "user", "content": "\n".join(texts)}
+            texts = []
+        within = list(_blocks(block.get("content") or "", f"{path}.content"))
+        call = _member(block, "tool_use_id", path)
+        yield {"role": "tool", "content": _joined(within, "tool_result"), "tool_call_id": call}
+    if texts or not blocks:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _call(block: Mapping[str, Any], path: str) -> Message:
+    given = block.get("input", {})
+    if not isinstance(given, dict):
+        raise wrong(f"{path}.input", "should be an object")
+    function = {"name": _member(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": _member(block, "id", path), "type": "function", "function": function}
+
+
+def _blocks(content: Content, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each block with its path. A text is one block."""
+    if isinstance(content, str):
+        yield path, {"type": "text", "text": content}
+        return
+    if not isinstance(content, list):
+        raise wrong(path, "should be a string or a list of blocks")
+    for number, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise wrong(f"{path}.{number}", "should be an object")
+        yield f"{path}.{number}", block
+
+
+def _joined(blocks: Sequence[tuple[str, Mapping[str, Any]]], where: str) -> str:
+    return "\n".join(_text(block, path, where) for path, block in blocks)
+
+
+def _text(block: Mapping[str, Any], path: str, where: str) -> str:
+    """Return the text of a block of type `text`.
+
+    Raises:
+        RequestError: It has another type, which *where* does not accept.
+    """
+    if block.get("type") != "text":
+        kind = str(block.get("type"))[:32]
+        accepted = ", ".join(f"`{name}`" for name in BLOCKS[where])
+        message = f"{path}: a block of type `{kind}` is not supported here; accepted are {accepted}"
+        raise RequestError(message, param=path, code="unsupported_content")
+    return _member(block, "text", path, most=0)
+
+
+def _member(block: Mapping[str, Any], name: str, path: str, *, most: int = LONGEST_NAME) -> str:
+    """Return a text in a *block*, of at most so many characters if *most* is not 0. Raises RequestError."""
+    value = block.get(name, "" if name in ("thinking", "signature") else None)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", "should be a string")
+    if most and not 0 < len(value) <= most:
+        raise wrong(f"{path}.{name}", f"should have 1 to {most} characters")
+    return value
