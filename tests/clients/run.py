@@ -8,6 +8,8 @@ talk with the demo model; the others with a small random one.
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,15 +18,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from support.checkpoints import make_checkpoint
 from support.servers import Server, serve
+
+from stages.generate.model.checkpoint import DEMO_FOLDER
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".clients"
 MODEL = "org/small-model"
 PATIENCE_S = 300
+LONG_CONTEXT = 65_536
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Client:
     packages: tuple[str, ...]
     without_requirements: tuple[str, ...] = ()
     """Packages whose own requirements are too large; *packages* has those that are imported."""
-    has_demo: bool = False
+    model: Literal["random", "demo", "long"] = "random"
+    """Which model it talks with. `long` is the demo model with a context for an agent's instructions."""
 
     def prepare(self, folder: Path) -> list[str]:
         """Install what it needs into *folder*, once; return the command that runs it."""
@@ -62,10 +69,10 @@ class Client:
 
 CLIENTS = {
     "langchain": Client("with_langchain.py", ("langchain-openai",)),
-    "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), has_demo=True),
-    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), has_demo=True),
-    "openai-agents": Client("with_openai_agents.py", ("openai-agents",), has_demo=True),
-    "instructor": Client("with_instructor.py", ("instructor",), has_demo=True),
+    "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), model="demo"),
+    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), model="demo"),
+    "openai-agents": Client("with_openai_agents.py", ("openai-agents",), model="demo"),
+    "instructor": Client("with_instructor.py", ("instructor",), model="demo"),
     "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "litellm": Client("with_litellm.py", ("litellm",)),
     "openai-node": Client("with_openai_node.mjs", ("openai",)),
@@ -73,15 +80,19 @@ CLIENTS = {
         "with_sglang_bench.py",
         ("transformers", "aiohttp", "msgspec", "orjson", "requests", "psutil", "pyzmq", "pybase64", "pillow"),
         without_requirements=("sglang",),
-        has_demo=True,
+        model="demo",
     ),
-    "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), has_demo=True),
-    "llm": Client("with_llm.py", ("llm",), has_demo=True),
-    "smolagents": Client("with_smolagents.py", ("smolagents[openai]",), has_demo=True),
+    "huggingface-hub": Client("with_huggingface_hub.py", ("huggingface_hub",), model="demo"),
+    "llm": Client("with_llm.py", ("llm",), model="demo"),
+    "smolagents": Client("with_smolagents.py", ("smolagents[openai]",), model="demo"),
     "vllm-bench": Client(
-        "with_vllm_bench.py", ("aiohttp", "regex", "tqdm"), without_requirements=("vllm",), has_demo=True
+        "with_vllm_bench.py", ("aiohttp", "regex", "tqdm"), without_requirements=("vllm",), model="demo"
     ),
-    "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "zod@4"), has_demo=True),
+    "anthropic": Client("with_anthropic.py", ("anthropic", "pytest"), model="demo"),
+    "claude-code": Client("with_agent.mjs", ("@anthropic-ai/claude-code-linux-x64",), model="long"),
+    "opencode": Client("with_agent.mjs", ("opencode-linux-x64",), model="long"),
+    "qwen-code": Client("with_agent.mjs", ("@qwen-code/qwen-code",), model="long"),
+    "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "zod@4"), model="demo"),
 }
 
 
@@ -101,22 +112,29 @@ def main(names: Sequence[str]) -> int:
         urls = {kind: servers.enter_context(_server(Path(folder), kind)).url for kind in _kinds(chosen.values())}
         for name, command in commands.items():
             began_s = time.monotonic()
-            url = urls[chosen[name].has_demo]
+            url = urls[chosen[name].model]
             ended = subprocess.run([*command, f"{url}/v1", MODEL], check=False, timeout=PATIENCE_S)
             print(f"{name}: {'passed' if ended.returncode == 0 else 'FAILED'} ({time.monotonic() - began_s:.1f} s)")
             failed += [name] if ended.returncode else []
     return 1 if failed else 0
 
 
-def _kinds(clients: Iterable[Client]) -> list[bool]:
-    return sorted({client.has_demo for client in clients})
+def _kinds(clients: Iterable[Client]) -> list[str]:
+    return sorted({client.model for client in clients})
 
 
-def _server(folder: Path, is_demo: bool) -> AbstractContextManager[Server]:
-    if is_demo:
-        return serve(folder / "demo", "--served-model-name", MODEL, demo=True)
-    model = make_checkpoint(folder / "model", "llama3")
-    return serve(folder / "random", "--model", str(model), "--served-model-name", MODEL, "--strict-model-names")
+def _server(folder: Path, kind: str) -> AbstractContextManager[Server]:
+    named = ("--served-model-name", MODEL)
+    if kind == "demo":
+        return serve(folder / "demo", *named, demo=True)
+    if kind == "random":
+        model = make_checkpoint(folder / "model", "llama3")
+        return serve(folder / "random", "--model", str(model), *named, "--strict-model-names")
+    model = folder / "long"
+    shutil.copytree(DEMO_FOLDER, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG_CONTEXT}))
+    return serve(folder / "with-long", "--model", str(model), *named)
 
 
 def _run(*command: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quart import Quart, Response
+from support.selection import by_night
 from support.stand_in_stages import StandIn
 
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
@@ -125,7 +126,7 @@ async def site(
     site = Site(url, limits, name, **more)
     task = asyncio.create_task(site.frontend.run())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(by_night(30, 300)):
             if ready:
                 await until(lambda: site.frontend.readiness.probed and not site.frontend.tail.listeners)
             yield site
