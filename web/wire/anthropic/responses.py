@@ -21,7 +21,7 @@ from web.wire.openai.answers import Choice, choices_for
 from web.wire.openai.errors import error_of
 from web.wire.uids import MESSAGE_PREFIX
 
-PING: Final = sse.frame(b'{"type":"ping"}', kind="ping")
+PING: Final = ("ping", b'{"type":"ping"}')
 
 
 def body(uid: str, event: Submitted, choice: Choice) -> Iterator[bytes]:
@@ -93,7 +93,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 class MessageFrames(Frames):
     """The events of a stream. A block is open until text of another kind comes."""
 
-    keep_alive = PING
+    keep_alive = sse.frame(PING[1], kind=PING[0])
 
     def __init__(self, uid: str, event: Submitted, *, ids: bool) -> None:
         super().__init__(ids=ids)
@@ -148,7 +148,7 @@ class MessageFrames(Frames):
         prompt = prompt or PromptInfo(num_tokens=0)
         usage = Usage(prompt_tokens=prompt.num_tokens, completion_tokens=0, cached_tokens=prompt.cached_tokens)
         self._write("message_start", {"message": _message(self._uid, self._event) | {"usage": _usage(usage)}})
-        self._written.append(("ping", b'{"type":"ping"}'))
+        self._written.append(PING)
 
     def _add(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
