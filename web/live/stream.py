@@ -49,7 +49,7 @@ class Stream:
         return True
 
     async def pieces(self, first: Sequence[ClientEvent] | None = None) -> AsyncIterator[bytes]:
-        """Send the frames of all events, and [DONE] after the end. Yield what the outlet does not take. *first*: events
+        """Send the frames of all events, and what ends the stream. Yield what the outlet does not take. *first*: events
         that came already."""
         async with aclosing(self._made(first)) as made:
             async for data in made:

@@ -33,14 +33,21 @@ from web.wire.endpoints import (
     body_of,
     frames_for,
 )
-from web.wire.fields import MOST_SHOWN
 from web.wire.frames import EVENT_IDS, EVENT_IDS_SCHEMA, wants_ids
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
-from web.wire.submit import WARNINGS, Defaults, chat_events, completion_events, generate_events, warnings_of
+from web.wire.submit import (
+    LONGEST_PLACE,
+    WARNINGS,
+    Defaults,
+    chat_events,
+    completion_events,
+    generate_events,
+    warnings_of,
+)
 
 logger = structlog.get_logger()
 
@@ -174,7 +181,7 @@ async def answer(
     response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
     name_unknown(response, asked.unknown)
     if asked.left_out:
-        response.headers[IGNORED] = ", ".join(quote(name, safe="")[:MOST_SHOWN] for name in asked.left_out)
+        response.headers[IGNORED] = ", ".join(quote(name, safe="")[:LONGEST_PLACE] for name in asked.left_out)
     if warnings:
         response.headers[WARNINGS] = ", ".join(warnings)
     return response

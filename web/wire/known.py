@@ -90,6 +90,6 @@ def check_countable(event: Submitted, num_choices: int) -> None:
 
 
 def not_resumable(what: str, instead: str = _INSTEAD) -> RequestError:
-    """Return the error for a stream that has *what* is not counted in characters."""
+    """Return the error for a stream with something that is no text: *what* names it."""
     message = f"{AFTER_CHARACTERS}: the stream has {what}, so characters do not tell where it broke; {instead}"
     return RequestError(message, param=AFTER_CHARACTERS, code="not_resumable")

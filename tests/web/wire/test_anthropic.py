@@ -92,6 +92,16 @@ def test_results_of_tools_come_before_what_the_user_says() -> None:
     )
 
 
+def test_a_system_text_that_is_one_string_loses_the_first_line_alone() -> None:
+    text = "x-anthropic-billing-header: cc=1;\n\nBe brief.\nNow."
+    assert submitted(system=text).messages[0] == {"role": "system", "content": "Be brief.\nNow."}
+
+
+def test_text_after_a_call_comes_back_as_it_was() -> None:
+    blocks = [{"type": "text", "text": text} for text in ("Well.", "\n\nSo.", "Then.")]
+    assert submitted(messages=assistant(*blocks)).messages[1]["content"] == "Well.\n\nSo.\nThen."
+
+
 def test_a_system_message_may_come_later() -> None:
     later = [*HELLO, {"role": "system", "content": [{"type": "text", "text": "Now brief."}]}]
     assert submitted(messages=later).messages[1] == {"role": "system", "content": "Now brief."}
@@ -133,6 +143,28 @@ def test_signatures_of_a_body_unpack_to_no_more_than_one_may() -> None:
     half = {"type": "thinking", "thinking": "", "signature": signature_of("\0" * (MOST_THOUGHT // 2))}
     request = parsed(messages=assistant(half, half, half))
     assert request.left_out == ("messages.1.content.2.signature",)
+
+
+def test_signatures_that_unpack_to_much_are_not_unpacked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self._real = decompressobj()
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            unpacked.append(self._real.decompress(data, most))
+            return unpacked[-1]
+
+        @property
+        def eof(self) -> bool:
+            return self._real.eof
+
+    decompressobj = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    bomb = base64.b64encode(b"\x01" + zlib.compress(b"\0" * (MOST_THOUGHT + 1))).decode()
+    request = parsed(messages=assistant(*[{"type": "thinking", "thinking": "", "signature": bomb}] * 500))
+    assert len(request.left_out) == 32 and sum(map(len, unpacked)) == MOST_THOUGHT
 
 
 # what is asked for
@@ -192,6 +224,9 @@ def test_labels_are_kept_and_unknown_fields_are_named() -> None:
     (event,) = message_events(request, **MADE)
     assert event.labels == {"metadata": {"user_id": "ann"}, "service_tier": "auto"}
     assert request.unknown == ("betas",)
+    noted = {**TOOL, "cache_control": {}, "defer_loading": True, "colour": 1}
+    within = parsed(tools=[noted], thinking={"type": "adaptive", "a": 1}, messages=[{**HELLO[0], "b": 1}])
+    assert within.unknown == ("messages.b", "thinking.a", "tools.colour")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +237,15 @@ def test_labels_are_kept_and_unknown_fields_are_named() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "messages.0.content"),
+        ({"messages": assistant(*[{"type": "tool_use", "id": "c", "name": "f"}] * 1025)}, "messages.1.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}] * 4096}] * 3},
+            "messages.2.content",
+        ),
+        ({"stop_sequences": ["a" * 1024] * 65}, "stop_sequences"),
         ({"messages": assistant({"type": "image"})}, "messages.1.content.0"),
         ({"messages": assistant({"type": "text"})}, "messages.1.content.0.text"),
         (
@@ -413,6 +457,21 @@ def test_a_stream_put_together_is_the_whole_answer(family: str, size: int) -> No
         said = history(text.text or "a", text.markup, size=size)
         expected = whole(event, said)
         assert put_together(streamed(event, said)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"n": 12345678901234567890123}', {"n": 12345678901234567890123}),
+        ('{"n": ' + "[" * 260 + "]" * 260 + "}", None),
+        ('{"n": "cut', {}),
+    ],
+    ids=["a large number", "deep", "cut"],
+)
+def test_arguments_are_as_the_model_wrote_them(arguments: str, expected: Any) -> None:
+    said = history(f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>', THINK)
+    (call,) = whole(event_of(), said)["content"]
+    assert call["input"] == (json.loads(arguments)["n"] and json.loads(arguments) if expected is None else expected)
 
 
 def test_an_answer_without_markup_is_text() -> None:

@@ -12,19 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.errors import RequestError
-from web.wire.openai.messages import LONGEST_NAME
+from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES
 from web.wire.openai.strict import wrong
 
 BILLING: Final = "x-anthropic-billing-header:"
-"""Begins a block of the system text that Claude Code changes from one request to the next. It says nothing to a model,
+"""Begins a line of the system text that Claude Code changes from one request to the next. It says nothing to a model,
 and the prefix cache would not find what follows it."""
 BLOCKS: Final[Mapping[str, Sequence[str]]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
-    "tool_result": ("text",),
+    "tool_result": ("text", "tool_reference"),
 }
 """The types of blocks that each role, and the result of a tool, may have."""
+MOST_PARTS_OF_TURNS: Final = 2 * MOST_MESSAGES
+"""Most messages that the turns of a conversation become."""
 MOST_THOUGHT: Final = 4 << 20
 """Most bytes that the signatures of a body may unpack to."""
 _VERSION: Final = b"\x01"
@@ -54,7 +56,7 @@ class Conversation:
             RequestError: A block is no text.
         """
         texts = [_text(block, path, "system") for path, block in _blocks(content, "system")]
-        text = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+        text = "\n\n".join(filter(None, map(_without_billing, texts)))
         if text:
             self.messages.append({"role": "system", "content": text})
 
@@ -71,6 +73,8 @@ class Conversation:
             self.messages += _asked(blocks)
         else:
             self.messages.append({"role": "system", "content": _joined(blocks, "system")})
+        if len(self.messages) > MOST_PARTS_OF_TURNS:
+            raise wrong(path, f"up to here, the turns have more than {MOST_PARTS_OF_TURNS} texts and results of tools")
 
     def _answer(self, blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
         texts: list[str] = []
@@ -87,9 +91,14 @@ class Conversation:
                     calls.append(_call(block, path))
                 case _:
                     texts.append(_text(block, path, "assistant"))
-        message: Message = {"role": "assistant", "content": "\n".join(texts)}
+        content = ""
+        for text in texts:  # ours begins with line breaks if it comes after a call
+            content += text if not content or text.startswith("\n") else f"\n{text}"
+        message: Message = {"role": "assistant", "content": content}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
+        if len(calls) > MOST_CALLS:
+            raise wrong(blocks[0][0].rpartition(".")[0], f"should have at most {MOST_CALLS} calls, not {len(calls)}")
         if calls:
             message["tool_calls"] = calls
         return message
@@ -99,10 +108,11 @@ class Conversation:
         unpacking = zlib.decompressobj()
         try:
             packed = base64.b64decode(_member(block, "signature", path, most=0), validate=True)
-            text = unpacking.decompress(packed[1:], self._left + 1) if packed[:1] == _VERSION else b""
-            if not unpacking.eof or len(text) > self._left:
-                raise ValueError("cut, or too long")
+            has_left = packed[:1] == _VERSION and self._left > 0
+            text = unpacking.decompress(packed[1:], self._left) if has_left else b""
             self._left -= len(text)
+            if not unpacking.eof:
+                raise ValueError("cut, too long, or none of ours")
             return text.decode()
         except (ValueError, zlib.error):
             self.left_out.append(f"{path}.signature")
@@ -124,6 +134,10 @@ def _asked(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Message]
         yield {"role": "tool", "content": _joined(within, "tool_result"), "tool_call_id": call}
     if texts or not blocks:
         yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
 
 
 def _call(block: Mapping[str, Any], path: str) -> Message:
@@ -157,6 +171,8 @@ def _text(block: Mapping[str, Any], path: str, where: str) -> str:
     Raises:
         RequestError: It has another type, which *where* does not accept.
     """
+    if block.get("type") == "tool_reference" and where == "tool_result":  # a tool that a search found
+        return _member(block, "tool_name", path)
     if block.get("type") != "text":
         kind = str(block.get("type"))[:32]
         accepted = ", ".join(f"`{name}`" for name in BLOCKS[where])

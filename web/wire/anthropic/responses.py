@@ -47,12 +47,12 @@ def _whole(choice: Choice, kind: str, place: int, end: int, event: Submitted) ->
 
 
 def _input(arguments: str) -> Any:
-    """Return the arguments of a call as an object. Of a call that was cut, there is none."""
+    """Return the arguments of a call as the model wrote them; {} if they are no object, as where a call was cut."""
     try:
-        found = orjson.loads(arguments or b"{}")
+        is_object = isinstance(orjson.loads(arguments or b"{}"), dict)
     except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        is_object = False
+    return orjson.Fragment(arguments) if is_object and arguments else {}
 
 
 def _message(uid: str, event: Submitted, content: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import orjson
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from pipeline.events import Calls, Constraint, Presentation, SamplingParams, Submitted, Templating
 from web.wire.anthropic.conversation import Conversation
@@ -19,7 +20,7 @@ from web.wire.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from web.wire.fields import first_of
 from web.wire.openai.bulk import MOST_LARGE
 from web.wire.openai.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, TOOL_NAME, Name, Parameters
-from web.wire.openai.schemas import LONGEST_STOP, MOST_STOPS, SamplingFields, refuse_long_labels
+from web.wire.openai.schemas import LONGEST_STOP, MOST_STOPS, SamplingFields, few_characters, refuse_long_labels
 from web.wire.openai.strict import INT32_MAX, INT64_MAX, WHOLE, Strict, at_most, kept_exactly, parsed, wrong
 from web.wire.submit import Defaults, sampling_params
 
@@ -28,14 +29,33 @@ MOST_LARGE_OF_AGENTS: Final = 2 * MOST_LARGE
 B = TypeVar("B", bound="Prompted")
 
 
+def _blocks(content: object) -> object:
+    if not isinstance(content, str | list):
+        raise PydanticCustomError("blocks", "Input should be a string or a list of blocks")
+    if isinstance(content, list) and len(content) > MOST_PARTS:
+        message = "Input should have at most {most} blocks, not {num}"
+        raise PydanticCustomError("too_long", message, {"most": MOST_PARTS, "num": len(content)})
+    return content
+
+
+Blocks = Annotated[Any, AfterValidator(_blocks), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+"""A text, or a list of blocks. `Conversation` reads them."""
+
+
 class InputMessage(Strict):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
     """Who says it. `developer` means `system`."""
-    content: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_PARTS)]
+    content: Blocks
     """The text, or a list of blocks: of the user `text` and `tool_result`, of the assistant `text`, `thinking` and
     `tool_use`."""
+
+
+NOTED: Final = {
+    f"tools.{name}" for name in ("cache_control", "defer_loading", "eager_input_streaming", "input_examples")
+}
+"""Fields that change nothing here. Agents send them with each tool."""
 
 
 class InputTool(Strict):
@@ -105,7 +125,7 @@ class Prompted(Strict):
     """Name of the model. If one model is served, any name means it."""
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     """The conversation, from the oldest message to the newest. An assistant's message at the end is continued."""
-    system: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_PARTS)] | None = None
+    system: Blocks | None = None
     """The system text, or a list of blocks of type `text`."""
     tools: Annotated[list[InputTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     """Tools that the model may call."""
@@ -142,8 +162,10 @@ class Prompted(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The first unknown fields, sorted."""
-        return first_of(self.extra)
+        """The first unknown fields, sorted; those of messages and tools without an index."""
+        names = {*self.extra, *(f"thinking.{name}" for name in (self.thinking.extra if self.thinking else ()))}
+        names |= {f"messages.{name}" for message in self.messages for name in message.extra}
+        return first_of(names | {f"tools.{name}" for tool in self.own_tools for name in tool.extra} - NOTED)
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -217,6 +239,7 @@ class MessagesRequest(Prompted):
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP), at_most(LONGEST_STOP)]],
             Field(fail_fast=True, max_length=MOST_STOPS),
+            AfterValidator(few_characters),
         ]
         | None
     ) = None

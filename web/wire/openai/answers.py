@@ -163,10 +163,12 @@ class Choice:
 
     def blocks(self) -> Iterator[tuple[str, int, int]]:
         """Yield the parts of the answer in their order: the kind, and the bytes of it; of a call, its number."""
-        ends = {"content": len(self.content), "reasoning": len(self.reasoning)}
-        begun = self.begun or ([("content", 0)] if self.content else [])
-        for place, (kind, start) in enumerate(begun):
-            yield kind, start, next((at for other, at in begun[place + 1 :] if other == kind), ends.get(kind, start))
+        ends: dict[str, int] = {"content": len(self.content), "reasoning": len(self.reasoning)}
+        found = []
+        for kind, start in reversed(self.begun or ([("content", 0)] if self.content else [])):
+            found.append((kind, start, ends.get(kind, start)))
+            ends[kind] = start
+        yield from reversed(found)
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts: while the answer runs those so far, at the end those of the log."""

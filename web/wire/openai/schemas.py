@@ -68,7 +68,7 @@ def as_list(stop: object) -> object:
     return [stop] * (stop != "") if isinstance(stop, str) else stop
 
 
-def _few_characters(stops: list[str]) -> list[str]:
+def few_characters(stops: list[str]) -> list[str]:
     if (num := sum(map(len, stops))) > MOST_STOP_CHARACTERS:
         message = "Input should have at most {most} characters together, not {num}"
         raise PydanticCustomError("too_long", message, {"most": MOST_STOP_CHARACTERS, "num": num})
@@ -146,7 +146,7 @@ class SamplingFields(ConstraintFields):
             Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
             Field(max_length=MOST_STOPS),
-            AfterValidator(_few_characters),
+            AfterValidator(few_characters),
         ]
         | None
     ) = None
