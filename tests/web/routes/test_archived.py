@@ -13,6 +13,7 @@ from support.stand_in_stages import StandIn
 from support.web_site import CHAT, DONE, IDS, Site, chat, code_of, site
 
 import web.live.stream
+from ops.sse_reader import frames_in
 from pipeline.archive.reader import volumes
 from pipeline.archive.writer import Writer
 from pipeline.log.redis import RedisLog
@@ -120,3 +121,17 @@ async def test_an_archive_that_cannot_be_read_is_an_error_of_the_server(
         database.execute("UPDATE requests SET frame = substr(frame, 2)")
     assert await code_of(here.get(f"/v1/requests/{uid}")) == (503, "overloaded")
     assert await code_of(here.get(f"/v1/requests/{uid[:-1]}{int(uid[-1], 16) ^ 1:x}")) == (404, "request_not_found")
+
+
+async def test_an_archived_answer_in_anthropics_form_goes_on_after_any_event(
+    here: Site, redis_url: str, tmp_path: Path
+) -> None:
+    body = {"max_tokens": 50, "stream": True, "messages": chat()["messages"]}
+    response = await here.client.post("/v1/messages", json=body, headers=IDS)
+    uid, full = response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
+    await archive(here, tmp_path, uid)
+    expire(redis_url, uid)
+    assert await here.read(f"/v1/requests/msg_{uid}/events") == full + DONE
+    for cursor in (frame.id for frame in frames_in(full) if frame.id):
+        rest = full.partition(b"id: %s\n" % cursor.encode())[2].partition(b"\n\n")[2]
+        assert await here.read(f"/v1/requests/{uid}/events", **{"Last-Event-ID": cursor}) == rest + DONE

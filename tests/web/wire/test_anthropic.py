@@ -302,6 +302,58 @@ def test_the_limits_admit_a_long_conversation_of_an_agent() -> None:
     assert len(event.messages) == 4001 and len(event.templating.tools) == 300
 
 
+def of_claude_code(*turns: Any, session: str) -> dict[str, Any]:
+    """Return a body in the form that Claude Code 2.1 sends."""
+    kept = {"cache_control": {"type": "ephemeral"}}
+    billing = f"x-anthropic-billing-header: cc_version=2.1.332.{session}; cc_entrypoint=sdk-cli;"
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **TOOL["input_schema"]}  # type: ignore[dict-item]
+    return {
+        "model": "demo",
+        "messages": list(turns),
+        "system": [
+            {"type": "text", "text": billing},
+            {"type": "text", "text": "You are an agent.", **kept},
+            {"type": "text", "text": "Here are the rules.", **kept},
+        ],
+        "tools": [
+            {**TOOL, "input_schema": schema},
+            {"name": "Placeholder", "description": "Reserved.", "input_schema": schema, "defer_loading": True},
+        ],
+        "metadata": {"user_id": json.dumps({"session_id": session})},
+        "max_tokens": 32_000,
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+
+
+def test_the_second_turn_of_claude_code_begins_as_the_first() -> None:
+    """It writes the same texts as blocks in one turn and as strings in the next, and its first block changes."""
+    said = {"type": "text", "text": "Make a file", "cache_control": {"type": "ephemeral"}}
+    rules = {"type": "text", "text": "More rules.", "cache_control": {"type": "ephemeral"}}
+    thought = {"type": "thinking", "thinking": "", "signature": signature_of("I will.")}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {"n": 1}}
+    result = {"tool_use_id": "toolu_1", "type": "tool_result", "content": "hello", "is_error": False}
+    first = submitted(
+        **of_claude_code({"role": "user", "content": [said]}, {"role": "system", "content": [rules]}, session="a")
+    )
+    second = submitted(
+        **of_claude_code(
+            {"role": "user", "content": "Make a file"},
+            {"role": "system", "content": "More rules."},
+            {"role": "assistant", "content": [thought, call]},
+            {"role": "user", "content": [{**result, "cache_control": {"type": "ephemeral"}}]},
+            session="b",
+        )
+    )
+    assert second.messages[: len(first.messages)] == first.messages
+    assert second.messages[-2]["reasoning_content"] == "I will."
+    assert first.templating == second.templating
+    assert first.messages[0]["content"] == "You are an agent.\n\nHere are the rules."
+    assert parsed(**of_claude_code({"role": "user", "content": "a"}, session="c")).unknown == ()
+
+
 texts = st.text(max_size=20)
 names = st.sampled_from(["find", "look"])
 
