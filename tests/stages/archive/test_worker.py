@@ -431,23 +431,24 @@ def test_an_archiver_that_is_killed_while_it_forgets_is_followed_by_one_that_doe
     redis, folder = EmbeddedRedis(tmp_path / "data"), tmp_path / "archive"
     words = [*PROGRAM, "stage", "archive", "--slot", "0", "--to", str(folder), "--redis-url", redis.url, "--lease", "1"]
     armed = {VARIABLE: f"{point}=exit", FOLDER_VARIABLE: str(tmp_path)}
-    with (
-        contextlib.closing(RedisLog(redis.url, Names())) as log,
-        subprocess.Popen(words, env=os.environ | armed) as one,
-    ):
-        until(lambda: len(log.statuses(ARCHIVE)) == 1, timeout_s=30)
-        kept, gone = new_uid(), new_uid()
-        for uid in (kept, gone):
-            log.submit(uid, [Submitted(endpoint="e", frontend="web-0", prompt=uid, sampling=SamplingParams())])
-            log.end(uid, Cancelled(by="client"), frontend="web-0")
-        until(lambda: sorted(uids(folder)) == sorted([kept, gone]))
+    with contextlib.closing(RedisLog(redis.url, Names())) as log:
+        with subprocess.Popen(words) as writer:
+            until(lambda: len(log.statuses(ARCHIVE)) == 1, timeout_s=30)
+            kept, gone = new_uid(), new_uid()
+            for uid in (kept, gone):
+                log.submit(uid, [Submitted(endpoint="e", frontend="web-0", prompt=uid, sampling=SamplingParams())])
+                log.end(uid, Cancelled(by="client"), frontend="web-0")
+            until(lambda: sorted(uids(folder)) == sorted([kept, gone]))
+            writer.terminate()
         log.erase(gone)
-        assert one.wait(30) == -9
+        with subprocess.Popen(words, env=os.environ | armed) as killed:
+            assert killed.wait(30) == -9
+        assert sorted(uids(folder)) == sorted([kept, gone] if point == "archive.before_commit" else [kept])
         with subprocess.Popen(words) as successor:
             until(lambda: log.backlog(ended_inbox(log.names)) == 0, timeout_s=30)
             successor.terminate()
         assert uids(folder) == [kept]
-        assert sorted(path.suffix for path in folder.iterdir()) == [".index", ".json", ".zst"]
+        assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".sqlite"]
     redis.stop()
 
 
