@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.servers import Server
+from support.servers import Server, serve
 
 from ops.sse_reader import frames_in
 
@@ -106,3 +109,52 @@ def test_a_stream_goes_on_after_any_event(demo_server: Server) -> None:
         _, _, rest = response.content.partition(b"id: %s\n" % cursor.encode())
         after = rest.partition(b"\n\n")[2]
         assert httpx.get(path, headers={"Last-Event-ID": cursor}).content == after + b"data: [DONE]\n\n"
+
+
+def test_the_same_bytes_come_after_any_event_whatever_died(tmp_path: Path) -> None:
+    """The engine dies in mid-stream, then the web process and Redis; the frames are those of a quiet stream."""
+    body = {
+        "max_tokens": 300,
+        "seed": 5,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Count from 1 to 90"}],
+    }
+    headers = {"x-minisgl-event-ids": "1"}
+    with serve(tmp_path, demo=True) as server:
+        quiet = httpx.post(f"{server.url}/v1/messages", json=body, headers=headers, timeout=60)
+        read = b""
+        with httpx.stream("POST", f"{server.url}/v1/messages", json=body, headers=headers, timeout=60) as response:
+            uid = response.headers["x-minisgl-uid"]
+            for piece in response.iter_raw():
+                if not read:
+                    server.command.workers("generate")[0].kill()
+                read += piece
+        assert put_together(read) == put_together(quiet.content)
+        time.sleep(1.5)  # Redis writes each second
+        (web,) = server.command.workers("web")
+        (redis,) = (each for each in server.command.processes() if "valkey" in each.name())
+        web.kill()
+        redis.kill()
+        ids = [frame.id for frame in frames_in(read) if frame.id]
+        assert len(ids) > 20
+        for cursor in ids:
+            after = read.partition(b"id: %s\n" % cursor.encode())[2].partition(b"\n\n")[2]
+            assert resumed(server, uid, cursor) == after + b"data: [DONE]\n\n"
+
+
+def put_together(stream: bytes) -> str:
+    """Return the text of a stream."""
+    deltas = (json.loads(frame.data).get("delta", {}) for frame in frames_in(stream))
+    return "".join(delta.get("text", "") for delta in deltas)
+
+
+def resumed(server: Server, uid: str, cursor: str) -> bytes:
+    """Return what comes after *cursor*, as soon as a web process is there."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            found = httpx.get(f"{server.url}/v1/requests/{uid}/events", headers={"Last-Event-ID": cursor}, timeout=10)
+            if found.status_code == 200:
+                return found.content
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
