@@ -114,7 +114,7 @@ def _import_torch() -> None:
 
 
 def _folder(config: TokenizeConfig | GenerateConfig | DetokenizeConfig) -> Path:
-    """Return the folder that a supervisor passed, or that of what somebody names who starts a worker by hand."""
+    """Return the model's folder. A supervisor passes it; by hand, `--model` may name any model."""
     model = config.model
     if model.model and not model.tokenizer and (Path(model.model) / "config.json").is_file():
         return Path(model.model)

@@ -22,7 +22,6 @@ from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
 from web.wire import copies
-from web.wire.anthropic.responses import MessageFrames
 from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
 from web.wire.endpoints import (
     CHAT_ENDPOINT,
@@ -86,7 +85,7 @@ TOO_MANY_HELD: Final = Failed(
 IGNORED: Final = "x-minisgl-ignored"
 """The header with what the model does not get."""
 ANY_NAME: Final = (MESSAGES_ENDPOINT, COUNT_ENDPOINT)
-"""Endpoints whose clients ask for models of one vendor, by names that no other server has."""
+"""Endpoints that serve any model name: their clients ask for the models of one vendor."""
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
@@ -223,8 +222,6 @@ async def _streamed(opened: OpenRequest, turns: Turns, *, ids: bool) -> Response
     match [event.event for event in first if isinstance(event.event, Failed | Cancelled)]:
         case [ended, *_] if not isinstance(first[0].event, TokensProduced):
             return error_response(error_of(ended))
-    frames = frames_for(opened.uid, opened.events, ids=ids)
+    frames = frames_for(opened.uid, opened.events, ids=ids, posted=True)
     assert frames is not None
-    if isinstance(frames, MessageFrames):
-        frames.done = b""
     return stream_response(opened, frames, turns, first)

@@ -25,12 +25,13 @@ STYLES: Final[Mapping[str, Style]] = {CHAT_ENDPOINT: CHAT, COMPLETIONS_ENDPOINT:
 
 
 def frames_for(
-    uid: str, events: Sequence[Submitted], *, ids: bool = False, known: Known | None = None
+    uid: str, events: Sequence[Submitted], *, ids: bool = False, known: Known | None = None, posted: bool = False
 ) -> Frames | None:
     """Return the fold that makes the frames of a stream; None for an endpoint that sends none.
 
     *uid* is that of siblings, or of the one request. The frames of one request have event ids with *ids*, and leave out
     what is *known* to the client. /generate in SGLang's form sends all text so far in each frame.
+    *posted*: they answer the POST itself, and end as the endpoint's own streams do.
 
     Raises:
         RequestError: The stream has no characters that could be *known*.
@@ -41,7 +42,7 @@ def frames_for(
     if endpoint == MESSAGES_ENDPOINT:
         if known is not None:
             raise not_resumable("blocks")
-        return anthropic.MessageFrames(uid, events[0], ids=ids)
+        return anthropic.MessageFrames(uid, events[0], ids=ids, posted=posted)
     if endpoint != GENERATE_ENDPOINT:
         return None
     whole_text = events[0].presentation.whole_text

@@ -38,7 +38,7 @@ class TensorEntry:
     begin: int
     end: int
     rotated_heads: int = 0
-    """Heads of a q or k projection whose rows have the order of llama's GGUF files; 0: the order of the hub."""
+    """Number of heads, if the rows of a q or k projection have the order of llama's GGUF files; 0: the hub's order."""
 
     @property
     def row_bytes(self) -> int:

@@ -46,7 +46,7 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.left_out: list[str] = []
-        """Where thinking was left out, because its signature is none of ours and it has no text."""
+        """Places of thoughts that the model does not get: they have no text, and their signature cannot be read."""
         self._left = MOST_THOUGHT
 
     def system(self, content: Content) -> None:

@@ -95,8 +95,10 @@ class MessageFrames(Frames):
 
     keep_alive = sse.frame(PING[1], kind=PING[0])
 
-    def __init__(self, uid: str, event: Submitted, *, ids: bool) -> None:
+    def __init__(self, uid: str, event: Submitted, *, ids: bool, posted: bool) -> None:
+        """Anthropic's own streams have no [DONE], so there is none if they are *posted*."""
         super().__init__(ids=ids)
+        self.done = b"" if posted else sse.DONE
         self._uid, self._event = uid, event
         self._choice = choices_for(uid, [event])[0]
         self._has_begun = False

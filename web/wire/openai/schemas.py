@@ -69,6 +69,7 @@ def as_list(stop: object) -> object:
 
 
 def few_characters(stops: list[str]) -> list[str]:
+    """Refuse stop strings that are too long together."""
     if (num := sum(map(len, stops))) > MOST_STOP_CHARACTERS:
         message = "Input should have at most {most} characters together, not {num}"
         raise PydanticCustomError("too_long", message, {"most": MOST_STOP_CHARACTERS, "num": num})
