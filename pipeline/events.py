@@ -110,6 +110,8 @@ class Presentation(Value):
     """How thinking is sent: in fields of its own, within the content with its markers, or not at all."""
     omits_thoughts: bool = False
     """Whether blocks of thinking come with a signature alone, as Anthropic's API has it."""
+    echoes: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the request that the response repeats, as OpenAI's Responses API has it."""
 
     @property
     def tells_prompt(self) -> bool:
@@ -132,7 +134,9 @@ class Replay(Value):
     """Whether it may read pages of the prefix cache. If not, its whole prompt is computed."""
 
 
-INFORMATIVE: Final = frozenset({"Presentation.omits_thoughts"})
+INFORMATIVE: Final = frozenset(
+    {"Presentation.omits_thoughts", "Presentation.echoes", "Submitted.background", "Submitted.stored"}
+)
 """Fields that were added after 0.2.0 and change no answer, as `Class.field`. Older workers ignore them. An event with
 any other new field needs a higher `v`: older workers then leave the whole entry to newer ones."""
 
@@ -193,6 +197,10 @@ class Submitted(Event):
     presentation: Presentation = Presentation()
     deadline_ms: Moment = 0
     """Time of Redis' clock; set by the commit."""
+    background: bool = False
+    """Whether it goes on without a client: `frontend` is empty, and it has a deadline of its own."""
+    stored: bool = False
+    """Whether its client may read it for long: its history is kept for `--response-retention`, not `--retention`."""
     labels: dict[str, Any] = Field(default_factory=dict)
     """Fields of the request that have no effect but are kept: user, metadata .."""
     replay: Replay | None = None

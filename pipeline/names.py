@@ -143,6 +143,16 @@ class Names:
         return self._key("ended")
 
     @property
+    def stored(self) -> str:
+        """Sorted set uid -> time of its submit in ms, of stored responses, which are kept for longer than others."""
+        return self._key("stored")
+
+    @property
+    def stored_bytes(self) -> str:
+        """Hash uid -> about how many bytes a stored response takes, and `all`: the sum."""
+        return self._key("stored_bytes")
+
+    @property
     def archive(self) -> str:
         """Hash, as long as `ended`: `id` of the archive, and how many requests were `unarchived` when they expired."""
         return self._key("archive")
@@ -221,7 +231,10 @@ class Names:
         return self._key(f"status:{slot}")
 
 
-LASTING: Final = ("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive")
+LASTING: Final = (
+    *("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive"),
+    *("stored", "stored_bytes"),
+)
 """The keys without a time to live; every other key has one."""
 
 

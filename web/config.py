@@ -52,6 +52,24 @@ class RequestConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BackgroundConfig:
+    """What a frontend accepts of requests that go on without a client."""
+
+    background_timeout_s: float = flag(
+        "--background-timeout",
+        default=3600.0,
+        parse=seconds,
+        help="seconds after which an unfinished response with `background: true` fails",
+    )
+    max_background: int = flag(
+        "--max-background",
+        default=64,
+        parse=at_least(1),
+        help="maximum responses of one API key that run in the background; above that, new ones get 429",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ClientConfig:
     """What a frontend does for its clients."""
 
@@ -184,6 +202,7 @@ class WebStageConfig:
     worker: WorkerConfig
     log: LogConfig
     requests: RequestConfig
+    background: BackgroundConfig
     clients: ClientConfig
     origins: OriginConfig
     keys: KeysConfig

@@ -143,6 +143,9 @@ def _limits(config: WebStageConfig) -> RequestLimits:
     return RequestLimits(
         timeout_s=config.requests.request_timeout_s,
         retention_s=config.log.retention_s,
+        response_retention_s=config.log.response_retention_s,
+        background_timeout_s=config.background.background_timeout_s,
+        max_background=config.background.max_background,
         max_queued=config.requests.max_queued_requests,
     )
 

@@ -29,7 +29,16 @@ from stages.archive.config import ArchiveConfig
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.setup.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig, NodesConfig
 from stages.tokenize.config import MarkupConfig, PromptConfig, TokenizeConfig
-from web.config import ArchivedConfig, ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
+from web.config import (
+    ArchivedConfig,
+    BackgroundConfig,
+    ClientConfig,
+    KeysConfig,
+    OriginConfig,
+    RequestConfig,
+    WebConfig,
+    WebStageConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,7 @@ class ServerConfig:
     prompts: PromptConfig
     markup: MarkupConfig
     requests: RequestConfig
+    background: BackgroundConfig
     clients: ClientConfig
     origins: OriginConfig
     keys: KeysConfig

@@ -69,7 +69,11 @@ def _imported(config: TokenizeConfig | GenerateConfig | DetokenizeConfig | Archi
     from pipeline.log.redis import RedisLog
 
     def open_log() -> RedisLog:
-        limits = RequestLimits(retention_s=config.log.retention_s, journal_bytes=config.log.journal_bytes)
+        limits = RequestLimits(
+            retention_s=config.log.retention_s,
+            response_retention_s=config.log.response_retention_s,
+            journal_bytes=config.log.journal_bytes,
+        )
         return RedisLog(config.log.redis_url, Names(config.log.namespace), limits)
 
     match config:

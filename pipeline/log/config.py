@@ -9,6 +9,7 @@ from pipeline.flags import flag, seconds, size_or_0
 
 DEFAULT_NAMESPACE: Final = "minisgl"
 DEFAULT_RETENTION_S: Final = 900.0
+DEFAULT_RESPONSE_RETENTION_S: Final = 86_400.0
 DEFAULT_JOURNAL_BYTES: Final = 32 << 20
 LEAST_JOURNAL_BYTES: Final = 1 << 20
 
@@ -31,6 +32,12 @@ class LogConfig:
         default=DEFAULT_RETENTION_S,
         parse=seconds,
         help="seconds for which a finished request stays readable",
+    )
+    response_retention_s: float = flag(
+        "--response-retention",
+        default=DEFAULT_RESPONSE_RETENTION_S,
+        parse=seconds,
+        help="seconds for which a finished response of /v1/responses stays readable, unless it has `store: false`",
     )
     journal_bytes: int = flag(
         "--journal-bytes",

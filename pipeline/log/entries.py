@@ -80,19 +80,20 @@ def letter_fields(dead: DeadLetter) -> dict[str, str]:
     return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
 
 
-def kept_ms(
+def brief_ms(
     event: TokensProduced | End | Mark, n: int, fields: Mapping[str, str] | Mapping[str, bytes], retention_ms: int
-) -> int:
-    """Return the time for which a history is kept if *event*, with these *fields*, seals it after *n* tokens.
+) -> int | None:
+    """Return the time for which a history is kept if *event*, with these *fields*, seals it after *n* tokens; None: as
+    long as its submit said.
 
     Refused requests and large answers of a tokenizer are kept briefly: there may be many, each as large as a body.
     """
     refused = isinstance(event, Failed) and 400 <= event.status < 500
     large = isinstance(event, Answered) and sum(map(len, fields.values())) > LARGE_ANSWER_BYTES
-    return brief_ms(retention_ms) if n == 0 and (refused or large) else retention_ms
+    return refused_ms(retention_ms) if n == 0 and (refused or large) else None
 
 
-def brief_ms(retention_ms: int) -> int:
+def refused_ms(retention_ms: int) -> int:
     """Return the time for which the history of a refused request is kept."""
     return min(retention_ms, BRIEF_MS)
 

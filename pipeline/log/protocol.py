@@ -33,6 +33,8 @@ class Submission(Enum):
     """The API key has used up its requests of this minute."""
     TOO_MANY = "TOO_MANY"
     """The API key has as many running requests as it may."""
+    TOO_MANY_BEHIND = "TOO_MANY_BEHIND"
+    """Its owner has as many running requests in the background as it may: --max-background."""
     TOO_MUCH = "TOO_MUCH"
     """The API key has used up its share of the log."""
 
@@ -85,7 +87,7 @@ class RequestLimits:
     timeout_s: float = 600.0
     """Time from submit to deadline."""
     retention_s: float = 900.0
-    """Time for which an ended history is kept; `entries.kept_ms` has the exceptions."""
+    """Time for which an ended history is kept; `entries.brief_ms` has the exceptions."""
     max_queued: int = 1024
     """Largest number of requests that no engine has taken; a submit beyond that is BUSY."""
     drops_ended: bool = True
@@ -93,6 +95,12 @@ class RequestLimits:
     Tools do not: they do not know the server's retention."""
     journal_bytes: int = 0
     """Largest size of the journal of one engine; 0: none is written."""
+    response_retention_s: float = 86_400.0
+    """The same of a stored response."""
+    background_timeout_s: float = 3600.0
+    """Time from submit to deadline of a request in the background."""
+    max_background: int = 64
+    """Largest number of requests in the background of one owner that have not ended."""
 
     @property
     def timeout_ms(self) -> int:
@@ -105,7 +113,15 @@ class RequestLimits:
     @property
     def ended_ms(self) -> int:
         """Age at which commits drop entries of `ended`; 0: never."""
-        return self.retention_ms if self.drops_ended else 0
+        return max(self.retention_ms, self.response_retention_ms) if self.drops_ended else 0
+
+    @property
+    def response_retention_ms(self) -> int:
+        return int(self.response_retention_s * 1000)
+
+    @property
+    def background_timeout_ms(self) -> int:
+        return int(self.background_timeout_s * 1000)
 
 
 DEFAULT_LIMITS: Final = RequestLimits()

@@ -230,6 +230,8 @@ class AsyncRedisLog:
     occupancy = _awaited(frontends.occupancy)
     peek = _awaited(frontends.peek)
     lengths = _awaited(requests.lengths)
+    left_ms = _awaited(requests.left_ms)
+    erase = _awaited(forgetting.erase)
     journal = _awaited(detokenizers.journal)
     dead_letters = _awaited(requests.dead_letters)
     dead_letter = _awaited(requests.dead_letter)

@@ -31,6 +31,8 @@ def all_keys(names: Names) -> dict[str, str]:
         "dead": names.dead,
         "ended": names.ended,
         "archive": names.archive,
+        "stored": names.stored,
+        "stored_bytes": names.stored_bytes,
         "steps:generate-0": names.steps("generate-0"),
         "journal:generate-0": names.journal("generate-0"),
         "request:ab": names.request("ab"),
@@ -66,7 +68,7 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
     ever = {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
-    assert lasting == ever | {"ended", "archive"}
+    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -73,7 +73,7 @@ TOO_FAST, TOO_MANY, TOO_MUCH = Submission.TOO_FAST, Submission.TOO_MANY, Submiss
 
 
 def limits(*, timeout_ms: int = LONG_MS, retention_ms: int = LONG_MS, max_queued: int = 100) -> RequestLimits:
-    return RequestLimits(timeout_ms / 1000, retention_ms / 1000, max_queued)
+    return RequestLimits(timeout_ms / 1000, retention_ms / 1000, max_queued, response_retention_s=retention_ms / 1000)
 
 
 def submitted(frontend: str = "web-0", *, number: int = 0, prompt: str = "Hi") -> Submitted:

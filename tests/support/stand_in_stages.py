@@ -99,7 +99,10 @@ class Stages:
         came = []
         for entry in self.log.read(self._scene.submitted, "tokenize-0", max_entries=8, block_ms=0):
             uid = entry.fields["uid"]
-            event = decode(self.log.histories([uid])[0][0].fields)
+            (history,) = self.log.histories([uid])
+            if not history:  # it was erased
+                continue
+            event = decode(history[0].fields)
             assert isinstance(event, Submitted)
             if _words(event) == "refuse":
                 refusal = Failed(status=400, code="context_length_exceeded", message="Too long.", param="messages")

@@ -28,6 +28,7 @@ ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
 ANN_LATER = "sk-ann-2"
 """Another key with Ann's name."""
 TEAM: Final = "team-a"
+RESPONSES: Final = "/v1/responses"
 HEADERS: Mapping[str, dict[str, str]] = {
     "no key": {},
     **{key: {"authorization": f"Bearer {key}"} for key in ("sk-wrong", ANN, BOB, ADMIN, ANN_LATER)},
@@ -47,7 +48,7 @@ WITH_A_KEY = {
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("chat/completions", "completions")),
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("tokenize", "detokenize")),
     *(f"GET {base}/{path}" for base in ("", "/v1") for path in ("models", "models/<path:name>")),
-    *("POST /v1/messages", "POST /v1/messages/count_tokens"),
+    *("POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses"),
     *("POST /generate", "GET /tokenizer_info", "GET /v1", "GET /version"),
     *("GET /get_model_info", "GET /get_server_info", "GET /server_info", "GET /props", "GET /v1/caller"),
     *(f"{method} {path}" for path in PATHS for method in METHODS),
@@ -62,8 +63,11 @@ OF_A_REQUEST = {
     "POST /v1/requests/<name>/replay",
     "DELETE /v1/requests/<name>",
     "POST /abort_request",
+    *(f"{method} /v1/responses/<name>" for method in ("GET", "DELETE")),
+    *("POST /v1/responses/<name>/cancel", "GET /v1/responses/<name>/input_items"),
 }
 ENDING = {"DELETE /v1/requests/<name>", "POST /abort_request"}
+ENDING |= {"DELETE /v1/responses/<name>", "POST /v1/responses/<name>/cancel"}
 FOR_ALL = {"POST /flush_cache", "POST /abort_request", "GET /v1/dead", "POST /v1/dead/<name>/requeue"}
 """Routes that touch the requests of all; `/abort_request` does with `abort_all`."""
 EXPECTED = {"POST /v1/requests/<name>/replay": 400, "POST /v1/dead/<name>/requeue": 404}
@@ -134,10 +138,18 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.0)  # no engine of the stand-in flushes
 
 
-def submit(log: RedisLog, owner: str = "", *, uid: str = "", count: int = 1) -> str:
+def submit(log: RedisLog, owner: str = "", *, uid: str = "", count: int = 1, endpoint: str = CHAT) -> str:
     """Submit a request, or siblings, of which nothing is said; return the uid."""
     uid = uid or new_uid()
-    event = Submitted(endpoint=CHAT, frontend="web-9", prompt="silent", sampling=SamplingParams(), owner=owner)
+    event = Submitted(
+        endpoint=endpoint,
+        frontend="web-9",
+        prompt="silent",
+        sampling=SamplingParams(),
+        owner=owner,
+        background=endpoint == RESPONSES,
+        labels={"store": True} if endpoint == RESPONSES else {},
+    )
     log.submit(uid, count * [event])
     return uid
 
@@ -185,11 +197,13 @@ async def test_who_may_do_what_on_every_route(
         for about, route in rows:
             outcomes = []
             for who in CALLERS:
-                uid = submit(log, owners[about]) if about in owners else ""
+                endpoint = RESPONSES if RESPONSES in route else CHAT
+                uid = submit(log, owners[about], endpoint=endpoint) if about in owners else ""
                 ends_it = about in owners and route in ENDING
                 if about in owners and not ends_it:
                     log.end(uid, CANCELLED, frontend="web-9")
-                outcomes.append(await outcome(here.app, route, uid, who))
+                name = f"resp_{uid}" if uid and endpoint == RESPONSES else uid
+                outcomes.append(await outcome(here.app, route, name, who))
                 if ends_it:
                     assert (log.alive([uid]) == set()) == (outcomes[-1] == "in"), (about, route, who)
             found[about, route] = outcomes
@@ -232,6 +246,7 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": ["a", "b"]},
     "/v1/messages": {"max_tokens": 5, "messages": chat()["messages"]},
     "/v1/messages/count_tokens": {"messages": chat()["messages"]},
+    "/v1/responses": {"input": "a"},
     "/generate": {"text": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
@@ -246,7 +261,7 @@ async def test_whatever_a_key_sends_is_its_own(here: Site, stand_in: StandIn) ->
             assert response.status_code == 200, path
         assert (await here.get("/tokenizer_info", **HEADERS[who])).status_code == 200
         owners = [event.owner for _, event in stand_in.requests()[before:]]
-        assert owners == [owner] * 10
+        assert owners == [owner] * 11
 
 
 @pytest.mark.parametrize("mode", ["no keys", "the admin key alone"])

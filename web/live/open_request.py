@@ -313,9 +313,10 @@ class OpenRequest(Client):
 
 
 async def submit_without_client(
-    frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = ""
+    frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = "", once: Once | None = None
 ) -> str:
-    """Submit *event* and return its uid. With *quota*, it counts as sent by that API key.
+    """Submit *event* and return its uid, or that of the request that was submitted under the key *once* before. With
+    *quota*, it counts as sent by that API key.
 
     Where it sends the dead letter *letter* again, that is dropped.
 
@@ -326,7 +327,7 @@ async def submit_without_client(
     try:
         with frontend.budget.submitting() as has_room:
             submitted = await frontend.ask(
-                frontend.log.submit(uid, [event], quota=quota, letter=letter, has_room=has_room)
+                frontend.log.submit(uid, [event], once, quota=quota, letter=letter, has_room=has_room)
             )
     except LogFull:
         raise refusal(frontend, LogFull, quota) from None
@@ -337,7 +338,7 @@ async def submit_without_client(
         raise refusal(frontend, LogError, quota) from None
     if submitted.submission in REFUSALS:
         raise refusal(frontend, submitted, quota)
-    return uid
+    return submitted.uid
 
 
 async def _take_back(frontend: Frontend, uid: str) -> None:

@@ -52,6 +52,12 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         status=429,
         code=None,
     ),
+    Submission.TOO_MANY_BEHIND: Refusal(
+        "max_background",
+        "As many responses run in the background as may (--max-background); send it again.",
+        status=429,
+        code=None,
+    ),
     Submission.TOO_MUCH: Refusal(
         "log_share",
         "This API key has submitted {used_bytes} bytes, and the log may keep {quota.log_bytes} bytes of it (log_bytes "

@@ -49,11 +49,24 @@ def json_pieces(pieces: Iterator[bytes], turns: Turns) -> Response:
 
 
 def stream_response(
-    client: Client, frames: Frames, turns: Turns, first: Sequence[ClientEvent] | None = None, *, after: str = ""
+    client: Client,
+    frames: Frames,
+    turns: Turns,
+    first: Sequence[ClientEvent] | None = None,
+    *,
+    after: str = "",
+    begun: bytes = b"",
 ) -> Response:
     """Return server-sent events that no proxy buffers. *first*: events that came already. The client has the frames of
-    all events up to the id *after*."""
-    return event_stream(_pieces(client, frames, turns, first, after))
+    all events up to the id *after*. *begun*: what is sent at once."""
+    written = _pieces(client, frames, turns, first, after)
+    return event_stream(_after(begun, written) if begun else written)
+
+
+async def _after(begun: bytes, written: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield begun
+    async for piece in written:
+        yield piece
 
 
 async def checked_response(client: Client, frames: Frames, turns: Turns) -> Response:
@@ -64,14 +77,7 @@ async def checked_response(client: Client, frames: Frames, turns: Turns) -> Resp
         RequestError: They did, before anything was sent.
     """
     written = _pieces(client, frames, turns)
-    first = await anext(written)
-
-    async def all_pieces() -> AsyncIterator[bytes]:
-        yield first
-        async for piece in written:
-            yield piece
-
-    return event_stream(all_pieces())
+    return event_stream(_after(await anext(written), written))
 
 
 def _pieces(

@@ -4,6 +4,7 @@ or after 10 s of waiting.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
@@ -13,14 +14,16 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
+from pipeline.log.protocol import Once, Quota
 from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.http.turns import Turns
 from web.live.frontend import Frontend
-from web.live.open_request import OpenRequest, open_request
+from web.live.open_request import OpenRequest, open_request, read_request, submit_without_client
 from web.routes.access import caller, place
-from web.routes.answers import error_response, json_pieces, name_unknown, stream_response
+from web.routes.answers import error_response, json_pieces, json_response, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
+from web.routes.stored import prepared
 from web.wire import copies
 from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
 from web.wire.endpoints import (
@@ -29,6 +32,7 @@ from web.wire.endpoints import (
     COUNT_ENDPOINT,
     GENERATE_ENDPOINT,
     MESSAGES_ENDPOINT,
+    RESPONSES_ENDPOINT,
     body_of,
     frames_for,
 )
@@ -37,6 +41,8 @@ from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from web.wire.responses import answers as responses
+from web.wire.responses.schemas import ResponsesRequest, parse_response, response_events
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
 from web.wire.submit import (
     LONGEST_PLACE,
@@ -84,7 +90,7 @@ TOO_MANY_HELD: Final = Failed(
 
 IGNORED: Final = "x-minisgl-ignored"
 """The header with what the model does not get."""
-ANY_NAME: Final = (MESSAGES_ENDPOINT, COUNT_ENDPOINT)
+ANY_NAME: Final = (MESSAGES_ENDPOINT, COUNT_ENDPOINT, RESPONSES_ENDPOINT)
 """Endpoints that serve any model name: their clients ask for the models of one vendor."""
 
 R = TypeVar("R", bound=Asked)
@@ -121,6 +127,12 @@ def generation_routes(frontend: Frontend) -> Blueprint:
     async def message() -> Response:
         return await answer(frontend, MESSAGES_ENDPOINT, parse_messages, message_events)
 
+    @routes.post(RESPONSES_ENDPOINT)
+    @operation("Create a response, in the form of OpenAI's Responses API", ResponsesRequest, **BOTH)
+    async def respond() -> Response:
+        prepare = functools.partial(prepared, frontend, who=caller())
+        return await answer(frontend, RESPONSES_ENDPOINT, parse_response, response_events, prepare=prepare)
+
     @routes.post(GENERATE_ENDPOINT)
     @operation("Continue a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
     async def generate() -> Response:
@@ -135,9 +147,10 @@ async def answer(
     parse: Callable[[bytes], R],
     to_events: ToEvents[R],
     respond: Respond | None = None,
+    prepare: Callable[[R], Awaitable[R]] | None = None,
 ) -> Response:
-    """Answer the current HTTP request: *parse* reads its body, *to_events* turns that into requests of the log, and
-    *respond* makes the answer, if that is not generated text.
+    """Answer the current HTTP request: *parse* reads its body, *prepare* looks up what it refers to, *to_events* turns
+    that into requests of the log, and *respond* makes the answer, if that is not generated text.
 
     Raises:
         RequestError: The request is wrong, or the log does not take it now.
@@ -147,6 +160,8 @@ async def answer(
     try:
         async with frontend.turns.turn(len(body)):
             asked = parse(body)
+        if prepare is not None:
+            asked = await prepare(asked)
         async with frontend.turns.turn(len(body)):
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
             copied = copies.labels_of(request.headers.get(copies.HEADER))
@@ -159,6 +174,8 @@ async def answer(
             warnings = warnings_of(events, frontend.readiness.bos, asked.ignored)
         if copied:
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
+        if events[0].labels.get("store") is True:
+            events = [event.model_copy(update={"stored": True}) for event in events]
         if who.owner:
             events = [event.model_copy(update={"owner": who.owner}) for event in events]
     except RequestError as error:  # it has no history, but it has a log line
@@ -166,6 +183,9 @@ async def answer(
         raise
     del body  # do not keep it: it may be large, and the answer may take long
     place().has_read()
+    if events[0].background:
+        response = await _in_background(frontend, events[0], who.quota, once, ids=ids)
+        return _named(response, response.headers["x-minisgl-uid"], events[0], asked, warnings)
     opened = await open_request(frontend, events, once=once, quota=who.quota)
     if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`
         try:
@@ -176,13 +196,35 @@ async def answer(
         response = await (respond(opened) if respond else _generated(opened, frontend.turns, ids=ids))
     except Exception:
         raise opened.break_off() from None
-    response.headers["x-minisgl-uid"] = opened.uid
-    response.headers["x-minisgl-model"] = quote(opened.event.model, safe="/:@")
+    return _named(response, opened.uid, opened.event, asked, warnings)
+
+
+def _named(response: Response, uid: str, event: Submitted, asked: Asked, warnings: Sequence[str]) -> Response:
+    """Return *response* with the headers that say which request it answers, and what is strange about that."""
+    response.headers["x-minisgl-uid"] = uid
+    response.headers["x-minisgl-model"] = quote(event.model, safe="/:@")
     name_unknown(response, asked.unknown)
     if asked.left_out:
         response.headers[IGNORED] = ", ".join(quote(name, safe="")[:LONGEST_PLACE] for name in asked.left_out)
     if warnings:
         response.headers[WARNINGS] = ", ".join(warnings)
+    return response
+
+
+async def _in_background(
+    frontend: Frontend, event: Submitted, quota: Quota | None, once: Once | None, *, ids: bool
+) -> Response:
+    """Submit a request that no client has to wait for, and answer with its response as it begins."""
+    event = event.model_copy(update={"frontend": ""})
+    uid = await submit_without_client(frontend, event, quota, once=once)
+    logger.info("request", uid=uid, model=event.model, background=True, status=200)
+    if event.presentation.stream:
+        client = await read_request(frontend, uid, event, whole=False)
+        frames = responses.ResponseFrames(uid, event, ids=ids, posted=True)
+        response = stream_response(client, frames, frontend.turns, begun=frames.begun())
+    else:
+        response = json_response(responses.Response(uid, event).plain())
+    response.headers["x-minisgl-uid"] = uid
     return response
 
 

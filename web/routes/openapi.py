@@ -176,7 +176,6 @@ PATHS: Final = (
     "/v1/moderations",
     "/v1/realtime",
     "/v1/rerank",
-    "/v1/responses",
     "/v1/score",
     "/v1/threads",
     "/v1/vector_stores",

@@ -129,7 +129,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
         uid = uid_in(name)
         frontend.admit()
         form = _form(request.args.get("format"))
-        after, where = _cursor()
+        after, where = cursor()
         has = _known(form, after=after)
         with reaching("request_not_read", uid=uid):
             found = await frontend.ask(find_of(frontend, uid, who))
@@ -137,7 +137,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
                 check_countable(found.submitted, len(found.uids))
             if found.uids != (uid,):
                 raise several(found.uids)
-            if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
+            if after and not await frontend.ask(has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
         return await _stream(frontend, uid, found, form, after=after, has=has)
 
@@ -169,7 +169,7 @@ async def _stream(frontend: Frontend, uid: str, found: Lookup, form: str, *, aft
     return response
 
 
-async def _has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
+async def has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
     if found.archived is not None:
         return any(entry.id == entry_id for entry in found.archived.entries)
     return bool(await frontend.log.entries(uid, (entry_id,)))
@@ -235,13 +235,14 @@ def _form(given: str | None) -> str:
     return given or ""
 
 
-def _cursor() -> tuple[str, str]:
+def cursor(*, only_header: bool = False) -> tuple[str, str]:
     """Return the id after which the client wants to resume, or "", and the name of the header or parameter.
 
     A browser that reconnects sends the header beside the original address, so the header wins. Raises RequestError if
     it is not an id.
     """
-    for where, given in ((LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")):
+    told = [(LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")]
+    for where, given in told[: 1 if only_header else 2]:
         if given:
             if not is_id(given):
                 raise RequestError(f"{where}: should be the id of an event", param=where, code="invalid_value")

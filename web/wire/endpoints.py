@@ -14,12 +14,14 @@ from web.wire.frames import Frames
 from web.wire.known import Known, not_resumable
 from web.wire.openai.answers import Choice
 from web.wire.openai.responses import CHAT, COMPLETION, ChunkFrames, Style, body
+from web.wire.responses import answers as responses
 from web.wire.sglang.responses import TextFrames, WholeTextFrames, whole_body
 
 CHAT_ENDPOINT: Final = "/v1/chat/completions"
 COMPLETIONS_ENDPOINT: Final = "/v1/completions"
 GENERATE_ENDPOINT: Final = "/generate"
 MESSAGES_ENDPOINT: Final = "/v1/messages"
+RESPONSES_ENDPOINT: Final = "/v1/responses"
 COUNT_ENDPOINT: Final = "/v1/messages/count_tokens"
 STYLES: Final[Mapping[str, Style]] = {CHAT_ENDPOINT: CHAT, COMPLETIONS_ENDPOINT: COMPLETION}
 
@@ -43,6 +45,10 @@ def frames_for(
         if known is not None:
             raise not_resumable("blocks")
         return anthropic.MessageFrames(uid, events[0], ids=ids, posted=posted)
+    if endpoint == RESPONSES_ENDPOINT:
+        if known is not None:
+            raise not_resumable("items")
+        return responses.ResponseFrames(uid, events[0], ids=ids, posted=posted)
     if endpoint != GENERATE_ENDPOINT:
         return None
     whole_text = events[0].presentation.whole_text
@@ -53,5 +59,7 @@ def body_of(uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) ->
     """Yield the whole answer in pieces. Mini-SGLang's form of /generate has none: it is always a stream."""
     if events[0].endpoint == MESSAGES_ENDPOINT:
         return anthropic.body(uid, events[0], choices[0])
+    if events[0].endpoint == RESPONSES_ENDPOINT:
+        return responses.body(uid, events[0], choices[0])
     style = STYLES.get(events[0].endpoint)
     return whole_body(uid, events, choices) if style is None else body(style, uid, events, choices)

@@ -6,7 +6,8 @@ import re
 from typing import Final
 
 MESSAGE_PREFIX: Final = "msg_"
-PREFIXES: Final = ("chatcmpl-", "cmpl-", MESSAGE_PREFIX)
+RESPONSE_PREFIX: Final = "resp_"
+PREFIXES: Final = ("chatcmpl-", "cmpl-", MESSAGE_PREFIX, RESPONSE_PREFIX)
 """What an endpoint puts before the uid to make the id in its answers."""
 
 _UID: Final = re.compile(r"[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}(\.[0-9]{1,4})?")

@@ -78,7 +78,7 @@ local function drop_letter(letters, versions, id, kept_ms)
 end
 
 -- Tells the archivers that a request has ended. Without archivers there is no stream, and none is made. What is older than
--- *ended_ms*, the retention, is dropped, because its history is gone, and counted; 0: nothing is.
+-- *ended_ms*, the longest retention, is dropped, because its history is gone, and counted; 0: nothing is.
 local function tell_archivers(ended, archive, uid, ended_ms, now)
   if type(redis.pcall('XADD', ended, 'NOMKSTREAM', '*', 'uid', uid)) ~= 'string' or tonumber(ended_ms) == 0 then return end
   local oldest = string.format('%.0f', math.max(tonumber(now) - tonumber(ended_ms), 0))
@@ -86,8 +86,19 @@ local function tell_archivers(ended, archive, uid, ended_ms, now)
   if dropped > 0 then redis.call('HINCRBY', archive, 'unarchived', dropped) end
 end
 
--- Seals a history. *key* has live, history, replies, control, ended, archive, and of a sibling shared; *arg* has reply_cap,
--- retention_ms, and perhaps tokenless_ms, for which a history without tokens is kept, and ended_ms, see tell_archivers.
+-- Returns for how long a history is kept from its end on: *retention_ms*, or *stored_ms* for a stored response. Of that, it
+-- counts the bytes that came after its submit.
+local function kept_after(history, uid, stored, stored_bytes, retention_ms, stored_ms)
+  if not redis.call('ZSCORE', stored, uid) then return retention_ms end
+  local bytes = 80 * redis.call('XLEN', history) -- about what an event of one token takes
+  redis.call('HINCRBY', stored_bytes, uid, bytes)
+  redis.call('HINCRBY', stored_bytes, 'all', bytes)
+  return stored_ms
+end
+
+-- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, and of a sibling shared;
+-- *arg* has reply_cap, retention_ms and stored_ms, see kept_after, ended_ms, see tell_archivers, and perhaps brief_ms, for which
+-- a history without tokens is kept.
 -- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
 local function seal(key, arg, uid, fields)
   redis.call('ZREM', key.live, uid)
@@ -97,12 +108,13 @@ local function seal(key, arg, uid, fields)
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
   if not append(key.history, SEAL, fields, now) then return false end
-  local kept_ms = n == '0' and arg.tokenless_ms or arg.retention_ms
+  local kept_ms = kept_after(key.history, uid, key.stored, key.stored_bytes, arg.retention_ms, arg.stored_ms)
+  if n == '0' and arg.brief_ms then kept_ms = arg.brief_ms end
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)
   redis.pcall('XADD', key.replies, 'NOMKSTREAM', 'MAXLEN', '~', arg.reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', key.control, 'MAXLEN', '~', 1000, '*', 'uid', uid)
-  tell_archivers(key.ended, key.archive, uid, arg.ended_ms or arg.retention_ms, now)
+  tell_archivers(key.ended, key.archive, uid, arg.ended_ms, now)
   return now
 end
 

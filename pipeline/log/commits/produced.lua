@@ -1,10 +1,10 @@
 -- produced: consume steps, all or none, and write what follows from them to the histories and the replies, and the steps to the
 -- journal. Or, of a single step: write what follows from a part of it, and count its tries up to a number instead.
--- KEYS owner, steps, live, control, ended, archive, journal, then the histories, what siblings share, and the replies
--- ARGV owner, reply_cap, retention_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
+-- KEYS owner, steps, live, control, ended, archive, journal, stored, stored_bytes, then the histories, what siblings share, and the replies
+-- ARGV owner, reply_cap, retention_ms, stored_ms, ended_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
 --      (entry, when it was made, number of words for the journal, words..., number of tokens, (id, token, text)*, of the
 --      first histories)*, number of replies, (key index, payload)*,
---      (key index, id, uid, 1 if the engine must be told, ms until a sealed history is gone, key index of what siblings
+--      (key index, id, uid, 1 if the engine must be told, ms until a sealed history is gone or 0: as others, key index of what siblings
 --      share or 0, when its tokens were made, number of fields, fields...)*
 -- When something was made is in ms of Redis' clock; 0: unknown, or no tokens. Tokens say how long before the commit that was.
 -- Returns OK, LOST (one of them was consumed before, or the part was written before) or FENCED. A row that Redis refuses (the history is sealed, gone, or has
@@ -29,7 +29,7 @@ local function keep(key, steps, now)
     if #fields > 0 then
       local total = bytes + size_of(fields)
       local said = string.format('%.0f', total)
-      local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[5], step[1], 'bytes', said, unpack(fields))
+      local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[7], step[1], 'bytes', said, unpack(fields))
       local is_full = type(added) == 'table' and string.find(added.err, 'OOM', 1, true)
       if is_full then redis.call('DEL', key) end
       if is_full then return end
@@ -43,7 +43,7 @@ local function keep(key, steps, now)
     local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
     if not first then return end
     local kept = bytes - (tonumber(first[2][2]) or 0) + size_of(slice(first[2], 3, #first[2]))
-    if kept <= tonumber(ARGV[4]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return end
+    if kept <= tonumber(ARGV[6]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return end
     redis.call('XDEL', key, first[1])
   end
 end
@@ -54,7 +54,7 @@ local function age(made, now)
   return { 'age_ms', string.format('%.0f', math.max(tonumber(now) - tonumber(made), 0)) }
 end
 
-local tries, num_steps, at = tonumber(ARGV[6]), tonumber(ARGV[7]), 8
+local tries, num_steps, at = tonumber(ARGV[8]), tonumber(ARGV[9]), 10
 -- Of a step: entry, index of the number of its words for the journal, of the number of its tokens, when it was made.
 local steps, ids = {}, {}
 local is_journalled = false
@@ -86,7 +86,7 @@ local replies = at + 1
 at = replies + 2 * tonumber(ARGV[at])
 local writes = at
 local keys, args, try, unpack = KEYS, ARGV, redis.pcall, unpack -- locals, because this is the largest commit, and globals are slow
-local history = 7
+local history = 9
 for _, step in ipairs(steps) do
   local id, token, age_ms = step[1], step[3] + 1, age(step[4], now)
   for _ = 1, tonumber(args[step[3]]) do
@@ -102,10 +102,12 @@ while at <= #ARGV do
   for _, word in ipairs(age(ARGV[at + 6], now)) do fields[#fields + 1] = word end
   if id == SEAL then redis.call('ZREM', KEYS[3], uid) end
   if append(history, id, fields, now) and id == SEAL then
-    redis.call('PEXPIRE', history, ARGV[at + 4])
-    sibling_ended(KEYS[tonumber(ARGV[at + 5])], now, ARGV[at + 4])
+    local kept_ms = kept_after(history, uid, KEYS[8], KEYS[9], ARGV[3], ARGV[4])
+    if ARGV[at + 4] ~= '0' then kept_ms = ARGV[at + 4] end
+    redis.call('PEXPIRE', history, kept_ms)
+    sibling_ended(KEYS[tonumber(ARGV[at + 5])], now, kept_ms)
     if ARGV[at + 3] == '1' then redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid) end
-    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[3], now)
+    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[5], now)
   end
   at = at + 8 + count
 end

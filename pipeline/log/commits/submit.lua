@@ -12,6 +12,7 @@
 --   GONE       there is no such dead letter: somebody else has sent it again, or dropped it
 --   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
 --   TOO_MANY   as many requests of the API key run as may
+--   TOO_MANY_BEHIND  as many requests of their owner run in the background as may
 --   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
 --   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
@@ -81,7 +82,7 @@ end
 local now = now_ms()
 
 local per_minute, at_once = tonumber(arg.per_minute), tonumber(arg.at_once)
-local limit, ended = nil, {}
+local limit = nil
 if per_minute > 0 then
   local minute = math.floor(tonumber(now) / 60000)
   local place = minute - tonumber(arg.first_minute)
@@ -91,15 +92,20 @@ if per_minute > 0 then
     return { 'TOO_FAST', uid, 60000 - tonumber(now) % 60000 }
   end
 end
-if at_once > 0 and redis.call('SCARD', key.running) >= at_once then -- only now it matters which of them have ended
-  local uids = redis.call('SMEMBERS', key.running)
-  ended = ended_of(uids)
-  if #uids - #ended >= at_once then return { 'TOO_MANY', uid, 0 } end
+local counts = {} -- sets of running requests, and how many there may be
+if at_once > 0 then counts[1] = { key.running, at_once, 'TOO_MANY', {} } end
+if key.background then counts[#counts + 1] = { key.background, tonumber(arg.max_background), 'TOO_MANY_BEHIND', {} } end
+for _, count in ipairs(counts) do
+  if redis.call('SCARD', count[1]) >= count[2] then -- only now it matters which of them have ended
+    local uids = redis.call('SMEMBERS', count[1])
+    count[4] = ended_of(uids)
+    if #uids - #count[4] >= count[2] then return { count[3], uid, 0 } end
+  end
 end
 local share, part_ms, kept_ms, parts = tonumber(arg.log_bytes), nil, nil, nil
 if share > 0 then
-  part_ms = math.max(math.ceil(tonumber(arg.retention_ms) / 16), 1)
-  kept_ms = tonumber(arg.retention_ms) + part_ms -- so long after its begin, all of a part is older than the retention
+  part_ms = math.max(math.ceil(tonumber(arg.share_ms) / 16), 1)
+  kept_ms = tonumber(arg.share_ms) + part_ms -- so long after its begin, all of a part is older than the retention
   local used
   parts, used = spent(key.spent, tonumber(now), kept_ms)
   if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
@@ -114,7 +120,12 @@ if count > 1 then
   for i = 2, at - 1, 2 do redis.call('HSET', key.shared, ARGV[i], ARGV[i + 1]) end
   redis.call('PEXPIREAT', key.shared, gone)
 end
+if key.stored then redis.call('HINCRBY', key.stored_bytes, 'all', arg.num_bytes) end
 for i, history in ipairs(key.histories) do
+  if key.stored then
+    redis.call('ZADD', key.stored, now, arg.uids[i])
+    redis.call('HSET', key.stored_bytes, arg.uids[i], math.floor(tonumber(arg.num_bytes) / count))
+  end
   local last = at - 1 + tonumber(arg.num_fields[i])
   redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at, last))
   redis.call('PEXPIREAT', history, gone)
@@ -128,10 +139,10 @@ if limit then
   redis.call('INCR', limit)
   redis.call('PEXPIRE', limit, 120000)
 end
-if at_once > 0 then
-  for _, other in ipairs(ended) do redis.call('SREM', key.running, other) end
-  for _, sibling in ipairs(arg.uids) do redis.call('SADD', key.running, sibling) end
-  if redis.call('PTTL', key.running) < gone - tonumber(now) then redis.call('PEXPIREAT', key.running, gone) end
+for _, count in ipairs(counts) do
+  for _, other in ipairs(count[4]) do redis.call('SREM', count[1], other) end
+  for _, sibling in ipairs(arg.uids) do redis.call('SADD', count[1], sibling) end
+  if redis.call('PTTL', count[1]) < gone - tonumber(now) then redis.call('PEXPIREAT', count[1], gone) end
 end
 if share > 0 then
   local begin, text = math.floor(tonumber(now) / part_ms) * part_ms, {}

@@ -10,7 +10,7 @@ from pipeline.events import TokensProduced
 from pipeline.log.entries import (
     JOURNAL_CAP,
     REPLY_CAP,
-    kept_ms,
+    brief_ms,
     made_ms_of,
     produced_words,
     words_of,
@@ -35,7 +35,7 @@ from pipeline.names import (
 def _keys_of_produced(names: Names, slot: str, engine: str) -> tuple[str, ...]:
     """Return the keys of every commit of a detokenizer. There is a commit for each token, so they are cached."""
     keys = (names.owner(slot), names.steps(engine), names.live, names.control)
-    return (*keys, names.ended, names.archive, names.journal(engine))
+    return (*keys, names.ended, names.archive, names.journal(engine), names.stored, names.stored_bytes)
 
 
 def produced(
@@ -86,12 +86,12 @@ def produced(
 
     writes: list[str | int | bytes] = []
     for item, fields in others:
-        history, kept, shared = key_index(names.request(item.uid)), limits.retention_ms, 0
+        history, brief, shared = key_index(names.request(item.uid)), 0, 0
         if item.entry_id == SEAL:
-            kept = kept_ms(item.event, item.n, fields, kept)
+            brief = brief_ms(item.event, item.n, fields, limits.retention_ms) or 0
             shared = key_index(texts_key) if (texts_key := shared_by(names, item.uid)) else 0
         made = made_ms.get(item.event.step, 0) if isinstance(item.event, TokensProduced) else 0
-        writes += (history, item.entry_id, item.uid, int(item.tell_engine), kept, shared, made, 2 * len(fields))
+        writes += (history, item.entry_id, item.uid, int(item.tell_engine), brief, shared, made, 2 * len(fields))
         writes += chain.from_iterable(fields.items())
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
@@ -100,7 +100,8 @@ def produced(
     steps: list[str | int | bytes] = []
     for entry, words, of_step in zip(entries, noted, tokens.values(), strict=True):
         steps += (entry.id, made_ms[entry.id], len(words), *words, len(of_step) // 3, *of_step)
-    args: Words = [str(owner), REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP, tries, len(entries)]
+    kept: Words = [limits.retention_ms, limits.response_retention_ms, limits.ended_ms, limits.journal_bytes]
+    args: Words = [str(owner), REPLY_CAP, *kept, JOURNAL_CAP, tries, len(entries)]
     args = [*args, *steps, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)
 

@@ -18,8 +18,8 @@ from pipeline.log.entries import (
     REPLY_CAP,
     brief_ms,
     is_tombstone,
-    kept_ms,
     letter_fields,
+    refused_ms,
 )
 from pipeline.log.operation import Batch, Command, Computation, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
@@ -133,6 +133,9 @@ def _submit(
         "idempotency": names.idempotency(once.key) if once else None,
         "dead": names.dead if letter else None,
         "versions": names.copies if letter else None,
+        "stored": names.stored if events[0].stored else None,
+        "stored_bytes": names.stored_bytes if events[0].stored else None,
+        "background": names.running(f"background:{events[0].owner}") if events[0].background else None,
     }
     if quota is not None:
         keys |= {
@@ -161,8 +164,10 @@ def _submit(
         num_fields=[2 * len(fields) for fields in histories],
         num_texts=len(shared),
         num_bytes=num_bytes,
-        timeout_ms=limits.timeout_ms,
-        retention_ms=limits.retention_ms,
+        timeout_ms=limits.background_timeout_ms if events[0].background else limits.timeout_ms,
+        retention_ms=limits.response_retention_ms if events[0].stored else limits.retention_ms,
+        share_ms=limits.retention_ms,
+        max_background=limits.max_background,
         max_queued=0 if is_full else limits.max_queued,
         digest=once.digest if once else None,
         instead_of=once.instead_of if once else None,
@@ -208,7 +213,8 @@ def _end_fields(event: End) -> dict[str, bytes]:
 
 def sealing(names: Names) -> dict[str, str | Sequence[str] | None]:
     """Return the keys that `seal` in lib.lua needs whatever request ends."""
-    return {"live": names.live, "control": names.control, "ended": names.ended, "archive": names.archive}
+    keys = {"live": names.live, "control": names.control, "ended": names.ended, "archive": names.archive}
+    return {**keys, "stored": names.stored, "stored_bytes": names.stored_bytes}
 
 
 def _sealed(names: Names, uid: str, frontend: str) -> dict[str, str | Sequence[str] | None]:
@@ -236,7 +242,8 @@ def end(
         *flat(said),
         uid=uid,
         retention_ms=retention_ms,
-        tokenless_ms=kept_ms(event, 0, said, retention_ms),
+        stored_ms=log.limits.response_retention_ms,
+        brief_ms=brief_ms(event, 0, said, retention_ms),
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
         entry=consume.id if consume else None,
@@ -276,7 +283,9 @@ def abandon(
         uid=uid,
         base=base_uid(uid),
         retention_ms=kept,
-        tokenless_ms=brief_ms(kept) if refused else kept,
+        stored_ms=log.limits.response_retention_ms,
+        brief_ms=refused_ms(kept) if refused else None,
+        ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
         attached=attached,
     )
@@ -365,6 +374,11 @@ def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
         return {uid: length or 0 for uid, length in zip(uids, replies, strict=True)}
 
     return Batch([["XLEN", log.names.request(uid)] for uid in uids], parse, any_type=True)
+
+
+def left_ms(log: LogContext, uid: str) -> Command[int]:
+    """Return for how long the history of *uid* is still kept; negative: there is none."""
+    return Command(["PTTL", log.names.request(uid)], int)
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:

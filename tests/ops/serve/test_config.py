@@ -55,9 +55,10 @@ ORIGINS = flags("--allow-host --allow-origin")
 KEYS = flags("--api-key --limits --admin-key")
 ARCHIVED = flags("--archive")
 HTTP = REQUESTS | ORIGINS | KEYS | ARCHIVED
+HTTP |= flags("--background-timeout --max-background")
 HTTP |= flags("--disconnect-grace --max-body-bytes --max-log-bytes --pages --trusted-proxies --strict-model-names")
 FILES = flags("--to --retain --max-bytes --leave")
-LOG = flags("--redis-url --namespace --retention --journal-bytes --lease")
+LOG = flags("--redis-url --namespace --retention --response-retention --journal-bytes --lease")
 ENGINE = flags(
     "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
@@ -118,11 +119,11 @@ NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
     "--mixed-prefill-length 10 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 --num-pages 5 "
     "--max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 --engine 1 "
-    "--engines 2 --free-bytes 5 --listen-fd 3"
+    "--engines 2 --free-bytes 5 --listen-fd 3 --max-background 3"
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
-    "--interval 0.5 --speed 2.5 --timeout 7"
+    "--response-retention 9 --background-timeout 8 --interval 0.5 --speed 2.5 --timeout 7"
 )
 SWITCHES = (
     "--repair --strict-model-names --leave --dummy-weight --deterministic --json --once --shell --compare "

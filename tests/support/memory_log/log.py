@@ -32,10 +32,10 @@ from pipeline.log.entries import (
     brief_ms,
     burial_fields,
     is_tombstone,
-    kept_ms,
     letter_fields,
     made_ms_of,
     produced_words,
+    refused_ms,
     replies_of,
     say_skipped,
     words_of,
@@ -125,7 +125,10 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
                 return SubmitResult(Submission.DUPLICATE, uid)
             if letter and not self._streams.has(self.names.dead, letter):
                 return SubmitResult(Submission.GONE, uid)
+            behind = self._quotas.behind(events[0].owner, self._live) if events[0].background else set()
             refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
+            if not refused and len(behind) >= self.limits.max_background:
+                refused = SubmitResult(Submission.TOO_MANY_BEHIND, uid)
             if refused:
                 return refused
             if not has_room(submitted_bytes(*submitted_words(events))):
@@ -133,8 +136,11 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
-            now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
-            gone_ms = self._in_ms(timeout_ms + self.limits.retention_ms)
+            now_ms, limits = self._now_ms(), self.limits
+            timeout_ms = limits.background_timeout_ms if events[0].background else limits.timeout_ms
+            retention_ms = limits.response_retention_ms if events[0].stored else limits.retention_ms
+            gone_ms = self._in_ms(timeout_ms + retention_ms)
+            behind.update(uids)
             moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
             for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
                 history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, moments | fields, make=True)
@@ -218,7 +224,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             is_tokenless = history is not None and not history.last[0]
             ended = self.end(uid, event, frontend=frontend)
             if history is not None and ended and refused and is_tokenless:
-                history.expires_ms = self._in_ms(brief_ms(self.limits.retention_ms))
+                history.expires_ms = self._in_ms(refused_ms(self.limits.retention_ms))
             return ended
 
     def reading(self, uids: Sequence[str], who: str) -> None:
@@ -378,7 +384,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
                     self._live.pop(item.uid, None)
                 history = self._streams.append(self.names.request(item.uid), item.entry_id, fields)
                 if history is not None and ends:
-                    history.expires_ms = self._in_ms(kept_ms(item.event, item.n, fields, self.limits.retention_ms))
+                    brief = brief_ms(item.event, item.n, fields, self.limits.retention_ms)
+                    history.expires_ms = self._in_ms(self._kept_ms(history) if brief is None else brief)
                     if item.tell_engine:
                         self._tell_engines(item.uid)
                     self._tell_archivers(item.uid)
@@ -487,11 +494,17 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         fields = self._stamped(said | {"n": str(n)})
         if not self._streams.append(self.names.request(uid), SEAL, fields):
             return None
-        history.expires_ms = self._in_ms(kept_ms(event, n, said, self.limits.retention_ms))
+        brief = brief_ms(event, n, said, self.limits.retention_ms)
+        history.expires_ms = self._in_ms(self._kept_ms(history) if brief is None else brief)
         self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
         self._tell_engines(uid)
         self._tell_archivers(uid)
         return history
+
+    def _kept_ms(self, history: Stream) -> int:
+        """Return for how long a history is kept after its end."""
+        is_stored = history.entries.get(parse_id(SUBMITTED_ID), {}).get("stored") == "true"
+        return self.limits.response_retention_ms if is_stored else self.limits.retention_ms
 
     def _in_ms(self, after_ms: int) -> int:
         """Return the time *after_ms* from now."""

@@ -20,6 +20,7 @@ class Quotas:
         """Requests of each API key; ended ones do not count."""
         self._now_ms = clock_ms
         self._retention_ms = retention_ms
+        self._behind: dict[str, set[str]] = {}
         self._minute = 0
         self._accepted: dict[str, int] = {}  # of each API key, in that minute
         self._bytes: dict[str, dict[int, int]] = {}
@@ -46,6 +47,11 @@ class Quotas:
                     again_ms = begin_ms + self._kept_ms - now_ms
                     return SubmitResult(Submission.TOO_MUCH, uid, again_ms, used)
         return None
+
+    def behind(self, owner: str, live: Collection[str]) -> set[str]:
+        """Return the requests of an owner that run in the background; a caller adds to them."""
+        self._behind[owner] = {uid for uid in self._behind.get(owner, ()) if uid in live}
+        return self._behind[owner]
 
     def count(self, quota: Quota, uids: Sequence[str], num_bytes: int) -> None:
         """Count an accepted submit of *num_bytes*."""

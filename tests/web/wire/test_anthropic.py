@@ -29,12 +29,12 @@ from pipeline.events import (
     Templating,
     TokensProduced,
 )
-from web.wire.anthropic.conversation import MOST_THOUGHT, signature_of
 from web.wire.anthropic.errors import error_body
 from web.wire.anthropic.schemas import CountRequest, MessagesRequest, message_events, parse_count, parse_messages
 from web.wire.endpoints import MESSAGES_ENDPOINT
 from web.wire.frames import ClientEvent
 from web.wire.openai.schemas import parse_chat
+from web.wire.signatures import MOST_THOUGHT, signature_of
 from web.wire.submit import chat_events
 
 HELLO = [{"role": "user", "content": "Hello"}]

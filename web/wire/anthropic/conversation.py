@@ -1,19 +1,18 @@
-"""Anthropic's turns and blocks, as messages of a chat. Also the signatures of thinking, which carry its text.
+"""Anthropic's turns and blocks, as messages of a chat.
 
 A turn of the user may answer calls and ask something: that becomes several messages.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.errors import RequestError
-from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES
+from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES, with_more
 from web.wire.openai.strict import wrong
+from web.wire.signatures import Signatures
 
 BILLING: Final = "x-anthropic-billing-header:"
 """Begins a line of the system text that Claude Code changes from one request to the next. It says nothing to a model,
@@ -27,17 +26,9 @@ BLOCKS: Final[Mapping[str, Sequence[str]]] = {
 """The types of blocks that each role, and the result of a tool, may have."""
 MOST_PARTS_OF_TURNS: Final = 2 * MOST_MESSAGES
 """Most messages that the turns of a conversation become."""
-MOST_THOUGHT: Final = 4 << 20
-"""Most bytes that the signatures of a body may unpack to."""
-_VERSION: Final = b"\x01"
 
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, Any]]
-
-
-def signature_of(thought: str) -> str:
-    """Return the signature of a thought: a version, and its text, deflated. It is no secret."""
-    return base64.b64encode(_VERSION + zlib.compress(thought.encode(), 6)).decode()
 
 
 class Conversation:
@@ -47,7 +38,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.left_out: list[str] = []
         """Places of thoughts that the model does not get: they have no text, and their signature cannot be read."""
-        self._left = MOST_THOUGHT
+        self._signatures = Signatures()
 
     def system(self, content: Content) -> None:
         """Add the system text.
@@ -92,8 +83,8 @@ class Conversation:
                 case _:
                     texts.append(_text(block, path, "assistant"))
         content = ""
-        for text in texts:  # ours begins with line breaks if it comes after a call
-            content += text if not content or text.startswith("\n") else f"\n{text}"
+        for text in texts:
+            content = with_more(content, text)
         message: Message = {"role": "assistant", "content": content}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
@@ -105,18 +96,10 @@ class Conversation:
 
     def _signed(self, block: Mapping[str, Any], path: str) -> str:
         """Return the thought in the signature of a *block*; "" if it cannot be read."""
-        unpacking = zlib.decompressobj()
-        try:
-            packed = base64.b64decode(_member(block, "signature", path, most=0), validate=True)
-            has_left = packed[:1] == _VERSION and self._left > 0
-            text = unpacking.decompress(packed[1:], self._left) if has_left else b""
-            self._left -= len(text)
-            if not unpacking.eof:
-                raise ValueError("cut, too long, or none of ours")
-            return text.decode()
-        except (ValueError, zlib.error):
+        thought = self._signatures.thought_of(_member(block, "signature", path, most=0))
+        if thought is None:
             self.left_out.append(f"{path}.signature")
-            return ""
+        return thought or ""
 
 
 def _asked(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Message]:

@@ -13,12 +13,12 @@ import orjson
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, PromptInfo, Submitted, TokensProduced, Usage
 from web.wire import sse
-from web.wire.anthropic.conversation import signature_of
 from web.wire.anthropic.errors import error_body
 from web.wire.frames import ClientEvent, Frames
 from web.wire.markup.reader import Piece
 from web.wire.openai.answers import Choice, choices_for
 from web.wire.openai.errors import error_of
+from web.wire.signatures import signature_of
 from web.wire.uids import MESSAGE_PREFIX
 
 PING: Final = ("ping", b'{"type":"ping"}')

@@ -18,14 +18,12 @@ from pipeline.events import Calls, Constraint, Presentation, SamplingParams, Sub
 from web.wire.anthropic.conversation import Conversation
 from web.wire.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from web.wire.fields import first_of
-from web.wire.openai.bulk import MOST_LARGE
+from web.wire.openai.bulk import MOST_LARGE_OF_AGENTS
 from web.wire.openai.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, TOOL_NAME, Name, Parameters
 from web.wire.openai.schemas import LONGEST_STOP, MOST_STOPS, SamplingFields, few_characters, refuse_long_labels
 from web.wire.openai.strict import INT32_MAX, INT64_MAX, WHOLE, Strict, at_most, kept_exactly, parsed, wrong
 from web.wire.submit import Defaults, sampling_params
 
-MOST_LARGE_OF_AGENTS: Final = 2 * MOST_LARGE
-"""Enough for a conversation with 2,000 calls of 300 tools."""
 B = TypeVar("B", bound="Prompted")
 
 

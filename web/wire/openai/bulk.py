@@ -14,6 +14,8 @@ MOST_VALUES: Final = 262_144
 """Most values and members of a body: room for a prompt of as many token ids."""
 MOST_LARGE: Final = 50_000
 """Most texts, names of members, objects and lists of a body: each takes more than a number does."""
+MOST_LARGE_OF_AGENTS: Final = 2 * MOST_LARGE
+"""The same of agents' bodies: enough for a conversation with 2,000 calls of 300 tools."""
 _MARKS: Final = b',[{"'
 _OTHERS: Final = bytes(byte for byte in range(256) if byte not in _MARKS)
 

@@ -273,6 +273,11 @@ def _plain_function(function: FunctionOfTool) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value is not None}
 
 
+def with_more(content: str, text: str) -> str:
+    """Return the *content* of an answer with its next *text*. Ours begins with line breaks if it comes after a call."""
+    return content + (text if not content or text.startswith("\n") else f"\n{text}")
+
+
 def templating_of(
     *,
     add_generation_prompt: bool | None,

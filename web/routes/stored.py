@@ -1,0 +1,271 @@
+"""Stored responses: /v1/responses/<id>, and what a new response refers to. A response is a request of the log or of the
+archive, whose owner is the caller; it needs no other store.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from quart import Blueprint, Response, request
+
+from pipeline.errors import RequestError
+from pipeline.events import Cancelled, Submitted, decode
+from pipeline.log.protocol import Entry
+from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
+from web.http.keys import Caller
+from web.live.folding import PAGE, folded
+from web.live.frontend import Frontend, reaching
+from web.live.lookup import Lookup, cancel, find
+from web.live.open_request import read_archived, read_request
+from web.routes.access import known_caller, place
+from web.routes.answers import json_response, stream_response
+from web.routes.openapi import EVENTS, JSON, operation
+from web.routes.requests import CURSOR, LAST_EVENT_ID, cursor, has_event
+from web.wire.endpoints import RESPONSES_ENDPOINT
+from web.wire.responses import answers
+from web.wire.responses.answers import ResponseFrames
+from web.wire.responses.items import Conversation, Item, Message, items_of, place_of
+from web.wire.responses.schemas import Asked
+from web.wire.uids import RESPONSE_PREFIX, uid_of
+
+PATH: Final = f"{RESPONSES_ENDPOINT}/<name>"
+MOST_REFERENCED: Final = 1024
+"""Most responses to whose items one body may refer: each is read whole."""
+LISTED: Final = 20
+MOST_LISTED: Final = 100
+QUERY: Final = {
+    "stream": {"description": "`true`: its events, from the first one on.", "enum": ["true", "false"]},
+    "starting_after": {"description": "Only events after this `sequence_number`.", "pattern": "^[0-9]+$"},
+}
+PAGES: Final = {
+    "limit": {"description": f"Most items in the answer, 1 to {MOST_LISTED}.", "pattern": "^[1-9][0-9]{0,2}$"},
+    "order": {"description": "`asc`: the oldest first; `desc` (usual): the newest first.", "enum": ["asc", "desc"]},
+    "after": {"description": "Only items after the one with this id."},
+}
+
+
+def stored_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("stored", __name__)
+
+    @routes.get(PATH)
+    @operation(
+        "A stored response, or its events",
+        answers=(JSON, EVENTS),
+        query=QUERY,
+        headers={LAST_EVENT_ID: CURSOR},
+    )
+    async def read(name: str) -> Response:
+        who = known_caller()
+        with reaching("response_not_read", uid=name):
+            uid, found = await _find(frontend, name, who)
+            if request.args.get("stream", "false").lower() == "true":
+                return await _stream(frontend, uid, found)
+            response = await _response(frontend, uid, found)
+            left_ms = await frontend.ask(frontend.log.left_ms(uid)) if found.archived is None else None
+        return _told(response, left_ms)
+
+    @routes.post(f"{PATH}/cancel")
+    @operation("Cancel a response that runs in the background")
+    async def stop(name: str) -> Response:
+        who = known_caller()
+        with reaching("response_not_read", uid=name):
+            uid, found = await _find(frontend, name, who)
+            if not found.submitted.background:
+                message = "Only a response that was created with `background: true` can be cancelled; this one was not."
+                raise RequestError(message, code="invalid_value")
+            await _cancel(frontend, uid, found)
+            return _told(await _response(frontend, uid, found))
+
+    @routes.delete(PATH)
+    @operation("Delete a stored response")
+    async def delete(name: str) -> Response:
+        who = known_caller()
+        with reaching("response_not_read", uid=name):
+            uid, found = await _find(frontend, name, who)
+            await _cancel(frontend, uid, found)
+            await frontend.ask(frontend.log.erase(uid))
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    @routes.get(f"{PATH}/input_items")
+    @operation("What a response was made from", query=PAGES)
+    async def inputs(name: str) -> Response:
+        who = known_caller()
+        with reaching("response_not_read", uid=name):
+            uid, found = await _find(frontend, name, who)
+        return json_response(_page(list(items_of(_conversation(found.submitted), uid))))
+
+    return routes
+
+
+async def prepared(frontend: Frontend, asked: Asked, *, who: Caller) -> Asked:
+    """Return a request with the responses and items that it refers to. Raises as the log does.
+
+    Raises:
+        RequestError: One of them does not exist for *who*.
+    """
+    before, named = asked.request.previous_response_id, asked.request.references
+    if before is None and not named:
+        return asked
+    past: Sequence[Message] = ()
+    with reaching("response_not_read", uid=before or ""):
+        if before is not None:
+            uid, found = await _find(frontend, before, who, param="previous_response_id")
+            response = await _response(frontend, uid, found)
+            if response.status in ("queued", "in_progress"):
+                message = f"previous_response_id: {before} is not done; wait for it, or cancel it"
+                raise RequestError(message, code="invalid_value", param="previous_response_id")
+            past = _conversation(found.submitted) + _said(response)
+        return replace(asked, past=past, found=await _items(frontend, named, who))
+
+
+async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mapping[str, Item]:
+    """Return the items with the ids *named*. Raises RequestError for the first that does not exist for *who*."""
+    wanted: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for item_id in named:
+        uid, number = place_of(item_id)
+        if not uid:
+            raise _no_item(item_id)
+        wanted[uid].append((item_id, number))
+    if len(wanted) > MOST_REFERENCED:
+        message = (
+            f"input: refers to items of {len(wanted)} responses; at most {MOST_REFERENCED}. Send the items instead."
+        )
+        raise RequestError(message, code="invalid_value", param="input")
+    items: dict[str, Item] = {}
+    for uid, places in wanted.items():
+        found = await _find_own(frontend, uid, who)
+        if found is None:
+            raise _no_item(places[0][0])
+        there = (await _response(frontend, uid, found)).output() + list(items_of(_conversation(found.submitted), uid))
+        ids = {item["id"]: item for item in there}
+        for item_id, _ in places:
+            if item_id not in ids:
+                raise _no_item(item_id)
+            items[item_id] = ids[item_id]
+    return items
+
+
+def _no_item(item_id: str) -> RequestError:
+    message = f"Item with id '{item_id}' not found."
+    return RequestError(message, code="item_not_found", param="input", status=404)
+
+
+async def _find(frontend: Frontend, name: str, who: Caller, *, param: str | None = None) -> tuple[str, Lookup]:
+    """Return the uid and the request of the stored response *name* of *who*. Raises as the log does.
+
+    Raises:
+        RequestError: There is none.
+    """
+    uid = uid_of(name) if name.startswith(RESPONSE_PREFIX) else ""
+    found = await _find_own(frontend, uid, who) if uid else None
+    if found is None:
+        code = "previous_response_not_found" if param else "response_not_found"
+        raise RequestError(f"Response with id '{name}' not found.", code=code, param=param, status=404)
+    return uid, found
+
+
+async def _find_own(frontend: Frontend, uid: str, who: Caller) -> Lookup | None:
+    found = await find(frontend.log, frontend.archived, uid)
+    if found is None or not who.may_see(found.submitted.owner):
+        return None
+    is_stored = found.submitted.endpoint == RESPONSES_ENDPOINT and found.submitted.labels.get("store") is True
+    return found if is_stored and found.uids == (uid,) else None
+
+
+def _conversation(event: Submitted) -> list[Message]:
+    """Return the messages of a request without its instructions, which the next one does not inherit."""
+    return list(event.messages[1 if event.presentation.echoes.get("instructions") else 0 :])
+
+
+def _said(response: answers.Response) -> list[Message]:
+    """Return what a response said, as a message."""
+    said = Conversation()
+    for number, item in enumerate(response.output()):
+        said.add(item, f"output.{number}")
+    return said.messages
+
+
+async def _response(frontend: Frontend, uid: str, found: Lookup) -> answers.Response:
+    """Return a response as it stands. Raises as the log does."""
+    response = answers.Response(uid, found.submitted)
+    async with frontend.folding.turn():
+        if found.archived is not None:
+            entries = found.archived.entries
+            await folded(len(entries), functools.partial(_apply, response, entries))
+            return response
+        page, after = [Entry(SUBMITTED_ID, {})], SUBMITTED_ID
+        while page:
+            page = (await frontend.log.histories({uid: after}, max_entries=PAGE))[uid] or []
+            await folded(len(page), functools.partial(_apply, response, page))
+            after = page[-1].id if page else after
+    return response
+
+
+def _apply(response: answers.Response, entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if entry.id not in (SUBMITTED_ID, TOKENIZED_ID):
+            response.apply(decode(entry.fields, without=("scores",)))
+
+
+def _told(response: answers.Response, left_ms: int | None = None) -> Response:
+    """Return a response as JSON. *left_ms*: for how long the log has it still; negative: it is not known."""
+    told = response.plain()
+    if left_ms is not None and left_ms >= 0 and response.status not in ("queued", "in_progress"):
+        told["expires_at"] = int(time.time() + left_ms / 1000)
+    return json_response(told)
+
+
+async def _cancel(frontend: Frontend, uid: str, found: Lookup) -> None:
+    for _ in await cancel(frontend.log, {uid: found.submitted.frontend}) if found.archived is None else ():
+        frontend.count_end(Cancelled(by="client"))
+
+
+async def _stream(frontend: Frontend, uid: str, found: Lookup) -> Response:
+    after, where = cursor(only_header=True)
+    if after and not await frontend.ask(has_event(frontend, found, uid, after)):
+        raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
+    frames = ResponseFrames(uid, found.submitted, ids=True, posted=True, after=_number("starting_after"))
+    if frontend.readers.count(uid):  # a further one of the same request: else running requests bound their number
+        place().views()
+    if found.archived is None:
+        client = await read_request(frontend, uid, found.submitted, whole=False)
+    else:
+        client = read_archived(frontend, found.archived, found.submitted, whole=False)
+    response = stream_response(client, frames, frontend.turns, after=after)
+    response.headers["x-minisgl-uid"] = uid
+    return response
+
+
+def _number(name: str) -> int:
+    given = request.args.get(name, "-1")
+    if given != "-1" and not (given.isdecimal() and len(given) < 16):
+        raise RequestError(f"{name}: should be the sequence number of an event", param=name, code="invalid_value")
+    return int(given)
+
+
+def _page(items: Sequence[Item]) -> dict[str, Any]:
+    """Return the page of *items*, the oldest first, that the query asks for. Raises RequestError: It is wrong."""
+    order, limit, after = (
+        request.args.get("order", "desc"),
+        request.args.get("limit", str(LISTED)),
+        request.args.get("after"),
+    )
+    if order not in ("asc", "desc"):
+        raise RequestError("order: should be `asc` or `desc`", param="order", code="invalid_value")
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MOST_LISTED):
+        message = f"limit: should be a whole number from 1 to {MOST_LISTED}"
+        raise RequestError(message, param="limit", code="invalid_value")
+    found = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        places = [place for place, item in enumerate(found) if item["id"] == after]
+        if not places:
+            raise RequestError("after: there is no item with this id", param="after", code="invalid_value")
+        found = found[places[0] + 1 :]
+    shown = found[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}

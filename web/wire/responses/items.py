@@ -1,0 +1,236 @@
+"""Items of OpenAI's Responses API, as messages of a chat, and back.
+
+What the assistant thought, said and called is an item each, and one message while nothing else comes in between.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pipeline.errors import RequestError
+from web.wire.openai.bulk import MOST_LARGE, bulk_of
+from web.wire.openai.messages import (
+    LONGEST_NAME,
+    MOST_CALLS,
+    MOST_IN_ARGUMENTS,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    with_more,
+)
+from web.wire.openai.strict import wrong
+from web.wire.signatures import Signatures
+from web.wire.uids import uid_of
+
+ITEMS: Final = (
+    *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    "item_reference",
+)
+"""The types of items that a conversation may have."""
+CALLS: Final[Mapping[str, str]] = {"function_call": "arguments", "custom_tool_call": "input"}
+"""The types of calls, and the member with what is passed."""
+TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Types of parts, and the member that has the text of each."""
+ROLES: Final[Mapping[str, str]] = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+"""The roles of messages, and those that chat templates know."""
+MOST_ITEMS: Final = 2 * MOST_MESSAGES
+BETWEEN: Final = "__"
+"""Between a namespace and the name of its tool."""
+INPUT: Final = "in"
+"""Before the number of an item of the input, in its id; the output has numbers alone."""
+_ID: Final = re.compile(rf"(?:msg|rs|fc|ctc|fco)_([0-9a-f.]+)_((?:{INPUT})?[0-9]{{1,6}})")
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a tool."""
+    return f"{namespace}{BETWEEN}{name}" if namespace else name
+
+
+def place_of(item_id: str) -> tuple[str, str]:
+    """Return the uid in the id of an item, and the item's number there; ("", "") if it is no id of ours."""
+    found = _ID.fullmatch(item_id)
+    return (found[1], found[2]) if found and uid_of(found[1]) else ("", "")
+
+
+class Conversation:
+    """The fold of items into messages."""
+
+    def __init__(self, past: Sequence[Message] = (), found: Mapping[str, Item] | None = None) -> None:
+        """*past*: the messages before the first item. *found*: the items that references name, by their ids."""
+        self.messages: list[Message] = list(past)
+        self.left_out: list[str] = []
+        """Places of thoughts that the model does not get: they have no text, and their content cannot be read."""
+        self._found = found or {}
+        self._signatures = Signatures()
+        self._arguments_left = MOST_IN_ARGUMENTS
+        self._answers = False
+        """Whether the last message is one of the assistant's, to which more items may belong."""
+
+    def add(self, item: object, path: str) -> None:
+        """Add the item at *path* of the body.
+
+        Raises:
+            RequestError: It is not supported, or a member of it is missing or wrong.
+        """
+        if not isinstance(item, dict):
+            raise wrong(path, "should be an object")
+        kind = kind_of(item)
+        if kind == "item_reference":
+            item = self._found[reference_in(item, path)]
+            kind = kind_of(item)
+        match kind:
+            case "message":
+                self._message(item, path)
+            case "reasoning":
+                if thought := self._thought(item, path):
+                    self._answer(thought=thought)
+            case "function_call" | "custom_tool_call":
+                self._call(item, kind, path)
+            case "function_call_output" | "custom_tool_call_output":
+                result = text_of(item.get("output"), f"{path}.output")
+                self._add({"role": "tool", "content": result, "tool_call_id": _member(item, "call_id", path)})
+            case _:
+                raise _unsupported(f"an item of type `{kind[:32]}`", ITEMS, path, "type")
+
+    def _add(self, message: Message, *, answers: bool = False) -> None:
+        self.messages.append(message)
+        self._answers = answers
+
+    def _message(self, item: Item, path: str) -> None:
+        role = item.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise wrong(f"{path}.role", f"should be one of {', '.join(ROLES)}")
+        text = text_of(item.get("content"), f"{path}.content")
+        if role == "assistant":
+            self._answer(text=text)
+        else:
+            self._add({"role": ROLES[role], "content": text})
+
+    def _call(self, item: Item, kind: str, path: str) -> None:
+        call = _call(item, kind, path)
+        self._arguments_left -= sum(bulk_of(call["function"]["arguments"].encode()))
+        if self._arguments_left < 0:
+            most = f"the arguments of all calls have more than {MOST_LARGE} values together"
+            raise wrong(f"{path}.{CALLS[kind]}", most)
+        self._answer(call=call)
+        if len(self.messages[-1]["tool_calls"]) > MOST_CALLS:
+            raise wrong(path, f"up to here, one answer has more than {MOST_CALLS} calls")
+
+    def _answer(self, *, text: str = "", thought: str = "", call: Message | None = None) -> None:
+        """Add to the message of the assistant, or begin one."""
+        if not self._answers:
+            self._add({"role": "assistant", "content": ""}, answers=True)
+        message = self.messages[-1]
+        message["content"] = with_more(message["content"], text) if text else message["content"]
+        if thought:
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = f"{before}\n{thought}" if before else thought
+        if call is not None:
+            message.setdefault("tool_calls", []).append(call)
+
+    def _thought(self, item: Item, path: str) -> str:
+        """Return what is thought in an item: its own text, or what its encrypted content carries."""
+        content = item.get("content")
+        if content:
+            return text_of(content, f"{path}.content", {"reasoning_text": "text", "text": "text"})
+        signature = item.get("encrypted_content")
+        if signature is None:
+            return ""
+        thought = self._signatures.thought_of(_member(item, "encrypted_content", path, most=0))
+        if thought is None:
+            self.left_out.append(f"{path}.encrypted_content")
+        return thought or ""
+
+
+def kind_of(item: Item) -> str:
+    """Return the type of an item. Those of messages and references may be left out."""
+    kind = item.get("type")
+    if kind is None:
+        return "message" if "role" in item else "item_reference" if "id" in item else "None"
+    return str(kind)
+
+
+def reference_in(item: Item, path: str) -> str:
+    """Return the id that an `item_reference` has. Raises RequestError."""
+    return _member(item, "id", path)
+
+
+def _call(item: Item, kind: str, path: str) -> Message:
+    given = _member(item, CALLS[kind], path, most=0)
+    namespace = item.get("namespace")
+    if namespace is not None:
+        namespace = _member(item, "namespace", path)
+    name = full_name(_member(item, "name", path), namespace)
+    arguments = json.dumps({"input": given}, ensure_ascii=False) if kind == "custom_tool_call" else given
+    function = {"name": name, "arguments": arguments}
+    return {"id": _member(item, "call_id", path), "type": "function", "function": function}
+
+
+def text_of(content: object, path: str, kinds: Mapping[str, str] = TEXTS) -> str:
+    """Return a text, or the texts of a list of parts with line breaks in between.
+
+    Raises:
+        RequestError: It is neither, or a part is not of *kinds*, which have the member with the text of each.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(path, "should be a string or a list of parts")
+    if len(content) > MOST_PARTS:
+        raise wrong(path, f"should have at most {MOST_PARTS} parts, not {len(content)}")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise _unsupported(f"a part of type `{str(kind)[:32]}`", kinds, f"{path}.{number}", "type")
+        texts.append(_member(part, kinds[kind], f"{path}.{number}", most=0))
+    return "\n".join(texts)
+
+
+def _unsupported(what: str, accepted: Sequence[str] | Mapping[str, str], path: str, member: str) -> RequestError:
+    names = ", ".join(f"`{name}`" for name in accepted)
+    message = f"{path}: {what} is not supported here; accepted are {names}"
+    return RequestError(message, param=f"{path}.{member}", code="unsupported_content")
+
+
+def _member(item: Item, name: str, path: str, *, most: int = LONGEST_NAME) -> str:
+    """Return a text in an *item*, of at most so many characters if *most* is not 0. Raises RequestError."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", "should be a string")
+    if most and not 0 < len(value) <= most:
+        raise wrong(f"{path}.{name}", f"should have 1 to {most} characters")
+    return value
+
+
+def items_of(messages: Sequence[Message], uid: str) -> Iterator[Item]:
+    """Yield *messages* as items of the input of the response *uid*."""
+    number = 0
+
+    def made(prefix: str, **fields: Any) -> Item:
+        nonlocal number
+        number += 1
+        return {"id": f"{prefix}_{uid}_{INPUT}{number - 1}", "status": "completed", **fields}
+
+    for message in messages:
+        text, role = message.get("content") or "", message["role"]
+        if role == "tool":
+            yield made("fco", type="function_call_output", call_id=message["tool_call_id"], output=text)
+            continue
+        if thought := message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": thought}]
+            yield made("rs", type="reasoning", summary=[], content=content)
+        if role == "assistant" and text:
+            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+            yield made("msg", type="message", role=role, content=content)
+        elif role != "assistant":
+            yield made("msg", type="message", role=role, content=[{"type": "input_text", "text": text}])
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            passed = {"name": function["name"], "arguments": function["arguments"]}
+            yield made("fc", type="function_call", call_id=call["id"], **passed)
