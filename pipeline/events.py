@@ -2,7 +2,7 @@
 
 An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields with
 their default value are left out. Lists of numbers have commas and no brackets. `v` is the version of an event, for
-readers of old logs; so far there is one version.
+readers of old logs. Version 2 may have texts elsewhere (`pipeline.log.shared`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Event(Value):
     Version 1 is not written: it would take 2 bytes for each token in a history.
     """
 
-    v: Literal[1] = 1
+    v: Literal[1, 2] = 1
     ms: Moment = 0
 
 

@@ -27,7 +27,7 @@ PROBE: Final = "probe"
 """Endpoint of a web process' test requests, which must pass every stage. /ready names it while the first one is
 running."""
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Newest version of entries and events that this code reads."""
 
 SUBMITTED_ID: Final = "0-1"
@@ -182,6 +182,11 @@ class Names:
         """Hash with a time to live, of the base uid of siblings: their histories' shared texts, by digest. `left`:
         number of siblings that have not ended; `gone`: when the histories of the others expire."""
         return self._key(f"shared:{uid}")
+
+    def text(self, digest: str) -> str:
+        """String with a time to live: a piece of a text that stored responses share, after the digest of the piece
+        before it."""
+        return self._key(f"text:{digest}")
 
     def replies(self, frontend: str) -> str:
         """Stream that one web process tails. It may lose entries; the histories are the truth."""

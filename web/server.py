@@ -56,6 +56,8 @@ SWITCH_INTERVAL_S: Final = 0.0005
 COLLECT_EVERY_S: Final = 1.0
 COLLECT_SHARE: Final = 0.001
 """Largest share of the time that full garbage collections take."""
+SHARE_OF_STORED: Final = 4
+"""Stored responses may take one part in so many of --max-log-bytes."""
 JANITOR_PATIENCE_S: Final = 1.0
 
 
@@ -86,7 +88,8 @@ def run(config: WebStageConfig) -> int:
         contextlib.closing(open_log()) as janitor_log,
         Seat(open_log, lease_ms, config.worker.slot, measures) as seat,
     ):
-        janitor = Janitor(janitor_log, measures=measures)
+        most_bytes = (config.clients.max_log_bytes or 0) // SHARE_OF_STORED
+        janitor = Janitor(janitor_log, measures=measures, most_stored_bytes=most_bytes)
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:

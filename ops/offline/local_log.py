@@ -107,7 +107,7 @@ class LocalLog:
             self._changed.notify_all()
         return SubmitResult(Submission.ACCEPTED, uid)
 
-    def tokenized(self, entry: Entry, event: Tokenized) -> bool:
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
         with self._changed:
             uid = entry.fields["uid"]
             is_new = self._append(uid, TOKENIZED_ID, encode(event))

@@ -120,6 +120,11 @@ class RequestLimits:
         return int(self.response_retention_s * 1000)
 
     @property
+    def stored_ms(self) -> int:
+        """Time from the submit of a stored response until its history goes: they go in the order of their submits."""
+        return self.response_retention_ms + max(self.background_timeout_ms, self.timeout_ms)
+
+    @property
     def background_timeout_ms(self) -> int:
         return int(self.background_timeout_s * 1000)
 
@@ -355,8 +360,11 @@ class RequestLog(HistoryLog, Protocol):
         *letter*, which must exist. Raise LogFull when Redis is at its maxmemory.
         """
 
-    def tokenized(self, entry: Entry, event: Tokenized) -> bool:
-        """Consume *entry* of `submitted`, write the prompt's tokens to its history, and append it to `tokenized`."""
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
+        """Consume *entry* of `submitted`, write the prompt's tokens to its history, and append it to `tokenized`.
+
+        *stored*: it is a stored response, which shares its texts with others.
+        """
 
     def end(
         self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None

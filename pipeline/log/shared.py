@@ -1,8 +1,14 @@
-"""Texts that siblings share. They are kept once, under the base uid, and the siblings' histories refer to them.
+"""Texts that requests share. They are kept once, and the histories refer to them.
 
-In an entry, a field `<name>@` stands for a field `<name>`: its value is a beginning of its own, and then the digest of
-the rest of the text. commits/lib.lua reads it the same way. Knows no Redis, and of the fields of a request only the
-seed, in which the choices of one prompt differ.
+Siblings share theirs under the base uid. In an entry, a field `<name>@` stands for a field `<name>`: its value is a
+beginning of its own, and then the digest of the rest of the text.
+
+Stored responses share beginnings: a conversation that goes on repeats all that was said. Such a text is a chain of
+pieces, each under its digest and with that of the piece before it. A field `<name>~` stands for a field `<name>`: its
+value is the digest of the last piece, and then the rest of the text. An entry with such a field has version 2.
+
+commits/lib.lua reads both the same way. Knows no Redis, and of the fields of a request only the seed, in which the
+choices of one prompt differ, and those that grow from one response to the next.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
 
 MARK: Final = "@"
 """End of the name of a field whose text is elsewhere; commits/lib.lua has the same."""
+CHAINED: Final = "~"
+"""The same of a field whose text begins with a chain."""
 DIGEST_CHARS: Final = 32
 """Number of hex digits of a digest; commits/lib.lua has the same."""
 SHARED_FROM_BYTES: Final = 64
@@ -26,6 +34,16 @@ REFERRING_IDS: Final = (SUBMITTED_ID, TOKENIZED_ID)
 """Ids of the events of a history that may refer to shared texts."""
 NEVER_SHARED: Final = frozenset({"kind", "endpoint", "frontend"})
 """Short fields, which some readers read without the rest."""
+CHAINED_FROM_BYTES: Final = 256
+"""Length below which texts of stored responses stay in the histories: a piece takes about as much beside its text."""
+PIECE_BYTES: Final = 1024
+"""Least length of a piece of a conversation. It ends with a message."""
+PIECE_NUMBERS: Final = 256
+"""Numbers in a piece of a list of them."""
+NO_PIECE: Final = DIGEST_CHARS * b"-"
+"""In place of the digest of the piece before the first one."""
+BETWEEN_MESSAGES: Final = b',{"role":'
+"""No text within a message has this: it would have backslashes before the quotes."""
 SEED: Final = b'"seed":%d'
 """The seed in the text of `sampling`. Large parameters come after it."""
 
@@ -78,6 +96,47 @@ def referring(words: Words) -> tuple[Words, Words]:
     return own, {digest.decode(): words[name] for name, digest in digests.items()}
 
 
+def chained(words: Words) -> tuple[Words, Words]:
+    """Return *words* of a stored response with references for its long texts, and the pieces of those, by digest."""
+    own, pieces = Words(), Words()
+    for name, text in words.items():
+        parts, rest = _pieces(name, text)
+        last = NO_PIECE
+        for part in parts:
+            piece = last + part
+            last = _digest(piece)
+            pieces[last.decode()] = piece
+        own |= {name + CHAINED: last + rest} if parts else {name: text}
+    return own | ({"v": b"2"} if pieces else {}), pieces
+
+
+def _pieces(name: str, text: bytes) -> tuple[list[bytes], bytes]:
+    """Return the pieces of a field, which depend on what is before them alone, and the rest."""
+    if len(text) < CHAINED_FROM_BYTES or name in NEVER_SHARED:
+        return [], text
+    if name == "token_ids":
+        numbers = text.split(b",")
+        cuts = range(0, len(numbers) - PIECE_NUMBERS, PIECE_NUMBERS)
+        pieces = [b",".join(numbers[first : first + PIECE_NUMBERS]) + b"," for first in cuts]
+        return pieces, b",".join(numbers[len(pieces) * PIECE_NUMBERS :])
+    if name != "messages":
+        return [text], b""
+    first, *others = text[:-1].split(BETWEEN_MESSAGES)
+    pieces, rest = [], first
+    for other in others:
+        if len(rest) >= PIECE_BYTES:
+            pieces.append(rest)
+            rest = b""
+        rest += BETWEEN_MESSAGES + other
+    return ([*pieces, rest], text[-1:]) if len(rest) >= PIECE_BYTES else (pieces, rest + text[-1:])
+
+
+def chains_in(history: Sequence[Entry]) -> list[str]:
+    """Return the digests of the last pieces of chains that the entries of a history refer to."""
+    first = [entry for entry in history if entry.id in REFERRING_IDS]
+    return [text[:DIGEST_CHARS] for entry in first for name, text in entry.fields.items() if name[-1:] == CHAINED]
+
+
 def digests_in(history: Sequence[Entry]) -> list[str]:
     """Return the digests that the entries of a history refer to."""
     first = [entry for entry in history if entry.id in REFERRING_IDS]
@@ -85,7 +144,8 @@ def digests_in(history: Sequence[Entry]) -> list[str]:
 
 
 def whole_history(history: Sequence[Entry], texts: Mapping[str, str]) -> list[Entry] | None:
-    """Return entries of a history with complete texts, given digest -> text; None if a text is missing."""
+    """Return entries of a history with complete texts, given digest -> text, of chains all of it; None if one is
+    missing."""
     try:
         return [_whole(entry, texts) if entry.id in REFERRING_IDS else entry for entry in history]
     except KeyError:
@@ -98,6 +158,8 @@ def _whole(entry: Entry, texts: Mapping[str, str]) -> Entry:
         if name[-1:] == MARK:
             beginning, rest = text[:-DIGEST_CHARS], texts[text[-DIGEST_CHARS:]]
             name, text = name[:-1], beginning + rest if beginning else rest
+        elif name[-1:] == CHAINED:
+            name, text = name[:-1], texts[text[:DIGEST_CHARS]] + text[DIGEST_CHARS:]
         fields[name] = text
     return Entry(entry.id, fields)
 

@@ -296,8 +296,15 @@ REJECTIONS: Final = Family(
     ("reason",),
     known=(
         *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
-        *("requests_per_minute", "concurrent_requests", "log_share", "shutting_down"),
+        *("requests_per_minute", "concurrent_requests", "max_background", "log_share", "shutting_down"),
     ),
+)
+EXPIRED_EARLY: Final = Family(
+    "responses_expired_early_total",
+    "counter",
+    "Stored responses that were kept as briefly as other requests, because all of them took more than a quarter of "
+    "--max-log-bytes. An archive still has them.",
+    (WEB,),
 )
 
 ARCHIVED: Final = Family(

@@ -310,7 +310,7 @@ class TokenizeWorker:
                     grammar_param=prompt.asked.param if each.grammar and prompt.asked is not None else "",
                 )
                 failpoint("tokenize.before_commit")
-                self._commit(each.entry, event)
+                self._commit(each, event)
                 failpoint("tokenize.after_commit")
 
     def _too_many_scores(self, work: _Work, num_tokens: int) -> RequestError | None:
@@ -347,9 +347,9 @@ class TokenizeWorker:
         ]
         return [one if isinstance(one, RequestError) else one[0] for one in each]
 
-    def _commit(self, entry: Entry, event: Tokenized) -> None:
+    def _commit(self, work: _Work, event: Tokenized) -> None:
         began_s = time.perf_counter()
-        done = self._log.tokenized(entry, event)
+        done = self._log.tokenized(work.entry, event, stored=work.submitted.stored)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "tokenized")
         if done:
             self._measures.add(PROMPTS)

@@ -31,6 +31,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "dead": names.dead,
         "ended": names.ended,
         "archive": names.archive,
+        "text:cd": names.text("cd"),
         "stored": names.stored,
         "stored_bytes": names.stored_bytes,
         "steps:generate-0": names.steps("generate-0"),

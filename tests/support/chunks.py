@@ -8,7 +8,17 @@ from typing import Any
 
 from openai.types.chat import ChatCompletionChunk
 
-from pipeline.events import End, Finished, FinishReason, Submitted, Timings, TokensProduced, Usage
+from pipeline.events import (
+    End,
+    Finished,
+    FinishReason,
+    Markup,
+    PromptInfo,
+    Submitted,
+    Timings,
+    TokensProduced,
+    Usage,
+)
 from pipeline.names import SEAL
 from web.wire.endpoints import body_of, frames_for
 from web.wire.frames import ClientEvent, Frames
@@ -16,6 +26,7 @@ from web.wire.known import Known
 from web.wire.openai.answers import choices_for
 
 UID = f"{5000:012x}" + "7000" + "8" * 16
+THINK = Markup(tools="hermes", think=("<think>", "</think>"))
 
 
 def finished(reason: FinishReason = "stop") -> Finished:
@@ -25,6 +36,28 @@ def finished(reason: FinishReason = "stop") -> Finished:
 
 def ended(event: End, index: int = 0) -> ClientEvent:
     return ClientEvent(SEAL, 0, event, index)
+
+
+def history(
+    text: str, markup: Markup | None = THINK, *, reason: FinishReason = "stop", size: int = 3
+) -> list[ClientEvent]:
+    """Return the events of an answer with *text*, in tokens of *size* characters."""
+    parts = [text[place : place + size] for place in range(0, len(text), size)]
+    said = [
+        ClientEvent(
+            f"{n}-0",
+            n,
+            TokensProduced(
+                tokens=(n,),
+                text=each,
+                step="1-1",
+                markup=markup if n == 1 else None,
+                prompt=PromptInfo(num_tokens=7, cached_tokens=4) if n == 1 else None,
+            ),
+        )
+        for n, each in enumerate(parts, 1)
+    ]
+    return [*said, ended(finished(reason))]
 
 
 def frames_of(events: Sequence[Submitted], uid: str = UID, *, ids: bool = True, known: Known | None = None) -> Frames:

@@ -19,7 +19,7 @@ from pipeline.events import Cancelled, Failed
 from pipeline.log.protocol import Owner
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import REQUEST_SUCCESS
+from pipeline.metrics.families import EXPIRED_EARLY, REQUEST_SUCCESS
 from pipeline.names import JANITOR, slot_name
 from pipeline.process.failpoints import failpoint
 
@@ -44,11 +44,14 @@ class Janitor:
         patience_s: float = PATIENCE_S,
         clock_s: Callable[[], float] = time.monotonic,
         measures: Measures | None = None,
+        most_stored_bytes: int = 0,
     ) -> None:
+        """*most_stored_bytes*: what all stored responses may take; 0: any number."""
         self._log = log
         self._patience_s = patience_s
         self._clock_s = clock_s
         self._measures = measures or Measures()
+        self._most_stored_bytes = most_stored_bytes
         self._nonce = secrets.token_hex(4)
         self._owner: Owner | None = None
         self._gone_since_s: dict[str, float] = {}
@@ -86,10 +89,11 @@ class Janitor:
                 logger.warning("lease_not_released", slot=SLOT, error=str(error))
 
     def sweep(self) -> None:
-        """End the requests that are past their deadline, and those that no client reads any more."""
+        """End the requests that are past their deadline, and those that no client reads any more. Let stored responses
+        go."""
         overdue = self._log.overdue(MOST_ENDED)
         for uid, frontend in self._log.frontends_of(overdue).items():
-            message = "The request was not done by its deadline (--request-timeout)."
+            message = "The request was not done by its deadline (--request-timeout, or --background-timeout)."
             event = Failed(status=504, code="timeout", message=message)
             if self._log.end(uid, event, frontend=frontend):
                 logger.warning("overdue", uid=uid)
@@ -99,6 +103,10 @@ class Janitor:
             if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend):
                 logger.warning("abandoned", uid=uid, frontend=frontend)
                 self._measures.add(REQUEST_SUCCESS, "abort")
+
+        if early := self._log.retire(self._most_stored_bytes):
+            logger.warning("responses_expired_early", responses=early)
+            self._measures.add(EXPIRED_EARLY, amount=early)
 
     def _abandoned(self) -> list[tuple[str, str]]:
         """Return (uid, frontend) of running requests whose frontend is gone for too long and that no client reads."""

@@ -5,7 +5,6 @@ archive, whose owner is the caller; it needs no other store.
 from __future__ import annotations
 
 import functools
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,8 +65,11 @@ def stored_routes(frontend: Frontend) -> Blueprint:
             if request.args.get("stream", "false").lower() == "true":
                 return await _stream(frontend, uid, found)
             response = await _response(frontend, uid, found)
-            left_ms = await frontend.ask(frontend.log.left_ms(uid)) if found.archived is None else None
-        return _told(response, left_ms)
+            if found.archived is not None or not response.ended_ms:
+                return _told(response)
+            promised_ms = response.ended_ms + frontend.limits.response_retention_ms
+            gone_ms = await frontend.ask(frontend.log.expires_ms(uid))  # sooner, if there were too many
+        return _told(response, min(promised_ms, gone_ms))
 
     @routes.post(f"{PATH}/cancel")
     @operation("Cancel a response that runs in the background")
@@ -115,10 +117,7 @@ async def prepared(frontend: Frontend, asked: Asked, *, who: Caller) -> Asked:
     with reaching("response_not_read", uid=before or ""):
         if before is not None:
             uid, found = await _find(frontend, before, who, param="previous_response_id")
-            response = await _response(frontend, uid, found)
-            if response.status in ("queued", "in_progress"):
-                message = f"previous_response_id: {before} is not done; wait for it, or cancel it"
-                raise RequestError(message, code="invalid_value", param="previous_response_id")
+            response = await _done(frontend, uid, found, "previous_response_id")
             past = _conversation(found.submitted) + _said(response)
         return replace(asked, past=past, found=await _items(frontend, named, who))
 
@@ -141,13 +140,24 @@ async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mappi
         found = await _find_own(frontend, uid, who)
         if found is None:
             raise _no_item(places[0][0])
-        there = (await _response(frontend, uid, found)).output() + list(items_of(_conversation(found.submitted), uid))
+        there = (await _done(frontend, uid, found, "input")).output() + list(
+            items_of(_conversation(found.submitted), uid)
+        )
         ids = {item["id"]: item for item in there}
         for item_id, _ in places:
             if item_id not in ids:
                 raise _no_item(item_id)
             items[item_id] = ids[item_id]
     return items
+
+
+async def _done(frontend: Frontend, uid: str, found: Lookup, param: str) -> answers.Response:
+    """Return a response that is over. Raises RequestError: It is not."""
+    response = await _response(frontend, uid, found)
+    if response.status in ("queued", "in_progress"):
+        message = f"{param}: {RESPONSE_PREFIX}{uid} is not done; wait for it, or cancel it"
+        raise RequestError(message, code="invalid_value", param=param)
+    return response
 
 
 def _no_item(item_id: str) -> RequestError:
@@ -212,11 +222,11 @@ def _apply(response: answers.Response, entries: Sequence[Entry]) -> None:
             response.apply(decode(entry.fields, without=("scores",)))
 
 
-def _told(response: answers.Response, left_ms: int | None = None) -> Response:
-    """Return a response as JSON. *left_ms*: for how long the log has it still; negative: it is not known."""
+def _told(response: answers.Response, expires_ms: int = 0) -> Response:
+    """Return a response as JSON. *expires_ms*: until when the log has it; 0: it is not known."""
     told = response.plain()
-    if left_ms is not None and left_ms >= 0 and response.status not in ("queued", "in_progress"):
-        told["expires_at"] = int(time.time() + left_ms / 1000)
+    if expires_ms:
+        told["expires_at"] = expires_ms // 1000
     return json_response(told)
 
 

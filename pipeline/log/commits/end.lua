@@ -4,12 +4,14 @@
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
 local key, arg = named()
 
+local texts = string.match(key.history, '^{[^}]*}:') .. 'text:'
+
 local function text_of(digest)
   return key.shared and redis.pcall('HMGET', key.shared, digest)[1] or ''
 end
 
 local function as_whole_json(entry)
-  return as_json({ entry[1], whole(entry[2], text_of) })
+  return as_json({ entry[1], whole(entry[2], text_of, texts) })
 end
 
 -- Returns a history in JSON, of at most so many bytes: its first entry, and as many of the last ones as fit. Returns also
@@ -27,7 +29,7 @@ local function copy_of(history, bytes)
   end
   if has_first then table.insert(kept, 1, beginning) end
   local labels
-  local fields = has_first and {} or whole(first[2], text_of)
+  local fields = has_first and {} or whole(first[2], text_of, texts)
   for i = 1, #fields, 2 do
     if fields[i] == 'labels' and #fields[i + 1] <= 4096 then labels = fields[i + 1] end
   end

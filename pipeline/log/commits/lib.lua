@@ -2,6 +2,7 @@
 --
 -- At maxmemory, Redis refuses a script at its first write, if that write may take memory. Every commit but submit and import
 -- begins with a write that Redis never refuses, so work in flight drains while new work waits.
+local NO_PIECE = string.rep('-', 32)
 local SEAL = '18446744073709551615-18446744073709551615'
 
 local function now_ms() -- Redis' clock, as text
@@ -37,13 +38,45 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
--- Returns fields with whole texts. A field `<name>@` is a beginning and then a digest, for which *text_of* returns the rest.
-local function whole(fields, text_of)
+-- Returns the text of a chain of pieces; nil if one is gone. *texts* is the beginning of their keys.
+local function chain_text(texts, digest)
+  local pieces = {}
+  while digest ~= NO_PIECE do
+    local piece = redis.call('GET', texts .. digest)
+    if not piece then return nil end
+    pieces[#pieces + 1], digest = string.sub(piece, 65), string.sub(piece, 1, 32)
+  end
+  for i = 1, math.floor(#pieces / 2) do pieces[i], pieces[#pieces + 1 - i] = pieces[#pieces + 1 - i], pieces[i] end
+  return table.concat(pieces)
+end
+
+-- Keeps pieces of texts for at least so long; those that are not there are *texts*. A piece names its last user, after the digest
+-- of the piece before it. Returns the size of new ones.
+local function keep_pieces(pieces, texts, left_ms, uid)
+  local bytes, user = 0, string.format('%-32.32s', uid)
+  for i, piece in ipairs(pieces) do
+    local left = redis.call('PTTL', piece)
+    if left == -2 then
+      redis.call('SET', piece, string.sub(texts[i], 1, 32) .. user .. string.sub(texts[i], 33), 'PX', left_ms)
+      bytes = bytes + #texts[i] + 192 -- about what a key takes
+    else
+      redis.call('SETRANGE', piece, 32, user)
+      if left < tonumber(left_ms) then redis.call('PEXPIRE', piece, left_ms) end
+    end
+  end
+  return bytes
+end
+
+-- Returns fields with whole texts. A field `<name>@` is a beginning and then a digest, for which *text_of* returns the rest; a
+-- field `<name>~` is the digest of a chain, below *texts*, and then the rest.
+local function whole(fields, text_of, texts)
   local found = {}
   for i = 1, #fields, 2 do
     local name, value = fields[i], fields[i + 1]
     if string.sub(name, -1) == '@' then
       name, value = string.sub(name, 1, -2), string.sub(value, 1, -33) .. text_of(string.sub(value, -32))
+    elseif string.sub(name, -1) == '~' then
+      name, value = string.sub(name, 1, -2), (chain_text(texts, string.sub(value, 1, 32)) or '') .. string.sub(value, 33)
     end
     found[i], found[i + 1] = name, value
   end
@@ -86,19 +119,19 @@ local function tell_archivers(ended, archive, uid, ended_ms, now)
   if dropped > 0 then redis.call('HINCRBY', archive, 'unarchived', dropped) end
 end
 
--- Returns for how long a history is kept from its end on: *retention_ms*, or *stored_ms* for a stored response. Of that, it
--- counts the bytes that came after its submit.
-local function kept_after(history, uid, stored, stored_bytes, retention_ms, stored_ms)
+-- Returns for how long a history is kept from its end on: *retention_ms*, or a stored response as long as its submit said. Of
+-- that, it counts the bytes that came since.
+local function kept_after(history, uid, stored, stored_bytes, retention_ms)
   if not redis.call('ZSCORE', stored, uid) then return retention_ms end
   local bytes = 80 * redis.call('XLEN', history) -- about what an event of one token takes
   redis.call('HINCRBY', stored_bytes, uid, bytes)
   redis.call('HINCRBY', stored_bytes, 'all', bytes)
-  return stored_ms
+  return redis.call('PTTL', history)
 end
 
 -- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, and of a sibling shared;
--- *arg* has reply_cap, retention_ms and stored_ms, see kept_after, ended_ms, see tell_archivers, and perhaps brief_ms, for which
--- a history without tokens is kept.
+-- *arg* has reply_cap, retention_ms, ended_ms, see tell_archivers, and perhaps brief_ms, for which a history without tokens is
+-- kept.
 -- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
 local function seal(key, arg, uid, fields)
   redis.call('ZREM', key.live, uid)
@@ -108,7 +141,7 @@ local function seal(key, arg, uid, fields)
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
   if not append(key.history, SEAL, fields, now) then return false end
-  local kept_ms = kept_after(key.history, uid, key.stored, key.stored_bytes, arg.retention_ms, arg.stored_ms)
+  local kept_ms = kept_after(key.history, uid, key.stored, key.stored_bytes, arg.retention_ms)
   if n == '0' and arg.brief_ms then kept_ms = arg.brief_ms end
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)

@@ -2,7 +2,8 @@
 -- idempotency key, once. Under a quota, only within it. Sent again from a dead letter, only if that is there; it is dropped.
 -- The quota is per_minute, at_once and log_bytes; 0: no such limit. key.limits are those of three minutes from first_minute
 -- on, and key.spent is what the API key has submitted, to which these requests add num_bytes. ARGV goes on with
--- (digest, text)* of what siblings share, num_texts of them, and with the fields of each request, num_fields of them.
+-- (digest, text)* of what siblings share, num_texts of them, with the pieces of texts that key.pieces are, and with the fields
+-- of each request, num_fields of them. Of a stored response, num_bytes has none of the pieces.
 -- Returns an outcome, the base uid that it is about, and a number:
 --   ACCEPTED
 --   DUPLICATE  the requests are there: an earlier try had got through
@@ -114,16 +115,23 @@ if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(arg.retention_ms))
-local at = 2 + 2 * tonumber(arg.num_texts)
+if key.stored then gone = string.format('%.0f', tonumber(now) + tonumber(arg.stored_ms) + 60000) end -- `retire` comes first
+local pieces_at = 2 + 2 * tonumber(arg.num_texts)
+local at = pieces_at + #key.pieces
+local num_bytes = tonumber(arg.num_bytes)
 if count > 1 then
   redis.call('HSET', key.shared, 'left', count)
-  for i = 2, at - 1, 2 do redis.call('HSET', key.shared, ARGV[i], ARGV[i + 1]) end
+  for i = 2, pieces_at - 1, 2 do redis.call('HSET', key.shared, ARGV[i], ARGV[i + 1]) end
   redis.call('PEXPIREAT', key.shared, gone)
 end
-if key.stored then redis.call('HINCRBY', key.stored_bytes, 'all', arg.num_bytes) end
+if key.stored then
+  num_bytes = num_bytes + keep_pieces(key.pieces, slice(ARGV, pieces_at, at - 1), gone - tonumber(now), uid)
+  redis.call('HINCRBY', key.stored_bytes, 'all', string.format('%.0f', num_bytes))
+end
 for i, history in ipairs(key.histories) do
   if key.stored then
-    redis.call('ZADD', key.stored, now, arg.uids[i])
+    local last = redis.call('ZRANGE', key.stored, -1, -1, 'WITHSCORES') -- in the order of the submits
+    redis.call('ZADD', key.stored, string.format('%.0f', math.max(tonumber(now), tonumber(last[2] or 0) + 1)), arg.uids[i])
     redis.call('HSET', key.stored_bytes, arg.uids[i], math.floor(tonumber(arg.num_bytes) / count))
   end
   local last = at - 1 + tonumber(arg.num_fields[i])
@@ -147,7 +155,7 @@ end
 if share > 0 then
   local begin, text = math.floor(tonumber(now) / part_ms) * part_ms, {}
   if #parts == 0 or parts[#parts][1] ~= begin then parts[#parts + 1] = { begin, 0 } end
-  parts[#parts][2] = parts[#parts][2] + tonumber(arg.num_bytes)
+  parts[#parts][2] = parts[#parts][2] + num_bytes
   for i, part in ipairs(parts) do text[i] = string.format('%.0f:%.0f', part[1], part[2]) end
   redis.call('SET', key.spent, table.concat(text, ' '), 'PX', kept_ms)
 end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,15 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.log.shared import digests_in, referring, submitted_bytes, submitted_words, whole_history
+from pipeline.log.shared import (
+    chained,
+    chains_in,
+    digests_in,
+    referring,
+    submitted_bytes,
+    submitted_words,
+    whole_history,
+)
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
@@ -96,11 +105,16 @@ def submit(
         histories, shared = submitted_words(events)
     num_bytes = submitted_bytes(histories, shared)
     is_full = not has_room(num_bytes)
+    pieces: Mapping[str, bytes] = {}
     if is_full:  # enough for the script to refuse them, or to find existing ones
         histories, shared = [{} for _ in events], {}
+    elif events[0].stored and len(events) == 1:
+        words, pieces = chained(histories[0])
+        histories, num_bytes = [words], submitted_bytes([words], {})
 
     def submit(minute: int) -> Script[SubmitResult]:
-        return _submit(log, uid, events, histories, shared, num_bytes, once, quota, letter, minute, is_full=is_full)
+        texts = (shared, pieces)
+        return _submit(log, uid, events, histories, texts, num_bytes, once, quota, letter, minute, is_full=is_full)
 
     try:
         return (yield from submit(this_minute()))
@@ -113,7 +127,7 @@ def _submit(
     uid: str,
     events: Sequence[Submitted],
     histories: Sequence[Mapping[str, bytes]],
-    shared: Mapping[str, bytes],
+    texts: tuple[Mapping[str, bytes], Mapping[str, bytes]],
     num_bytes: int,
     once: Once | None,
     quota: Quota | None,
@@ -122,7 +136,11 @@ def _submit(
     *,
     is_full: bool,
 ) -> Script[SubmitResult]:
-    """Submit, counted in *minute* of Redis' clock, or the one before or after. Raise OtherMinute if it is another."""
+    """Submit, counted in *minute* of Redis' clock, or the one before or after. Raise OtherMinute if it is another.
+
+    *texts*: what siblings share, and the pieces of a stored response's texts.
+    """
+    shared, pieces = texts
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
     keys: dict[str, str | Sequence[str] | None] = {
         "live": names.live,
@@ -130,6 +148,7 @@ def _submit(
         "tokenized": names.tokenized,
         "histories": [*map(names.request, uids)],
         "shared": shared_by(names, uids[0]),
+        "pieces": [*map(names.text, pieces)],
         "idempotency": names.idempotency(once.key) if once else None,
         "dead": names.dead if letter else None,
         "versions": names.copies if letter else None,
@@ -157,6 +176,7 @@ def _submit(
         parse,
         keys,
         *flat(shared),
+        *pieces.values(),
         *(word for fields in histories for word in flat(fields)),
         uid=uid,
         uids=uids,
@@ -165,7 +185,8 @@ def _submit(
         num_texts=len(shared),
         num_bytes=num_bytes,
         timeout_ms=limits.background_timeout_ms if events[0].background else limits.timeout_ms,
-        retention_ms=limits.response_retention_ms if events[0].stored else limits.retention_ms,
+        retention_ms=limits.retention_ms,
+        stored_ms=limits.stored_ms,
         share_ms=limits.retention_ms,
         max_background=limits.max_background,
         max_queued=0 if is_full else limits.max_queued,
@@ -180,10 +201,11 @@ def _submit(
     )
 
 
-def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
+def tokenized(log: LogContext, entry: Entry, event: Tokenized, *, stored: bool = False) -> Script[bool]:
     names, uid = log.names, entry.fields["uid"]
     words, shared = as_words(Tokenized, as_plain(event)), shared_by(names, uid)
     words, texts = referring(words) if shared else (words, {})
+    words, pieces = chained(words) if stored and not shared else (words, {})
     return commit(
         "tokenized",
         is_ok,
@@ -192,8 +214,11 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
             "history": names.request(uid),
             "tokenized": names.tokenized,
             "shared": shared,
+            "pieces": [*map(names.text, pieces)],
+            "stored_bytes": names.stored_bytes,
         },
         *flat(texts),
+        *pieces.values(),
         *flat(words),
         entry=entry.id,
         uid=uid,
@@ -242,7 +267,6 @@ def end(
         *flat(said),
         uid=uid,
         retention_ms=retention_ms,
-        stored_ms=log.limits.response_retention_ms,
         brief_ms=brief_ms(event, 0, said, retention_ms),
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
@@ -283,7 +307,6 @@ def abandon(
         uid=uid,
         base=base_uid(uid),
         retention_ms=kept,
-        stored_ms=log.limits.response_retention_ms,
         brief_ms=refused_ms(kept) if refused else None,
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
@@ -316,7 +339,8 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
 def wholes(names: Names, histories: Sequence[tuple[str, Sequence[Entry]]]) -> Steps[list[list[Entry] | None]]:
     """Return the entries of histories, given as (uid, entries), with complete texts; None if they expired meanwhile.
 
-    Shared texts take one more round trip. Each is one object, however many histories refer to it.
+    Shared texts take one more round trip, and one for those of stored responses. Each is one object, however many
+    histories refer to it.
     """
     asked: dict[str, dict[str, None]] = {}
     for uid, entries in histories:
@@ -328,6 +352,10 @@ def wholes(names: Names, histories: Sequence[tuple[str, Sequence[Entry]]]) -> St
         replies = yield from Batch(commands, list, any_type=True)
         found = zip(asked.items(), replies, strict=True)
         texts = {base: texts_there(digests, reply) for (base, digests), reply in found if reply is not None}
+    if chains := list(dict.fromkeys(digest for _, entries in histories for digest in chains_in(entries))):
+        keys = [*map(names.text, chains)]
+        there = yield from Script("texts", keys, (), functools.partial(texts_there, chains))
+        texts |= {base_uid(uid): texts.get(base_uid(uid), {}) | there for uid, _ in histories}
     return [whole_history(entries, texts.get(base_uid(uid), {})) for uid, entries in histories]
 
 
@@ -376,9 +404,14 @@ def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
     return Batch([["XLEN", log.names.request(uid)] for uid in uids], parse, any_type=True)
 
 
-def left_ms(log: LogContext, uid: str) -> Command[int]:
-    """Return for how long the history of *uid* is still kept; negative: there is none."""
-    return Command(["PTTL", log.names.request(uid)], int)
+def expires_ms(log: LogContext, uid: str) -> Batch[int]:
+    """Return when the history of *uid* will go, in ms of Redis' clock; 0: there is none."""
+
+    def parse(replies: list[Any]) -> int:
+        left, now = replies
+        return clock_ms(now) + int(left) if left >= 0 else 0
+
+    return Batch([["PTTL", log.names.request(uid)], ["TIME"]], parse)
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:
@@ -427,6 +460,20 @@ def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
     """Return which of *uids* are read by another client than their sender."""
     commands = [["EXISTS", log.names.reader(uid)] for uid in uids]
     return Batch(commands, lambda replies: {uid for uid, exists in zip(uids, replies, strict=True) if exists})
+
+
+def retire(log: LogContext, most_bytes: int) -> Script[int]:
+    """Let stored responses go whose time is over, and the oldest ones while all take more than *most_bytes*; return how
+    many went before their time. 0: any number of bytes."""
+    names, limits = log.names, log.limits
+    return commit(
+        "retire",
+        int,
+        {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes},
+        most_bytes=most_bytes or 2**62,
+        retention_ms=limits.retention_ms,
+        stored_ms=limits.stored_ms,
+    )
 
 
 # Dead letters

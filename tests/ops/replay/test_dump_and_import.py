@@ -256,7 +256,7 @@ OVER = (SEAL, {"kind": "cancelled", "ms": "2", "by": "client"})
 
 def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(dump: Tool, bring_in: Tool, path: Path) -> None:
     uids = [new_uid() for _ in range(6)]
-    odd = (OVER[0], OVER[1] | {"v": "2"})
+    odd = (OVER[0], OVER[1] | {"v": "3"})
     write_dump(
         path,
         [
@@ -275,7 +275,7 @@ def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(dump: Too
     for line, uid, reason, said in zip(
         range(2, 8),
         [uids[0], uids[1], "../live", uids[2], uids[3], uids[4]],
-        ["it has not ended", "version 2", "not a uid", "expected submitted", "unknown kind", "rising order"],
+        ["it has not ended", "version 3", "not a uid", "expected submitted", "unknown kind", "rising order"],
         reasons,
         strict=True,
     ):

@@ -88,7 +88,7 @@ BAD: Mapping[str, Mapping[str, str]] = {
     "no uid": {"frontend": "web-0"},
     "an empty uid": {"uid": "", "frontend": "web-0"},
     "no version that can be": {"uid": NOBODY, "frontend": "web-0", "v": "-1"},
-    "a newer version of nobody's": {"uid": NOBODY, "frontend": "web-0", "kind": "step", "v": "2"},
+    "a newer version of nobody's": {"uid": NOBODY, "frontend": "web-0", "kind": "step", "v": "3"},
 }
 
 
@@ -224,9 +224,9 @@ def test_what_a_newer_worker_may_read_is_left_until_its_request_has_ended(
     log, inbox, fields = pipeline.log, pipeline.inboxes[stream], {"uid": NOBODY, "frontend": "web-0"}
     live(log, NOBODY)
     if what == "the history":
-        put(log, pipeline.names.request(NOBODY), {"kind": "submitted", "v": "2"}, "0-1")
+        put(log, pipeline.names.request(NOBODY), {"kind": "submitted", "v": "3"}, "0-1")
     else:
-        fields["v"] = "2"
+        fields["v"] = "3"
     put(log, inbox.stream, fields)
     until(lambda: len(log.left(inbox, 9)) == 1)
     assert pipeline.answer(pipeline.ask("b")) == counted_on("b")
@@ -236,7 +236,7 @@ def test_what_a_newer_worker_may_read_is_left_until_its_request_has_ended(
     until(lambda: buried(lines) == [entry.id] and waiting(pipeline) == 0)  # the line comes after the burial
     assert [letter["uid"] for letter in letters(log)] == [NOBODY]
     (line,) = [line for line in lines if line["event"] == "left_to_newer_worker"]
-    assert line["id"] == entry.id and "version 2" in line["reason"] and counts(pipeline) == {STREAMS[stream]: 1}
+    assert line["id"] == entry.id and "version 3" in line["reason"] and counts(pipeline) == {STREAMS[stream]: 1}
 
 
 def live(log: RedisLog, uid: str) -> None:
@@ -252,9 +252,9 @@ def test_an_entry_of_a_newer_version_that_names_no_request_is_left_for_ten_minut
     log, inbox, now_s = MemoryLog(Names()), Inbox.submitted(Names()), [0.0]
     unreadable = UnreadableEntries(log, inbox, Measures(), clock_s=lambda: now_s[0])
     log.prepare(inbox)
-    put(log, inbox.stream, {"v": "2", "request": "a"})
+    put(log, inbox.stream, {"v": "3", "request": "a"})
     (entry,) = log.read(inbox, "tokenize-0", max_entries=9, block_ms=0)
-    assert not unreadable.refuse(entry, NewerVersion(2), "tokenize-0", ())
+    assert not unreadable.refuse(entry, NewerVersion(3), "tokenize-0", ())
     for now_s[0] in (1.0, LEFT_S - 1):
         unreadable.look()
         assert log.left(inbox, 9) == [entry]

@@ -241,7 +241,7 @@ def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch
 
 def test_a_step_of_a_newer_version_is_left_in_its_slot_until_its_requests_have_ended(rig: Rig) -> None:
     written = rig.step(1, row(1, "a"))
-    newer = Entry(written.id, {**written.fields, "v": "2"})
+    newer = Entry(written.id, {**written.fields, "v": "3"})
     with capture_logs() as lines:
         for _ in range(3):
             rig.worker.handle([newer])
@@ -259,7 +259,7 @@ def test_a_step_of_a_newer_version_is_left_in_its_slot_until_its_requests_have_e
 def test_what_its_engine_cannot_have_written_is_left_to_nobody(rig: Rig, epoch: int) -> None:
     """An engine does not change its version within an epoch, and there is no epoch after that of its owner."""
     rig.worker.handle([rig.step(1, row(1, "a"))])
-    foreign = put(rig.log, rig.inbox.stream, {"v": "2", "rows": "[]"}, f"{epoch}-7")
+    foreign = put(rig.log, rig.inbox.stream, {"v": "3", "rows": "[]"}, f"{epoch}-7")
     rig.worker.handle(rig.log.read(rig.inbox, "detokenize-0", max_entries=9, block_ms=10))
     assert [json.loads(letter.fields["entry"])[0] for letter in rig.log.dead_letters(9)] == [foreign]
     rig.worker.handle([rig.step(2, row(2, "b"))])

@@ -138,8 +138,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             self._streams.sweep()
             now_ms, limits = self._now_ms(), self.limits
             timeout_ms = limits.background_timeout_ms if events[0].background else limits.timeout_ms
-            retention_ms = limits.response_retention_ms if events[0].stored else limits.retention_ms
-            gone_ms = self._in_ms(timeout_ms + retention_ms)
+            gone_ms = self._in_ms(limits.stored_ms if events[0].stored else timeout_ms + limits.retention_ms)
             behind.update(uids)
             moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
             for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
@@ -168,6 +167,10 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             return SubmitResult(Submission.MISMATCH, other)
         return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
+    def retire(self, most_bytes: int) -> int:
+        """Do nothing: stored responses go when their time is over, and share nothing."""
+        return 0
+
     def _more_wait_than(self, most: int) -> bool:
         """Return whether more than *most* requests wait: they live, and no engine has taken them.
 
@@ -179,7 +182,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
         return min(queued, len(self._live) - len(self.alive([entry.fields.get("uid", "") for entry in taken]))) > most
 
-    def tokenized(self, entry: Entry, event: Tokenized) -> bool:
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
         uid = entry.fields["uid"]
         with self._changed:
             if not self._streams.consume(Inbox.submitted(self.names), entry.id):
@@ -504,7 +507,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
     def _kept_ms(self, history: Stream) -> int:
         """Return for how long a history is kept after its end."""
         is_stored = history.entries.get(parse_id(SUBMITTED_ID), {}).get("stored") == "true"
-        return self.limits.response_retention_ms if is_stored else self.limits.retention_ms
+        return int(history.expires_ms) - self._now_ms() if is_stored else self.limits.retention_ms
 
     def _in_ms(self, after_ms: int) -> int:
         """Return the time *after_ms* from now."""

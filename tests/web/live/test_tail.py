@@ -308,7 +308,7 @@ GARBAGE = (
     (b"events", b"5"),
     (b"events", b'[{"uid":[],"id":"1-0","n":1,"event":{"kind":"cancelled","by":"x"}}]'),
     (b"uid", b"a", b"kind", b"admitted", b"engine", b"e", b"epoch", b"1", b"step", b"1", b"fingerprint", b"f"),
-    (b"uid", b"a", b"kind", b"cancelled", b"by", b"x", b"v", b"2"),
+    (b"uid", b"a", b"kind", b"cancelled", b"by", b"x", b"v", b"3"),
 )
 
 

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.chunks import UID, answered, ended, finished, frames_of
+from support.chunks import THINK, UID, answered, frames_of, history
 from support.marked_texts import FAMILIES, written
 from support.wire import MADE, Body, refusal
 
@@ -20,26 +18,19 @@ from pipeline.errors import RequestError
 from pipeline.events import (
     Calls,
     Failed,
-    FinishReason,
-    Markup,
     Presentation,
-    PromptInfo,
     SamplingParams,
     Submitted,
     Templating,
-    TokensProduced,
 )
 from web.wire.anthropic.errors import error_body
 from web.wire.anthropic.schemas import CountRequest, MessagesRequest, message_events, parse_count, parse_messages
 from web.wire.endpoints import MESSAGES_ENDPOINT
 from web.wire.frames import ClientEvent
-from web.wire.openai.schemas import parse_chat
 from web.wire.signatures import MOST_THOUGHT, signature_of
-from web.wire.submit import chat_events
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {"name": "find", "description": "Finds.", "input_schema": {"type": "object", "properties": {"n": {}}}}
-THINK = Markup(tools="hermes", think=("<think>", "</think>"))
 CALL = '<tool_call>{"name": "find", "arguments": {"n": 1}}</tool_call>'
 
 
@@ -354,62 +345,6 @@ def test_the_second_turn_of_claude_code_begins_as_the_first() -> None:
     assert parsed(**of_claude_code({"role": "user", "content": "a"}, session="c")).unknown == ()
 
 
-texts = st.text(max_size=20)
-names = st.sampled_from(["find", "look"])
-
-
-@given(st.data())
-def test_a_conversation_is_the_same_in_both_dialects(data: st.DataObject) -> None:
-    """Anthropic's turns and OpenAI's messages of one conversation submit the same prompt."""
-    system = data.draw(st.none() | st.text(min_size=1, max_size=9).filter(lambda text: not text.startswith("x-anth")))
-    chat: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-    turns: list[Any] = []
-    for turn in range(data.draw(st.integers(1, 4))):
-        said = data.draw(texts)
-        chat.append({"role": "user", "content": said})
-        turns.append({"role": "user", "content": said})
-        calls = [
-            (f"c{turn}.{n}", data.draw(names), {"n": data.draw(texts)}) for n in range(data.draw(st.integers(0, 2)))
-        ]
-        answer, thought = data.draw(texts), data.draw(texts)
-        message: dict[str, Any] = {"role": "assistant", "content": answer}
-        blocks: list[Any] = [{"type": "text", "text": answer}]
-        if thought:
-            message["reasoning_content"] = thought
-            blocks.insert(0, {"type": "thinking", "thinking": thought, "signature": ""})
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": at,
-                    "type": "function",
-                    "function": {"name": name, "arguments": json.dumps(given, ensure_ascii=False)},
-                }
-                for at, name, given in calls
-            ]
-            blocks += [{"type": "tool_use", "id": at, "name": name, "input": given} for at, name, given in calls]
-        chat.append(message)
-        turns.append({"role": "assistant", "content": blocks})
-        results = [{"type": "tool_result", "tool_use_id": at, "content": data.draw(texts)} for at, *_ in calls]
-        if results:
-            turns.append({"role": "user", "content": results})
-        chat += [{"role": "tool", "tool_call_id": r["tool_use_id"], "content": r["content"]} for r in results]
-    chat.append({"role": "user", "content": "On"})
-    turns.append({"role": "user", "content": "On"})
-    tools = [{**TOOL, "name": name} for name in ("find", "look")]
-    of_chat = [
-        {
-            "type": "function",
-            "function": {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]},
-        }
-        for t in tools
-    ]
-    extra = {} if system is None else {"system": system}
-    mine = submitted(messages=turns, tools=tools, thinking={"type": "adaptive"}, **extra)
-    body = {"messages": chat, "tools": of_chat}
-    (other,) = chat_events(parse_chat(json.dumps(body).encode()), **MADE)
-    assert (mine.messages, mine.templating, mine.calls) == (other.messages, other.templating, other.calls)
-
-
 # answers
 
 
@@ -424,27 +359,6 @@ def event_of(**shown: Any) -> Submitted:
         templating=Templating(tools=({"type": "function", "function": {"name": "find", "parameters": {}}},)),
         presentation=Presentation(continuous_usage=True, **shown),
     )
-
-
-def history(
-    text: str, markup: Markup | None = THINK, *, reason: FinishReason = "stop", size: int = 3
-) -> list[ClientEvent]:
-    parts = [text[place : place + size] for place in range(0, len(text), size)]
-    said = [
-        ClientEvent(
-            f"{n}-0",
-            n,
-            TokensProduced(
-                tokens=(n,),
-                text=each,
-                step="1-1",
-                markup=markup if n == 1 else None,
-                prompt=PromptInfo(num_tokens=7, cached_tokens=4) if n == 1 else None,
-            ),
-        )
-        for n, each in enumerate(parts, 1)
-    ]
-    return [*said, ended(finished(reason))]
 
 
 def streamed(event: Submitted, said: Sequence[ClientEvent]) -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced, Usage
+from pipeline.events import AnyEvent, Cancelled, End, Failed, Finished, Submitted, TokensProduced, Usage
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 from web.wire.markup.reader import Piece
@@ -37,6 +37,8 @@ class Response:
         self.choice = choices_for(uid, [event])[0]
         self.ended: Failed | Cancelled | None = None
         """How it ended, if that is not well."""
+        self.ended_ms = 0
+        """When it ended, by Redis' clock; 0: it has not, or that is not known."""
         self._echoes = event.presentation.echoes
         self._special: Mapping[str, Mapping[str, Any]] = self._echoes.get("special", {})
 
@@ -52,8 +54,9 @@ class Response:
             return "incomplete" if self.choice.reason == "length" else "completed"
         return "in_progress" if self.choice.token_ids else "queued"
 
-    def apply(self, event: Any) -> None:
+    def apply(self, event: AnyEvent) -> None:
         """Add the next event of its history. Those of engines and tokenizers change nothing."""
+        self.ended_ms = event.ms if isinstance(event, End) else 0
         match event:
             case TokensProduced() as tokens:
                 self.choice.apply(tokens)
@@ -124,7 +127,9 @@ class Response:
             "object": "response",
             "created_at": int(seconds),
             "status": now,
-            "completed_at": int(seconds + finished.timings.total_ms / 1000) if finished else None,
+            "completed_at": int(seconds + finished.timings.total_ms / 1000)
+            if finished and now == "completed"
+            else None,
             "error": None if status or self.ended is None else _error(error_of(self.ended)),
             "incomplete_details": {"reason": "max_output_tokens"} if now == "incomplete" else None,
             "instructions": instructions,
@@ -191,9 +196,11 @@ def part(kind: str, text: str) -> dict[str, Any]:
 def input_in(arguments: str) -> str:
     """Return the one text in the arguments of a custom tool; all of them if there is none, as where a call was cut."""
     try:
-        return str(orjson.loads(arguments)["input"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
         return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _error(error: RequestError) -> dict[str, Any]:

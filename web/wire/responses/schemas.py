@@ -16,6 +16,7 @@ import orjson
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pipeline.errors import RequestError
 from pipeline.events import Calls, Constraint, Presentation, Submitted, Templating
 from web.wire.constraints import ANY_OBJECT
 from web.wire.endpoints import RESPONSES_ENDPOINT
@@ -38,6 +39,7 @@ from web.wire.submit import Defaults, sampling_params
 
 ENCRYPTED: Final = "reasoning.encrypted_content"
 """The entry of `include` that asks for thoughts as opaque texts."""
+LOGPROBS: Final = "message.output_text.logprobs"
 
 
 def _input(given: object) -> object:
@@ -175,7 +177,7 @@ class ResponsesRequest(Strict):
     """Whether the answer may, must not or must be a call, and of which tools."""
     parallel_tool_calls: bool | None = None
     """`false`: the answer has at most one call."""
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Field(ge=0, le=INT64_MAX), WHOLE] | None = None
     """Repeated in the response; it is for tools that OpenAI's servers run."""
     reasoning: Reasoning | None = None
     """How the model thinks."""
@@ -237,11 +239,20 @@ class ResponsesRequest(Strict):
     @property
     def unknown(self) -> tuple[str, ...]:
         """The first unknown fields, sorted."""
-        names = set(self.extra) - set(_REFUSED)
-        for part in ("reasoning", "text"):
-            given = getattr(self, part)
-            names |= {f"{part}.{name}" for name in (given.extra if given else ())}
-        return first_of(names | {f"tools.{name}" for tool in self.own_tools for name in tool.given.extra})
+        parts: dict[str, Strict | None] = {
+            "reasoning": self.reasoning,
+            "text": self.text,
+            "text.format": self.text and self.text.format,
+        }
+        if isinstance(self.tool_choice, InputToolChoice):
+            parts["tool_choice"] = self.tool_choice
+        names = {
+            *(set(self.extra) - set(_REFUSED)),
+            *(f"{path}.{name}" for path, part in parts.items() if part for name in part.extra),
+        }
+        spaces = [tool for tool in self.tools or () if tool.type == "namespace"]
+        tools = [*spaces, *(tool.given for tool in self.own_tools)]
+        return first_of(names | {f"tools.{name}" for tool in tools for name in tool.extra})
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -309,19 +320,19 @@ class ResponsesRequest(Strict):
     @property
     def echoes(self) -> dict[str, Any]:
         """What the response repeats and its event does not have elsewhere."""
-        given = self.model_dump(
-            include={"tool_choice", "reasoning", "text", "truncation", "max_tool_calls", "max_output_tokens"}
-            | {"previous_response_id", "parallel_tool_calls"},
-            exclude={"text": {"format": {"schema_"}}},
-            exclude_none=True,
-        )
+        told = ("tool_choice", "reasoning", "text", "truncation", "max_tool_calls", "max_output_tokens")
+        given = {
+            name: _declared(getattr(self, name)) for name in (*told, "previous_response_id", "parallel_tool_calls")
+        }
         special = {
             tool.name: _special(tool) for tool in self.own_tools if tool.namespace or tool.given.type == "custom"
         }
         spaces = {tool.name: tool.description for tool in self.tools or () if tool.type == "namespace"}
         given |= {"special": special, "namespaces": spaces, "instructions": self.instructions is not None}
         given["encrypted"] = ENCRYPTED in (self.include or ())
-        return {name: value for name, value in given.items() if value}
+        return {name: value for name, value in given.items() if value not in (None, {}) and value is not False} | (
+            {"parallel_tool_calls": False} if self.parallel_tool_calls is False else {}
+        )
 
 
 _NAME: Final = re.compile(TOOL_NAME)
@@ -340,12 +351,22 @@ _REFUSED: Final = {
 """Fields of other endpoints that would change the answer."""
 
 
+def _declared(value: Any) -> Any:
+    """Return the fields of a model that it declares and that are set, without schemas; anything else as it is."""
+    if isinstance(value, list):
+        return [_declared(each) for each in value]
+    if not isinstance(value, Strict):
+        return value
+    names = [name for name in type(value).model_fields if name != "schema_" and getattr(value, name) is not None]
+    return {name: _declared(getattr(value, name)) for name in names}
+
+
 def _own(tools: Sequence[InputTool], path: str, namespace: str | None = None) -> Iterator[OwnTool]:
     for place, tool in enumerate(tools):
         at = f"{path}.{place}"
-        if tool.type == "namespace" and namespace is None:
-            if not tool.name:
-                raise wrong(f"{at}.name", "missing")
+        if tool.type == "namespace":
+            if not tool.name or namespace is not None:
+                raise wrong(f"{at}.name", "missing") if namespace is None else wrong(f"{at}.type", "within a namespace")
             yield from _own(tool.tools or (), f"{at}.tools", tool.name)
         elif tool.type in ("function", "custom"):
             name = full_name(tool.name or "", namespace)
@@ -461,6 +482,9 @@ def parse_response(body: bytes) -> Asked:
     request = parsed(ResponsesRequest, body, most_large=MOST_LARGE_OF_AGENTS)
     refuse_unsupported(request.extra, _REFUSED, "")
     refuse_long_labels(request.labels)
+    if LOGPROBS in (request.include or ()):
+        message = f"include: `{LOGPROBS}` is not supported; /v1/chat/completions has `logprobs`"
+        raise RequestError(message, param="include", code="unsupported_parameter")
     calls, constraint = request.calls, request.constraint()
     if calls is not None and calls.choice == "required" and constraint is not None:
         raise wrong("tool_choice", f"with it the answer is a call, so not together with `{constraint.param}`")

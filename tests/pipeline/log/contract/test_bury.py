@@ -113,7 +113,7 @@ def test_a_burial_for_an_owner_is_fenced(log: RedisLog, scene: Scene) -> None:
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Call `setattr(names, "VERSION", 2)` of it to become a newer worker."""
+    """Call `setattr(names, "VERSION", 3)` of it to become a newer worker."""
     return monkeypatch
 
 
@@ -121,15 +121,15 @@ def test_what_was_left_is_claimed_by_a_newer_worker_alone(
     log: RedisLog, scene: Scene, newer: pytest.MonkeyPatch
 ) -> None:
     old, other = scene.own("tokenize-0"), scene.own("tokenize-1")
-    entry = read_bad(log, scene, "submitted", {"v": "2", "uid": "a"})
-    assert log.leave(SUBMITTED, old.slot, entry, 2)
-    assert not log.leave(SUBMITTED, old.slot, entry, 2)
+    entry = read_bad(log, scene, "submitted", {"v": "3", "uid": "a"})
+    assert log.leave(SUBMITTED, old.slot, entry, 3)
+    assert not log.leave(SUBMITTED, old.slot, entry, 3)
     assert log.pending(SUBMITTED, old.slot) == log.claim(SUBMITTED, other, 9) == []
     assert log.forsaken(SUBMITTED) == []
     assert log.left(SUBMITTED, 9) == [entry] and log.left(SUBMITTED, 0) == [] and log.backlog(SUBMITTED) == 1
-    newer.setattr(names, "VERSION", 2)
+    newer.setattr(names, "VERSION", 3)
     assert log.left(SUBMITTED, 9) == []
-    assert log.forsaken(SUBMITTED) == ["tokenize-v2"]
+    assert log.forsaken(SUBMITTED) == ["tokenize-v3"]
     assert log.claim(SUBMITTED, other, 9) == [entry] == log.pending(SUBMITTED, other.slot)
     assert log.retry(SUBMITTED, other, entry) == 2
 
@@ -147,7 +147,7 @@ def test_what_was_left_can_be_buried_by_any_worker(log: RedisLog, scene: Scene, 
         ({"uid": "a"}, UndecodableEvent, "fields uid, expected uid and frontend"),
         ({"frontend": "web-0"}, UndecodableEvent, "fields frontend, expected uid and frontend"),
         ({"uid": "", "frontend": "web-0"}, UndecodableEvent, "expected uid and frontend"),
-        ({"uid": "a", "frontend": "web-0", "v": "2"}, NewerVersion, "version 2, which is newer"),
+        ({"uid": "a", "frontend": "web-0", "v": "3"}, NewerVersion, "version 3, which is newer"),
         ({"v": "12"}, NewerVersion, "version 12"),
         ({"uid": "a", "frontend": "web-0", "v": "0"}, UndecodableEvent, "its version is '0'"),
         ({"uid": "a", "frontend": "web-0", "v": "9999999"}, UndecodableEvent, "whole number"),
