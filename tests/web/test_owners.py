@@ -148,7 +148,7 @@ def submit(log: RedisLog, owner: str = "", *, uid: str = "", count: int = 1, end
         sampling=SamplingParams(),
         owner=owner,
         background=endpoint == RESPONSES,
-        labels={"store": True} if endpoint == RESPONSES else {},
+        stored=endpoint == RESPONSES,
     )
     log.submit(uid, count * [event])
     return uid

@@ -183,7 +183,7 @@ async def _find_own(frontend: Frontend, uid: str, who: Caller) -> Lookup | None:
     found = await find(frontend.log, frontend.archived, uid)
     if found is None or not who.may_see(found.submitted.owner):
         return None
-    is_stored = found.submitted.endpoint == RESPONSES_ENDPOINT and found.submitted.labels.get("store") is True
+    is_stored = found.submitted.endpoint == RESPONSES_ENDPOINT and found.submitted.stored
     return found if is_stored and found.uids == (uid,) else None
 
 
