@@ -175,6 +175,18 @@ def test_above_the_limit_the_oldest_that_have_ended_are_kept_as_others(log: Redi
     assert read(log, young)[0] == turns(3, 5001)
 
 
+def test_what_is_erased_takes_along_what_only_it_had(log: RedisLog, scene: Scene) -> None:
+    old, gone = say(log, scene, turns(4), 300), say(log, scene, [*turns(4), *turns(1, 5000)], 600)
+    before = set(pieces(log))
+    assert log.erase(gone)
+    log.purge([gone])
+    assert read(log, old) == (turns(4), ids(300))
+    assert 0 < len(pieces(log)) < len(before)
+    assert log.erase(old)
+    log.purge([old])
+    assert not pieces(log)
+
+
 def test_what_runs_is_never_let_go_early(log: RedisLog, scene: Scene) -> None:
     uid = say(log, scene, turns(3, 5000), ends=False)
     assert log.retire(1) == 0 and read(log, uid)[0] == turns(3, 5000)
