@@ -32,6 +32,7 @@ from web.routes.pages import docs_page_routes, page_routes
 from web.routes.pipeline import pipeline_routes
 from web.routes.requests import replay_routes, request_routes
 from web.routes.stored import stored_routes
+from web.routes.stored_chats import stored_chat_routes
 from web.routes.tokenizer import tokenizer_routes
 from web.wire.openai.errors import CODES
 
@@ -92,6 +93,7 @@ def create_app(
         pipeline_routes(frontend, has_keys=keys.exist),
         listing_routes(frontend),
         stored_routes(frontend),
+        stored_chat_routes(frontend),
         replay_routes(frontend),
         dead_letter_routes(frontend),
         unsupported_routes(),

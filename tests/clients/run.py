@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from support.checkpoints import make_checkpoint
+from support.dialects import make_tokenizer
 from support.servers import Server, serve
 
 from stages.generate.model.checkpoint import DEMO_FOLDER
@@ -29,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".clients"
 MODEL = "org/small-model"
-PATIENCE_S = 300
+PATIENCE_S = 600
 LONG_CONTEXT = 65_536
 
 
@@ -41,8 +42,9 @@ class Client:
     packages: tuple[str, ...]
     without_requirements: tuple[str, ...] = ()
     """Packages whose own requirements are too large; *packages* has those that are imported."""
-    model: Literal["random", "demo", "long"] = "random"
-    """Which model it talks with. `long` is the demo model with a context for an agent's instructions."""
+    model: Literal["random", "demo", "long", "thinking"] = "random"
+    """Which model it talks with. `long` is the demo model with a context for an agent's instructions; `thinking` is a
+    random one that thinks."""
 
     def prepare(self, folder: Path) -> list[str]:
         """Install what it needs into *folder*, once; return the command that runs it."""
@@ -72,6 +74,8 @@ CLIENTS = {
     "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), model="demo"),
     "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), model="demo"),
     "openai-agents": Client("with_openai_agents.py", ("openai-agents",), model="demo"),
+    "openai-responses": Client("with_openai_responses.py", ("openai", "pytest"), model="demo"),
+    "openai-reasoning": Client("with_openai_reasoning.py", ("openai", "pytest"), model="thinking"),
     "instructor": Client("with_instructor.py", ("instructor",), model="demo"),
     "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "litellm": Client("with_litellm.py", ("litellm",)),
@@ -90,6 +94,7 @@ CLIENTS = {
     ),
     "anthropic": Client("with_anthropic.py", ("anthropic", "pytest"), model="demo"),
     "claude-code": Client("with_agent.mjs", ("@anthropic-ai/claude-code-linux-x64",), model="long"),
+    "codex": Client("with_agent.mjs", ("@openai/codex",), model="long"),
     "opencode": Client("with_agent.mjs", ("opencode-linux-x64",), model="long"),
     "qwen-code": Client("with_agent.mjs", ("@qwen-code/qwen-code",), model="long"),
     "ai-sdk": Client("with_ai_sdk.mjs", ("ai", "@ai-sdk/openai-compatible", "zod@4"), model="demo"),
@@ -130,7 +135,11 @@ def _server(folder: Path, kind: str) -> AbstractContextManager[Server]:
     if kind == "random":
         model = make_checkpoint(folder / "model", "llama3")
         return serve(folder / "random", "--model", str(model), *named, "--strict-model-names")
-    model = folder / "long"
+    model = folder / kind
+    if kind == "thinking":
+        make_checkpoint(model, "qwen3", max_positions=2048)
+        make_tokenizer(model, "qwq", num_tokens=440)
+        return serve(folder / "with-thinking", "--model", str(model), *named)
     shutil.copytree(DEMO_FOLDER, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG_CONTEXT}))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,12 @@ def test_a_chain_of_four_with_a_call_goes_on_after_a_restart(tmp_path: Path) -> 
             assert asked(server, "bob", "POST", "", json=body).status_code == 404
             assert asked(server, "ann", "GET", f"/{fourth['id']}").json()["output"] == fourth["output"]
             uid = fourth["id"].removeprefix("resp_")
-            eventually(lambda uid=uid: uid in open_archive(flags[-1]).find([uid]), "it is archived")
+            eventually(partial(is_archived, flags[-1], uid), "it is archived")
             command(server.redis_url, "DEL", Names().request(uid))
+
+
+def is_archived(archive: str, uid: str) -> bool:
+    return uid in open_archive(archive).find([uid])
 
 
 def asked(server: Server, key: str, method: str, path: str, **options: Any) -> httpx.Response:

@@ -54,7 +54,7 @@ WITH_A_KEY = {
     *(f"{method} {path}" for path in PATHS for method in METHODS),
 }
 """Routes that show nothing of the requests of others."""
-OF_ITS_OWN = {"GET /v1/requests", "GET /v1/pipeline/events"}
+OF_ITS_OWN = {"GET /v1/requests", "GET /v1/pipeline/events", "GET /v1/chat/completions"}
 """Routes that show the requests of the caller, or of all if it is the admin."""
 OF_A_REQUEST = {
     "GET /v1/requests/<name>",
@@ -63,15 +63,21 @@ OF_A_REQUEST = {
     "POST /v1/requests/<name>/replay",
     "DELETE /v1/requests/<name>",
     "POST /abort_request",
+    *(
+        "GET /v1/chat/completions/<name>",
+        "GET /v1/chat/completions/<name>/messages",
+        "DELETE /v1/chat/completions/<name>",
+    ),
     *(f"{method} /v1/responses/<name>" for method in ("GET", "DELETE")),
     *("POST /v1/responses/<name>/cancel", "GET /v1/responses/<name>/input_items"),
 }
 ENDING = {"DELETE /v1/requests/<name>", "POST /abort_request"}
-ENDING |= {"DELETE /v1/responses/<name>", "POST /v1/responses/<name>/cancel"}
+ENDING |= {"DELETE /v1/chat/completions/<name>", "DELETE /v1/responses/<name>", "POST /v1/responses/<name>/cancel"}
 FOR_ALL = {"POST /flush_cache", "POST /abort_request", "GET /v1/dead", "POST /v1/dead/<name>/requeue"}
 """Routes that touch the requests of all; `/abort_request` does with `abort_all`."""
 EXPECTED = {"POST /v1/requests/<name>/replay": 400, "POST /v1/dead/<name>/requeue": 404}
-"""What who is let in is told: the request has no tokens, and there is no such letter."""
+EXPECTED |= {"GET /v1/chat/completions/<name>": 404}
+"""What who is let in is told: the request has no tokens, there is no such letter, and the chat has no answer."""
 
 MATRIX: Mapping[str, Mapping[str, str]] = {
     # on which routes           no key  wrong   Ann     Bob     admin
@@ -148,7 +154,7 @@ def submit(log: RedisLog, owner: str = "", *, uid: str = "", count: int = 1, end
         sampling=SamplingParams(),
         owner=owner,
         background=endpoint == RESPONSES,
-        stored=endpoint == RESPONSES,
+        stored=True,
     )
     log.submit(uid, count * [event])
     return uid

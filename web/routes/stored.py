@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled, Submitted, decode
+from pipeline.events import AnyEvent, Cancelled, Submitted, decode
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
+from pipeline.recording import Recording
 from web.http.keys import Caller
 from web.live.folding import PAGE, folded
 from web.live.frontend import Frontend, reaching
@@ -80,7 +81,7 @@ def stored_routes(frontend: Frontend) -> Blueprint:
             if not found.submitted.background:
                 message = "Only a response that was created with `background: true` can be cancelled; this one was not."
                 raise RequestError(message, code="invalid_value")
-            await _cancel(frontend, uid, found)
+            await _cancel(frontend, found)
             return _told(await _response(frontend, uid, found))
 
     @routes.delete(PATH)
@@ -88,9 +89,8 @@ def stored_routes(frontend: Frontend) -> Blueprint:
     async def delete(name: str) -> Response:
         who = known_caller()
         with reaching("response_not_read", uid=name):
-            uid, found = await _find(frontend, name, who)
-            await _cancel(frontend, uid, found)
-            await frontend.ask(frontend.log.erase(uid))
+            _, found = await _find(frontend, name, who)
+            await delete_all(frontend, found)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     @routes.get(f"{PATH}/input_items")
@@ -99,7 +99,7 @@ def stored_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         with reaching("response_not_read", uid=name):
             uid, found = await _find(frontend, name, who)
-        return json_response(_page(list(items_of(_conversation(found.submitted), uid))))
+        return json_response(page_of([*_input_items(uid, found.submitted)], "desc"))
 
     return routes
 
@@ -137,12 +137,11 @@ async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mappi
         raise RequestError(message, code="invalid_value", param="input")
     items: dict[str, Item] = {}
     for uid, places in wanted.items():
-        found = await _find_own(frontend, uid, who)
+        found = await find_own(frontend, uid, who)
         if found is None:
             raise _no_item(places[0][0])
-        there = (await _done(frontend, uid, found, "input")).output() + list(
-            items_of(_conversation(found.submitted), uid)
-        )
+        response = await _done(frontend, uid, found, "input")
+        there = [*response.output(), *_input_items(uid, found.submitted)]
         ids = {item["id"]: item for item in there}
         for item_id, _ in places:
             if item_id not in ids:
@@ -172,24 +171,30 @@ async def _find(frontend: Frontend, name: str, who: Caller, *, param: str | None
         RequestError: There is none.
     """
     uid = uid_of(name) if name.startswith(RESPONSE_PREFIX) else ""
-    found = await _find_own(frontend, uid, who) if uid else None
+    found = await find_own(frontend, uid, who) if uid else None
     if found is None:
-        code = "previous_response_not_found" if param else "response_not_found"
-        raise RequestError(f"Response with id '{name}' not found.", code=code, param=param, status=404)
+        code, what = (
+            ("previous_response_not_found", "Previous response") if param else ("response_not_found", "Response")
+        )
+        raise RequestError(f"{what} with id '{name}' not found.", code=code, param=param, status=404)
     return uid, found
 
 
-async def _find_own(frontend: Frontend, uid: str, who: Caller) -> Lookup | None:
+async def find_own(frontend: Frontend, uid: str, who: Caller, endpoint: str = RESPONSES_ENDPOINT) -> Lookup | None:
+    """Return what *who* has stored at an *endpoint* under *uid*; None if there is nothing. Raises as the log does."""
     found = await find(frontend.log, frontend.archived, uid)
     if found is None or not who.may_see(found.submitted.owner):
         return None
-    is_stored = found.submitted.endpoint == RESPONSES_ENDPOINT and found.submitted.stored
-    return found if is_stored and found.uids == (uid,) else None
+    return found if found.submitted.endpoint == endpoint and found.submitted.stored else None
 
 
 def _conversation(event: Submitted) -> list[Message]:
     """Return the messages of a request without its instructions, which the next one does not inherit."""
     return list(event.messages[1 if event.presentation.echoes.get("instructions") else 0 :])
+
+
+def _input_items(uid: str, event: Submitted) -> Iterator[Item]:
+    return items_of(_conversation(event), uid, event.presentation.echoes.get("special", {}))
 
 
 def _said(response: answers.Response) -> list[Message]:
@@ -203,23 +208,28 @@ def _said(response: answers.Response) -> list[Message]:
 async def _response(frontend: Frontend, uid: str, found: Lookup) -> answers.Response:
     """Return a response as it stands. Raises as the log does."""
     response = answers.Response(uid, found.submitted)
-    async with frontend.folding.turn():
-        if found.archived is not None:
-            entries = found.archived.entries
-            await folded(len(entries), functools.partial(_apply, response, entries))
-            return response
-        page, after = [Entry(SUBMITTED_ID, {})], SUBMITTED_ID
-        while page:
-            page = (await frontend.log.histories({uid: after}, max_entries=PAGE))[uid] or []
-            await folded(len(page), functools.partial(_apply, response, page))
-            after = page[-1].id if page else after
+    await fold(frontend, uid, found.archived, response.apply)
     return response
 
 
-def _apply(response: answers.Response, entries: Sequence[Entry]) -> None:
+async def fold(frontend: Frontend, uid: str, archived: Recording | None, apply: Callable[[AnyEvent], object]) -> None:
+    """Call *apply* with the events of a history but the first two: of that in the archive, or in the log. Raises as the
+    log does."""
+    async with frontend.folding.turn():
+        if archived is not None:
+            await folded(len(archived.entries), functools.partial(_apply, apply, archived.entries))
+            return
+        page, after = [Entry(SUBMITTED_ID, {})], SUBMITTED_ID
+        while page:
+            page = (await frontend.log.histories({uid: after}, max_entries=PAGE))[uid] or []
+            await folded(len(page), functools.partial(_apply, apply, page))
+            after = page[-1].id if page else after
+
+
+def _apply(apply: Callable[[AnyEvent], object], entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.id not in (SUBMITTED_ID, TOKENIZED_ID):
-            response.apply(decode(entry.fields, without=("scores",)))
+            apply(decode(entry.fields))
 
 
 def _told(response: answers.Response, expires_ms: int = 0) -> Response:
@@ -230,9 +240,17 @@ def _told(response: answers.Response, expires_ms: int = 0) -> Response:
     return json_response(told)
 
 
-async def _cancel(frontend: Frontend, uid: str, found: Lookup) -> None:
-    for _ in await cancel(frontend.log, {uid: found.submitted.frontend}) if found.archived is None else ():
+async def _cancel(frontend: Frontend, found: Lookup) -> None:
+    uids = dict.fromkeys(found.uids, found.submitted.frontend)
+    for _ in await cancel(frontend.log, uids) if found.archived is None else ():
         frontend.count_end(Cancelled(by="client"))
+
+
+async def delete_all(frontend: Frontend, found: Lookup) -> None:
+    """Cancel what was found, if it runs, and erase it, also from the archive. Raises as the log does."""
+    await _cancel(frontend, found)
+    for uid in found.uids:
+        await frontend.ask(frontend.log.erase(uid))
 
 
 async def _stream(frontend: Frontend, uid: str, found: Lookup) -> Response:
@@ -258,13 +276,14 @@ def _number(name: str) -> int:
     return int(given)
 
 
-def _page(items: Sequence[Item]) -> dict[str, Any]:
-    """Return the page of *items*, the oldest first, that the query asks for. Raises RequestError: It is wrong."""
-    order, limit, after = (
-        request.args.get("order", "desc"),
-        request.args.get("limit", str(LISTED)),
-        request.args.get("after"),
-    )
+def page_of(items: Sequence[Item], usual: str) -> dict[str, Any]:
+    """Return the page of *items*, the oldest first, that the query asks for; the *usual* order is `asc` or `desc`.
+
+    Raises:
+        RequestError: The query is wrong.
+    """
+    asked = request.args
+    order, limit, after = asked.get("order", usual), asked.get("limit", str(LISTED)), asked.get("after")
     if order not in ("asc", "desc"):
         raise RequestError("order: should be `asc` or `desc`", param="order", code="invalid_value")
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MOST_LISTED):

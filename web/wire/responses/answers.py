@@ -17,8 +17,7 @@ from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 from web.wire.markup.reader import Piece
 from web.wire.openai.answers import Choice, choices_for
-from web.wire.openai.errors import error_of
-from web.wire.responses.items import Item
+from web.wire.responses.items import Item, call_item
 from web.wire.signatures import signature_of
 from web.wire.uids import RESPONSE_PREFIX, drawn_ms
 
@@ -40,7 +39,7 @@ class Response:
         self.ended_ms = 0
         """When it ended, by Redis' clock; 0: it has not, or that is not known."""
         self._echoes = event.presentation.echoes
-        self._special: Mapping[str, Mapping[str, Any]] = self._echoes.get("special", {})
+        self.special: Mapping[str, Mapping[str, Any]] = self._echoes.get("special", {})
 
     @property
     def status(self) -> Status:
@@ -96,13 +95,7 @@ class Response:
                 )
                 return item | {"type": "reasoning", "summary": [], "content": content} | sealed
         called = self.choice.calls[call]
-        special = self._special.get(called.name, {})
-        item |= {"call_id": called.id, "name": special.get("name", called.name)}
-        if "namespace" in special:
-            item["namespace"] = special["namespace"]
-        if "custom" in special:
-            return item | {"type": "custom_tool_call", "input": input_in(text or "")}
-        return item | {"type": "function_call", "arguments": text or ""}
+        return item | call_item(called.id, called.name, text or "", self.special)
 
     def item_id(self, kind: str, number: int, call: int = -1) -> str:
         """Return the id of item *number* of the output."""
@@ -112,7 +105,7 @@ class Response:
 
     def is_custom(self, call: int) -> bool:
         """Return whether a call is that of a custom tool, whose input is one text."""
-        return "custom" in self._special.get(self.choice.calls[call].name, {})
+        return "custom" in self.special.get(self.choice.calls[call].name, {})
 
     def plain(self, status: Status = "", output: Sequence[Item] | None = None) -> dict[str, Any]:
         """Return all of it, or as it was with this *status* and *output*."""
@@ -130,7 +123,7 @@ class Response:
             "completed_at": int(seconds + finished.timings.total_ms / 1000)
             if finished and now == "completed"
             else None,
-            "error": None if status or self.ended is None else _error(error_of(self.ended)),
+            "error": _error(self.ended) if isinstance(self.ended, Failed) and not status else None,
             "incomplete_details": {"reason": "max_output_tokens"} if now == "incomplete" else None,
             "instructions": instructions,
             "max_output_tokens": echoes.get("max_output_tokens"),
@@ -170,7 +163,7 @@ class Response:
         found: list[dict[str, Any]] = []
         for tool in self.event.templating.tools:
             function = tool["function"]
-            special = self._special.get(function["name"], {})
+            special = self.special.get(function["name"], {})
             if "custom" in special:
                 kept = ("name", "description", "format")
                 told = {"type": "custom"} | {name: special[name] for name in kept if name in special}
@@ -193,18 +186,11 @@ def part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text, **more}
 
 
-def input_in(arguments: str) -> str:
-    """Return the one text in the arguments of a custom tool; all of them if there is none, as where a call was cut."""
-    try:
-        given = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
-
-
-def _error(error: RequestError) -> dict[str, Any]:
-    return {"code": "server_error" if error.status >= 500 else error.code, "message": error.message}
+def _error(failed: Failed) -> dict[str, Any]:
+    """Return an error with one of OpenAI's codes. Codex knows one more."""
+    usual = "server_error" if failed.status >= 500 else "invalid_prompt"
+    kept = failed.code in ("context_length_exceeded", "rate_limit_exceeded")
+    return {"code": failed.code if kept else usual, "message": failed.message}
 
 
 def _usage(usage: Usage, choice: Choice) -> dict[str, Any]:

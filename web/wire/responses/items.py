@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import orjson
+
 from pipeline.errors import RequestError
 from web.wire.openai.bulk import MOST_LARGE, bulk_of
 from web.wire.openai.messages import (
@@ -29,6 +31,11 @@ ITEMS: Final = (
     "item_reference",
 )
 """The types of items that a conversation may have."""
+MEMBERS: Final = {
+    *("type", "id", "status", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"),
+    *("summary", "encrypted_content"),
+}
+"""The members that items may have."""
 CALLS: Final[Mapping[str, str]] = {"function_call": "arguments", "custom_tool_call": "input"}
 """The types of calls, and the member with what is passed."""
 TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -63,6 +70,8 @@ class Conversation:
     def __init__(self, past: Sequence[Message] = (), found: Mapping[str, Item] | None = None) -> None:
         """*past*: the messages before the first item. *found*: the items that references name, by their ids."""
         self.messages: list[Message] = list(past)
+        self.unknown: set[str] = set()
+        """Unknown members of items, without their numbers."""
         self.left_out: list[str] = []
         """Places of thoughts that the model does not get: they have no text, and their content cannot be read."""
         self._found = found or {}
@@ -79,6 +88,7 @@ class Conversation:
         """
         if not isinstance(item, dict):
             raise wrong(path, "should be an object")
+        self.unknown |= {f"input.{name}" for name in item.keys() - MEMBERS}
         kind = kind_of(item)
         if kind == "item_reference":
             item = self._found[reference_in(item, path)]
@@ -208,9 +218,21 @@ def _member(item: Item, name: str, path: str, *, most: int = LONGEST_NAME) -> st
     return value
 
 
-def items_of(messages: Sequence[Message], uid: str) -> Iterator[Item]:
-    """Yield *messages* as items of the input of the response *uid*."""
+def input_in(arguments: str) -> str:
+    """Return the one text in the arguments of a custom tool; all of them if there is none, as where a call was cut."""
+    try:
+        given = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def items_of(messages: Sequence[Message], uid: str, special: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
+    """Yield *messages* as items of the input of the response *uid*. *special*: what calls of other tools than functions
+    have beside a name."""
     number = 0
+    custom = set[str]()
 
     def made(prefix: str, **fields: Any) -> Item:
         nonlocal number
@@ -220,7 +242,8 @@ def items_of(messages: Sequence[Message], uid: str) -> Iterator[Item]:
     for message in messages:
         text, role = message.get("content") or "", message["role"]
         if role == "tool":
-            yield made("fco", type="function_call_output", call_id=message["tool_call_id"], output=text)
+            kind = "custom_tool_call_output" if message["tool_call_id"] in custom else "function_call_output"
+            yield made("fco", type=kind, call_id=message["tool_call_id"], output=text)
             continue
         if thought := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": thought}]
@@ -231,6 +254,17 @@ def items_of(messages: Sequence[Message], uid: str) -> Iterator[Item]:
         elif role != "assistant":
             yield made("msg", type="message", role=role, content=[{"type": "input_text", "text": text}])
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            passed = {"name": function["name"], "arguments": function["arguments"]}
-            yield made("fc", type="function_call", call_id=call["id"], **passed)
+            made_of = call_item(call["id"], call["function"]["name"], call["function"]["arguments"], special)
+            custom |= {call["id"]} if "input" in made_of else set()
+            yield made("ctc" if "input" in made_of else "fc", **made_of)
+
+
+def call_item(call_id: str, name: str, arguments: str, special: Mapping[str, Mapping[str, Any]]) -> Item:
+    """Return what the item of a call has beside its id and status. *name*: that by which the model knows the tool."""
+    told = special.get(name, {})
+    item = {"call_id": call_id, "name": told.get("name", name)}
+    if "namespace" in told:
+        item["namespace"] = told["namespace"]
+    if "custom" in told:
+        return item | {"type": "custom_tool_call", "input": input_in(arguments)}
+    return item | {"type": "function_call", "arguments": arguments}

@@ -431,8 +431,8 @@ class Asked:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """As ResponsesRequest.unknown."""
-        return self.request.unknown
+        """The first unknown fields and members of items, sorted."""
+        return first_of({*self.request.unknown, *self.conversation.unknown})
 
     @property
     def ignored(self) -> tuple[str, ...]:
