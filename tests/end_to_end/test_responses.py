@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.browser import browsing
 from support.redis_servers import command
 from support.servers import Server, eventually, serve
 
@@ -222,3 +223,19 @@ def test_a_limit_beyond_the_context_ends_where_the_context_does(demo_server: Ser
     answer = create(demo_server, "word " * 4050, tools=[], **asked)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["usage"]["total_tokens"] == 4096
+
+
+def test_the_playground_opens_a_chain_and_goes_on(demo_server: Server, tmp_path: Path) -> None:
+    called = create(demo_server, QUESTION)
+    answer = create(demo_server, result_of(called), previous_response_id=called["id"])
+    with browsing(tmp_path) as browser:
+        browser.open(f"{demo_server.url}/requests/{answer['id'].removeprefix('resp_')}")
+        browser.click("a[href^='/?response=']")
+        browser.until(lambda: len(browser.all(".message")) == 4, "the question, the call, its result and the answer")
+        assert ANSWER in browser.text(".answer:last-child") and "get_weather" in browser.text("main")
+        browser.type("#question", "What is 17 plus 25?\n")
+        browser.until(lambda: "42" in browser.all(".message")[-1].text, "it goes on")
+        browser.open(f"{demo_server.url}/?response=resp_{'0' * 32}")
+        browser.has(".notice.bad", "not found")
+        browser.allow("404")
+        browser.leave()

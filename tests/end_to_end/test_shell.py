@@ -325,7 +325,7 @@ def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
         before = termios.tcgetattr(shell.child.child_fd)
         shell.until_asking()
         _, serve, *others = family = below(shell)
-        assert "serve" in serve.cmdline() and len(others) == 6
+        assert "serve" in serve.cmdline() and len(others) >= 6
         serve.kill()
         shell.until_shown("it ended with 137")
         del family[0]

@@ -19,6 +19,7 @@ from quart import Blueprint, Quart, Response, current_app, request
 from pipeline import VERSION
 from pipeline.errors import RequestError
 from web.routes.answers import error_response, json_response
+from web.wire.endpoints import MESSAGES_ENDPOINT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,7 +85,23 @@ ERROR: Final[dict[str, Any]] = {
         }
     },
 }
-"""The shape of every error."""
+"""The shape of every error .."""
+ANTHROPIC_ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "additionalProperties": False,
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+""".. but on /v1/messages."""
 
 
 def docs_routes() -> Blueprint:
@@ -122,7 +139,7 @@ def openapi(app: Quart) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": ERROR},
+            "schemas": {**schemas.get("$defs", {}), "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -143,7 +160,7 @@ def _operation(path: str, method: str, described: Operation) -> dict[str, Any]:
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
         "summary": described.summary,
         "parameters": parameters,
-        "responses": {"200": _answer("Success.", described.answers), "default": _error("An error.")},
+        "responses": {"200": _answer("Success.", described.answers), "default": _error(path)},
     }
     if described.not_ready:
         found["responses"]["503"] = _answer("Not ready; the body says what is missing.", described.answers)
@@ -160,9 +177,9 @@ def _answer(description: str, content_types: tuple[str, ...]) -> dict[str, Any]:
     return {"description": description, "content": content}
 
 
-def _error(description: str) -> dict[str, Any]:
-    reference = {"$ref": REFERENCE.format(model="Error")}
-    return {"description": description, "content": {JSON: {"schema": reference}}}
+def _error(path: str) -> dict[str, Any]:
+    model = "AnthropicError" if path.startswith(MESSAGES_ENDPOINT) else "Error"
+    return {"description": "An error.", "content": {JSON: {"schema": {"$ref": REFERENCE.format(model=model)}}}}
 
 
 PATHS: Final = (

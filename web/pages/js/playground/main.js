@@ -5,6 +5,7 @@ import { announce, ask, button, el, fill, find, ticked } from "../dom.js";
 import { frame } from "../frame.js";
 import { inTab } from "../storage.js";
 import { isLeft, wholeBody } from "./answer.js";
+import { conversationOf } from "./chain.js";
 import { makeDrawers } from "./drawers.js";
 import { readSchemas } from "./fields.js";
 import { conversationList } from "./list.js";
@@ -291,7 +292,22 @@ async function start() {
     readServer();
   });
   await readServer();
+  const response = new URLSearchParams(location.search).get("response");
+  if (response) await openResponse(response);
   input.focus();
+}
+
+/** Open a stored response and all that it goes on after. */
+async function openResponse(id) {
+  try {
+    const conversation = await conversationOf(id);
+    state.conversations.push(conversation);
+    open(conversation);
+    save(conversation);
+    history.replaceState(null, "", "/"); // a reload opens the conversation that is here now
+  } catch (error) {
+    complain(`The response was not opened: ${explain(error)}`);
+  }
 }
 
 /** Show what Send would send, of the first column; without a new question what was sent last. */

@@ -15,7 +15,9 @@ export class About {
     this._moments = 0;
     this._state = el("span.badge");
     this._where = el("p.dim");
-    this.title = el("div.stack", el("h1.row", "Request ", el("span.mono.uid", timeline.uid), this._state), this._where);
+    this._open = el("a.button", { hidden: true, href: `/?response=resp_${timeline.uid}` }, "Open in the playground");
+    const name = el("h1.row", "Request ", el("span.mono.uid", timeline.uid), this._state, this._open);
+    this.title = el("div.stack", name, this._where);
     this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
@@ -79,6 +81,7 @@ export class About {
     this._where.textContent = timeline.endpoint
       ? `${timeline.endpoint}, model ${timeline.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(begun)}`
       : "";
+    this._open.hidden = timeline.endpoint !== "/v1/responses" || !timeline.labels.store;
   }
 
   _showMoments() {
