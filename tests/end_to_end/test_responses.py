@@ -201,6 +201,8 @@ def test_a_response_in_the_background_ends_once_though_everything_is_killed_at_r
                 time.sleep(random.uniform(1, 3))
                 kill(server)
                 server.command.process.wait()
+        with serve(tmp_path, demo=True, ready=False):
+            time.sleep(2)  # .. and once it is stopped, which ends what clients wait for
         with serve(tmp_path, demo=True) as server:
             for response_id in ids:
                 found: dict[str, Any] = {}

@@ -16,8 +16,8 @@ export class About {
     this._state = el("span.badge");
     this._where = el("p.dim");
     this._open = el("a.button", { hidden: true, href: `/?response=resp_${timeline.uid}` }, "Open in the playground");
-    const name = el("h1.row", "Request ", el("span.mono.uid", timeline.uid), this._state, this._open);
-    this.title = el("div.stack", name, this._where);
+    const name = el("h1.row", "Request ", el("span.mono.uid", timeline.uid), this._state);
+    this.title = el("div.stack", name, this._where, el("p", this._open));
     this.error = el("p.notice.bad", { role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", click: () => onToken(this._longest) });
