@@ -23,7 +23,7 @@ from web.live.open_request import OpenRequest, open_request, read_request, submi
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, json_response, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
-from web.routes.stored import prepared
+from web.routes.stored import prepare
 from web.wire import copies
 from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
 from web.wire.endpoints import (
@@ -130,8 +130,8 @@ def generation_routes(frontend: Frontend) -> Blueprint:
     @routes.post(RESPONSES_ENDPOINT)
     @operation("Create a response, in the form of OpenAI's Responses API", ResponsesRequest, **BOTH)
     async def respond() -> Response:
-        prepare = functools.partial(prepared, frontend, who=caller())
-        return await answer(frontend, RESPONSES_ENDPOINT, parse_response, response_events, prepare=prepare)
+        look_up = functools.partial(prepare, frontend, who=caller())
+        return await answer(frontend, RESPONSES_ENDPOINT, parse_response, response_events, prepare=look_up)
 
     @routes.post(GENERATE_ENDPOINT)
     @operation("Continue a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
@@ -147,7 +147,7 @@ async def answer(
     parse: Callable[[bytes], R],
     to_events: ToEvents[R],
     respond: Respond | None = None,
-    prepare: Callable[[R], Awaitable[R]] | None = None,
+    prepare: Callable[[R], Awaitable[None]] | None = None,
 ) -> Response:
     """Answer the current HTTP request: *parse* reads its body, *prepare* looks up what it refers to, *to_events* turns
     that into requests of the log, and *respond* makes the answer, if that is not generated text.
@@ -161,7 +161,7 @@ async def answer(
         async with frontend.turns.turn(len(body)):
             asked = parse(body)
         if prepare is not None:
-            asked = await prepare(asked)
+            await prepare(asked)
         async with frontend.turns.turn(len(body)):
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
             copied = copies.labels_of(request.headers.get(copies.HEADER))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from quart import Blueprint, Response, request
@@ -30,7 +29,7 @@ from web.wire.endpoints import RESPONSES_ENDPOINT
 from web.wire.responses import answers
 from web.wire.responses.answers import ResponseFrames
 from web.wire.responses.items import Conversation, Item, Message, items_of, place_of
-from web.wire.responses.schemas import Asked
+from web.wire.responses.schemas import ResponsesRequest
 from web.wire.uids import RESPONSE_PREFIX, uid_of
 
 PATH: Final = f"{RESPONSES_ENDPOINT}/<name>"
@@ -104,22 +103,22 @@ def stored_routes(frontend: Frontend) -> Blueprint:
     return routes
 
 
-async def prepared(frontend: Frontend, asked: Asked, *, who: Caller) -> Asked:
-    """Return a request with the responses and items that it refers to. Raises as the log does.
+async def prepare(frontend: Frontend, asked: ResponsesRequest, *, who: Caller) -> None:
+    """Look up the responses and items that a request refers to. Raises as the log does.
 
     Raises:
         RequestError: One of them does not exist for *who*.
     """
-    before, named = asked.request.previous_response_id, asked.request.references
+    before, named = asked.previous_response_id, asked.references
     if before is None and not named:
-        return asked
+        return
     past: Sequence[Message] = ()
     with reaching("response_not_read", uid=before or ""):
         if before is not None:
             uid, found = await _find(frontend, before, who, param="previous_response_id")
             response = await _done(frontend, uid, found, "previous_response_id")
             past = _conversation(found.submitted) + _said(response)
-        return replace(asked, past=past, found=await _items(frontend, named, who))
+        asked.goes_on(past, await _items(frontend, named, who))
 
 
 async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mapping[str, Item]:

@@ -28,7 +28,7 @@ from web.wire.frames import ClientEvent
 from web.wire.openai.schemas import parse_chat
 from web.wire.responses.answers import ResponseFrames
 from web.wire.responses.items import Conversation, items_of
-from web.wire.responses.schemas import ONE_TEXT, Asked, parse_response, response_events
+from web.wire.responses.schemas import ONE_TEXT, ResponsesRequest, parse_response, response_events
 from web.wire.signatures import signature_of
 from web.wire.submit import chat_events
 
@@ -43,7 +43,7 @@ CALL: Json = {"type": "function_call", "call_id": "c1", "name": "find", "argumen
 RESULT: Json = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 
 
-def parsed(**fields: Any) -> Asked:
+def parsed(**fields: Any) -> ResponsesRequest:
     return parse_response(json.dumps({"input": "Hello", **fields}).encode())
 
 
@@ -198,10 +198,10 @@ def test_an_item_that_is_not_supported_is_refused_with_its_place(item: Any, code
 
 def test_references_are_named_once_and_need_an_id() -> None:
     asked = parsed(input=[{"type": "item_reference", "id": "msg_1"}, HELLO, {"id": "rs_1"}, {"id": "msg_1"}])
-    assert asked.request.references == ("msg_1", "rs_1")
+    assert asked.references == ("msg_1", "rs_1")
     for item in ({"type": "item_reference"}, {"id": 5}, {"id": ""}):
         with pytest.raises(RequestError) as caught:
-            _ = parsed(input=[HELLO, item]).request.references
+            _ = parsed(input=[HELLO, item]).references
         assert caught.value.param == "input.1.id"
 
 

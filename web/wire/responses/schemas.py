@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import orjson
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pipeline.errors import RequestError
@@ -198,10 +198,31 @@ class ResponsesRequest(Strict):
     service_tier: str | None = None
     """Label, as `metadata`."""
 
+    _past: Sequence[Message] = PrivateAttr(default=())
+    _found: Mapping[str, Item] = PrivateAttr(default_factory=dict)
+
+    def goes_on(self, past: Sequence[Message], found: Mapping[str, Item]) -> None:
+        """Say what it refers to. *past*: the messages of the response that it goes on after, and its answer. *found*:
+        the items that its references mean, by their ids."""
+        self._past, self._found = past, found
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """All messages. Raises RequestError: The first item that is not supported."""
+        before = () if self.instructions is None else ({"role": "system", "content": self.instructions},)
+        found = Conversation((*before, *self._past), self._found)
+        for place, item in enumerate(self.items):
+            found.add(item, "input" if isinstance(self.input, str) else f"input.{place}")
+        if not found.messages:
+            raise wrong("input", "missing; send a text or items")
+        return found
+
     @property
-    def is_stored(self) -> bool:
-        """Whether it can be read later."""
-        return self.store is not False
+    def left_out(self) -> tuple[str, ...]:
+        """The tools that OpenAI's servers would run, and thoughts that cannot be read."""
+        tools = [each for tool in self.tools or () for each in (tool, *(tool.tools or ()))]
+        hosted = [tool.name or tool.type for tool in tools if tool.type not in ("function", "custom", "namespace")]
+        return first_of([*hosted, *self.conversation.left_out])
 
     @property
     def items(self) -> Sequence[Any]:
@@ -231,14 +252,8 @@ class ResponsesRequest(Strict):
         return found
 
     @property
-    def hosted_tools(self) -> list[str]:
-        """The names, or types, of tools that OpenAI's servers would run."""
-        tools = [each for tool in self.tools or () for each in (tool, *(tool.tools or ()))]
-        return [tool.name or tool.type for tool in tools if tool.type not in ("function", "custom", "namespace")]
-
-    @property
     def unknown(self) -> tuple[str, ...]:
-        """The first unknown fields, sorted."""
+        """The first unknown fields and members of items, sorted."""
         parts: dict[str, Strict | None] = {
             "reasoning": self.reasoning,
             "text": self.text,
@@ -252,7 +267,7 @@ class ResponsesRequest(Strict):
         }
         spaces = [tool for tool in self.tools or () if tool.type == "namespace"]
         tools = [*spaces, *(tool.given for tool in self.own_tools)]
-        return first_of(names | {f"tools.{name}" for tool in tools for name in tool.extra})
+        return first_of(names | {f"tools.{name}" for tool in tools for name in tool.extra} | self.conversation.unknown)
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -314,7 +329,7 @@ class ResponsesRequest(Strict):
     @property
     def labels(self) -> dict[str, Any]:
         """The fields that change nothing but are kept in the history."""
-        given = {name: getattr(self, name) for name in LABELS} | {"store": self.is_stored}
+        given = {name: getattr(self, name) for name in LABELS} | {"store": self.store is not False}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -402,54 +417,10 @@ ONE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}
 """The arguments of a custom tool."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request for a response, with what it refers to."""
-
-    request: ResponsesRequest
-    past: Sequence[Message] = ()
-    """The messages of the response that it goes on after, and its answer."""
-    found: Mapping[str, Item] = field(default_factory=dict)
-    """The items that its references mean."""
-
-    @cached_property
-    def conversation(self) -> Conversation:
-        """All messages. Raises RequestError: The first item that is not supported."""
-        given = self.request.instructions
-        before = () if given is None else ({"role": "system", "content": given},)
-        found = Conversation((*before, *self.past), self.found)
-        for place, item in enumerate(self.request.items):
-            found.add(item, "input" if isinstance(self.request.input, str) else f"input.{place}")
-        if not found.messages:
-            raise wrong("input", "missing; send a text or items")
-        return found
-
-    @property
-    def model(self) -> str | None:
-        """Name of the model."""
-        return self.request.model
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """The first unknown fields and members of items, sorted."""
-        return first_of({*self.request.unknown, *self.conversation.unknown})
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """As ResponsesRequest.ignored."""
-        return self.request.ignored
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The tools that OpenAI's servers would run, and thoughts that cannot be read."""
-        return first_of([*self.request.hosted_tools, *self.conversation.left_out])
-
-
-def response_events(asked: Asked, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
+def response_events(request: ResponsesRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
     """Return the event of a request. *frontend* listens for the answer; *model* is the served name, *defaults* are the
     sampling parameters that it recommends.
     """
-    request = asked.request
     sampled = SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -460,7 +431,7 @@ def response_events(asked: Asked, *, frontend: str, model: str, defaults: Defaul
         endpoint=RESPONSES_ENDPOINT,
         frontend=frontend,
         model=model,
-        messages=tuple(asked.conversation.messages),
+        messages=tuple(request.conversation.messages),
         templating=Templating(tools=tuple(map(_function, request.own_tools)), variables=request.variables),
         calls=request.calls,
         constraint=request.constraint(),
@@ -473,7 +444,7 @@ def response_events(asked: Asked, *, frontend: str, model: str, defaults: Defaul
     return [event]
 
 
-def parse_response(body: bytes) -> Asked:
+def parse_response(body: bytes) -> ResponsesRequest:
     """Return the request that *body* holds.
 
     Raises:
@@ -488,6 +459,6 @@ def parse_response(body: bytes) -> Asked:
     calls, constraint = request.calls, request.constraint()
     if calls is not None and calls.choice == "required" and constraint is not None:
         raise wrong("tool_choice", f"with it the answer is a call, so not together with `{constraint.param}`")
-    if request.background and not request.is_stored:
+    if request.background and request.store is False:
         raise wrong("background", "only with `store`: else nobody could read it")
-    return Asked(request)
+    return request
