@@ -33,7 +33,7 @@ class Submission(Enum):
     """The API key has used up its requests of this minute."""
     TOO_MANY = "TOO_MANY"
     """The API key has as many running requests as it may."""
-    TOO_MANY_BEHIND = "TOO_MANY_BEHIND"
+    TOO_MANY_IN_BACKGROUND = "TOO_MANY_IN_BACKGROUND"
     """Its owner has as many running requests in the background as it may: --max-background."""
     TOO_MUCH = "TOO_MUCH"
     """The API key has used up its share of the log."""
@@ -118,11 +118,6 @@ class RequestLimits:
     @property
     def response_retention_ms(self) -> int:
         return int(self.response_retention_s * 1000)
-
-    @property
-    def stored_ms(self) -> int:
-        """Time from the submit of a stored response until its history goes: they go in the order of their submits."""
-        return self.response_retention_ms + max(self.background_timeout_ms, self.timeout_ms)
 
     @property
     def background_timeout_ms(self) -> int:

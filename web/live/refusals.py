@@ -52,9 +52,9 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         status=429,
         code=None,
     ),
-    Submission.TOO_MANY_BEHIND: Refusal(
+    Submission.TOO_MANY_IN_BACKGROUND: Refusal(
         "max_background",
-        "As many responses run in the background as may (--max-background); send it again.",
+        "Too many responses of this API key run in the background (--max-background); send it again later.",
         status=429,
         code=None,
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -14,16 +15,17 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
-from pipeline.log.protocol import Once, Quota
+from pipeline.log.protocol import Once
 from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
+from web.http.keys import Caller
 from web.http.turns import Turns
-from web.live.frontend import Frontend
+from web.live.frontend import Frontend, reaching
 from web.live.open_request import OpenRequest, open_request, read_request, submit_without_client
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, json_response, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
-from web.routes.stored import prepare
+from web.routes.stored import find_own, prepare, response_of
 from web.wire import copies
 from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
 from web.wire.endpoints import (
@@ -39,7 +41,7 @@ from web.wire.endpoints import (
 from web.wire.frames import EVENT_IDS, EVENT_IDS_SCHEMA, wants_ids
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
-from web.wire.openai.errors import error_of
+from web.wire.openai.errors import CLIENT_CLOSED, error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.responses import answers as responses
 from web.wire.responses.schemas import ResponsesRequest, parse_response, response_events
@@ -92,6 +94,9 @@ IGNORED: Final = "x-minisgl-ignored"
 """The header with what the model does not get."""
 ANY_NAME: Final = (MESSAGES_ENDPOINT, COUNT_ENDPOINT, RESPONSES_ENDPOINT)
 """Endpoints that serve any model name: their clients ask for the models of one vendor."""
+
+STORED: Final = (CHAT_ENDPOINT, RESPONSES_ENDPOINT)
+"""Endpoints whose answers can be read under their ids."""
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
@@ -147,10 +152,10 @@ async def answer(
     parse: Callable[[bytes], R],
     to_events: ToEvents[R],
     respond: Respond | None = None,
-    prepare: Callable[[R], Awaitable[None]] | None = None,
+    prepare: Callable[[R], Awaitable[int]] | None = None,
 ) -> Response:
-    """Answer the current HTTP request: *parse* reads its body, *prepare* looks up what it refers to, *to_events* turns
-    that into requests of the log, and *respond* makes the answer, if that is not generated text.
+    """Answer the current HTTP request: *parse* reads its body, *prepare* looks up what it refers to and returns how
+    long that is, *to_events* turns it into requests of the log, and *respond* makes the answer, if that is not text.
 
     Raises:
         RequestError: The request is wrong, or the log does not take it now.
@@ -160,9 +165,8 @@ async def answer(
     try:
         async with frontend.turns.turn(len(body)):
             asked = parse(body)
-        if prepare is not None:
-            await prepare(asked)
-        async with frontend.turns.turn(len(body)):
+        more = await prepare(asked) if prepare is not None else 0
+        async with frontend.turns.turn(len(body) + more):
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
             copied = copies.labels_of(request.headers.get(copies.HEADER))
             ids = wants_ids(request.headers.get(EVENT_IDS))
@@ -174,7 +178,7 @@ async def answer(
             warnings = warnings_of(events, frontend.readiness.bos, asked.ignored)
         if copied:
             events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
-        if events[0].labels.get("store") is True:
+        if events[0].labels.get("store") is True and endpoint in STORED:
             events = [event.model_copy(update={"stored": True}) for event in events]
         if who.owner:
             events = [event.model_copy(update={"owner": who.owner}) for event in events]
@@ -184,7 +188,7 @@ async def answer(
     del body  # do not keep it: it may be large, and the answer may take long
     place().has_read()
     if events[0].background:
-        response = await _in_background(frontend, events[0], who.quota, once, ids=ids)
+        response = await _in_background(frontend, events[0], who, once, ids=ids)
         return _named(response, response.headers["x-minisgl-uid"], events[0], asked, warnings)
     opened = await open_request(frontend, events, once=once, quota=who.quota)
     if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`
@@ -212,18 +216,27 @@ def _named(response: Response, uid: str, event: Submitted, asked: Asked, warning
 
 
 async def _in_background(
-    frontend: Frontend, event: Submitted, quota: Quota | None, once: Once | None, *, ids: bool
+    frontend: Frontend, event: Submitted, who: Caller, once: Once | None, *, ids: bool
 ) -> Response:
-    """Submit a request that no client has to wait for, and answer with its response as it begins."""
+    """Submit a request that no client has to wait for, and answer with its response as it stands: another client may
+    have sent it before, under the same idempotency key."""
     event = event.model_copy(update={"frontend": ""})
-    uid = await submit_without_client(frontend, event, quota, once=once)
+    while True:
+        uid = await submit_without_client(frontend, event, who.quota, once=once)
+        with reaching("response_not_read", uid=uid):
+            found = await find_own(frontend, uid, who)
+            told = await response_of(frontend, uid, found) if found else responses.Response(uid, event)
+        is_in_vain = not found or (told.ended is not None and error_of(told.ended).status >= CLIENT_CLOSED)
+        if once is None or once.instead_of == uid or not is_in_vain:
+            break
+        once = replace(once, instead_of=uid)
     logger.info("request", uid=uid, model=event.model, background=True, status=200)
     if event.presentation.stream:
-        client = await read_request(frontend, uid, event, whole=False)
-        frames = responses.ResponseFrames(uid, event, ids=ids, posted=True)
+        client = await read_request(frontend, uid, told.event, whole=False)
+        frames = responses.ResponseFrames(uid, told.event, ids=ids, posted=True)
         response = stream_response(client, frames, frontend.turns, begun=frames.begun())
     else:
-        response = json_response(responses.Response(uid, event).plain())
+        response = json_response(told.plain())
     response.headers["x-minisgl-uid"] = uid
     return response
 

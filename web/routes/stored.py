@@ -64,12 +64,9 @@ def stored_routes(frontend: Frontend) -> Blueprint:
             uid, found = await _find(frontend, name, who)
             if request.args.get("stream", "false").lower() == "true":
                 return await _stream(frontend, uid, found)
-            response = await _response(frontend, uid, found)
-            if found.archived is not None or not response.ended_ms:
-                return _told(response)
-            promised_ms = response.ended_ms + frontend.limits.response_retention_ms
-            gone_ms = await frontend.ask(frontend.log.expires_ms(uid))  # sooner, if there were too many
-        return _told(response, min(promised_ms, gone_ms))
+            response = await response_of(frontend, uid, found)
+            is_over = response.status not in ("queued", "in_progress")
+            return _told(response, await frontend.ask(frontend.log.expires_ms(uid)) if is_over else 0)
 
     @routes.post(f"{PATH}/cancel")
     @operation("Cancel a response that runs in the background")
@@ -81,7 +78,7 @@ def stored_routes(frontend: Frontend) -> Blueprint:
                 message = "Only a response that was created with `background: true` can be cancelled; this one was not."
                 raise RequestError(message, code="invalid_value")
             await _cancel(frontend, found)
-            return _told(await _response(frontend, uid, found))
+            return _told(await response_of(frontend, uid, found))
 
     @routes.delete(PATH)
     @operation("Delete a stored response")
@@ -103,22 +100,25 @@ def stored_routes(frontend: Frontend) -> Blueprint:
     return routes
 
 
-async def prepare(frontend: Frontend, asked: ResponsesRequest, *, who: Caller) -> None:
-    """Look up the responses and items that a request refers to. Raises as the log does.
+async def prepare(frontend: Frontend, asked: ResponsesRequest, *, who: Caller) -> int:
+    """Look up the responses and items that a request refers to; return their size in characters. Raises as the log
+    does.
 
     Raises:
         RequestError: One of them does not exist for *who*.
     """
     before, named = asked.previous_response_id, asked.references
     if before is None and not named:
-        return
+        return 0
     past: Sequence[Message] = ()
     with reaching("response_not_read", uid=before or ""):
         if before is not None:
             uid, found = await _find(frontend, before, who, param="previous_response_id")
             response = await _done(frontend, uid, found, "previous_response_id")
             past = _conversation(found.submitted) + _said(response)
-        asked.goes_on(past, await _items(frontend, named, who))
+        items = await _items(frontend, named, who)
+    asked.goes_on(past, items)
+    return sum(len(str(message)) for message in (*past, *items.values()))
 
 
 async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mapping[str, Item]:
@@ -151,7 +151,7 @@ async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mappi
 
 async def _done(frontend: Frontend, uid: str, found: Lookup, param: str) -> answers.Response:
     """Return a response that is over. Raises RequestError: It is not."""
-    response = await _response(frontend, uid, found)
+    response = await response_of(frontend, uid, found)
     if response.status in ("queued", "in_progress"):
         message = f"{param}: {RESPONSE_PREFIX}{uid} is not done; wait for it, or cancel it"
         raise RequestError(message, code="invalid_value", param=param)
@@ -204,7 +204,7 @@ def _said(response: answers.Response) -> list[Message]:
     return said.messages
 
 
-async def _response(frontend: Frontend, uid: str, found: Lookup) -> answers.Response:
+async def response_of(frontend: Frontend, uid: str, found: Lookup) -> answers.Response:
     """Return a response as it stands. Raises as the log does."""
     response = answers.Response(uid, found.submitted)
     await fold(frontend, uid, found.archived, response.apply)

@@ -28,7 +28,9 @@ from web.wire.uids import uid_of
 
 PATH: Final = f"{CHAT_ENDPOINT}/<name>"
 MOST_FOUND: Final = 500
-"""Most answers, the newest, among which a list has its pages."""
+"""Most chats, the newest, among which a list has its pages."""
+MOST_LOOKS: Final = 16
+"""Most looks at what the log and the archive have; one is at about 256 requests that are not known yet."""
 FILTERS: Final = {"model": {"description": "Only answers of this model."}}
 
 
@@ -83,12 +85,19 @@ async def _newest(frontend: Frontend, who: Caller) -> Sequence[str]:
         is_stored = facts.endpoint == CHAT_ENDPOINT and facts.labels.get("store") is True and not facts.replay_of
         return is_stored and facts.state == "finished" and who.may_see(facts.owner) and model in (None, facts.model)
 
-    listed = await frontend.catalogue.newest(NEWEST, MOST_FOUND, fits)
-    return [*dict.fromkeys(base_uid(facts.uid) for facts in listed.requests)]
+    found: dict[str, None] = {}
+    before = NEWEST
+    for _ in range(MOST_LOOKS):
+        listed = await frontend.catalogue.newest(before, MOST_FOUND, fits)
+        found |= dict.fromkeys(base_uid(facts.uid) for facts in listed.requests)
+        before = listed.next
+        if not before or len(found) >= MOST_FOUND:
+            break
+    return [*found][:MOST_FOUND]
 
 
 async def _found(frontend: Frontend, name: str, who: Caller) -> tuple[str, Lookup]:
-    uid = uid_of(name)
+    uid = uid_of(name) if "." not in name else ""  # an answer alone is none
     found = await find_own(frontend, uid, who, CHAT_ENDPOINT) if uid else None
     if found is None:
         raise RequestError(f"Chat completion with id '{name}' not found.", code="completion_not_found", status=404)

@@ -9,6 +9,7 @@ if last[1] and last[1][1] ~= SEAL then return 'LIVES' end
 redis.call('PEXPIRE', key.history, -1)
 redis.call('PEXPIRE', key.reader, -1)
 if key.shared then redis.call('PEXPIRE', key.shared, -1) end
+drop_stored(key, arg.uid)
 local now = now_ms()
 redis.call('XADD', key.history, SEAL, 'ms', now, unpack(ARGV, 2))
 redis.call('PEXPIRE', key.history, arg.retention_ms)

@@ -3,6 +3,7 @@
 -- At maxmemory, Redis refuses a script at its first write, if that write may take memory. Every commit but submit and import
 -- begins with a write that Redis never refuses, so work in flight drains while new work waits.
 local NO_PIECE = string.rep('-', 32)
+local PIECE_BYTES = 168 -- about what a piece takes beside its text
 local SEAL = '18446744073709551615-18446744073709551615'
 
 local function now_ms() -- Redis' clock, as text
@@ -44,27 +45,69 @@ local function chain_text(texts, digest)
   while digest ~= NO_PIECE do
     local piece = redis.call('GET', texts .. digest)
     if not piece then return nil end
-    pieces[#pieces + 1], digest = string.sub(piece, 65), string.sub(piece, 1, 32)
+    pieces[#pieces + 1], digest = string.sub(piece, 41), string.sub(piece, 1, 32)
   end
   for i = 1, math.floor(#pieces / 2) do pieces[i], pieces[#pieces + 1 - i] = pieces[#pieces + 1 - i], pieces[i] end
   return table.concat(pieces)
 end
 
--- Keeps pieces of texts for at least so long; those that are not there are *texts*. A piece names its last user, after the digest
--- of the piece before it. Returns the size of new ones.
-local function keep_pieces(pieces, texts, left_ms, uid)
-  local bytes, user = 0, string.format('%-32.32s', uid)
+-- Counts a user more of a piece of a text, or fewer; returns how many it has: entries of histories, and pieces that come after it.
+-- The number is in the piece, after the digest of the piece before it.
+local function count_user(piece, by)
+  local users = tonumber(redis.call('GETRANGE', piece, 32, 39) or '') + by
+  redis.call('SETRANGE', piece, 32, string.format('%08d', users))
+  return users
+end
+
+-- Keeps what a stored response shares: *pieces*, of which those that are not there are *texts*, for at least so long, and the last
+-- pieces that an entry with these *fields* names. Takes it into account, with *own* bytes more.
+local function keep_pieces(key, uid, pieces, texts, fields, left_ms, own)
+  local all = own
+  local prefix = pieces[1] and string.sub(pieces[1], 1, -33)
   for i, piece in ipairs(pieces) do
     local left = redis.call('PTTL', piece)
     if left == -2 then
-      redis.call('SET', piece, string.sub(texts[i], 1, 32) .. user .. string.sub(texts[i], 33), 'PX', left_ms)
-      bytes = bytes + #texts[i] + 192 -- about what a key takes
-    else
-      redis.call('SETRANGE', piece, 32, user)
-      if left < tonumber(left_ms) then redis.call('PEXPIRE', piece, left_ms) end
+      local before = string.sub(texts[i], 1, 32)
+      redis.call('SET', piece, before .. '00000000' .. string.sub(texts[i], 33), 'PX', left_ms)
+      if before ~= NO_PIECE then count_user(prefix .. before, 1) end
+      all = all + #texts[i] + PIECE_BYTES
+    elseif left < tonumber(left_ms) then
+      redis.call('PEXPIRE', piece, left_ms)
     end
   end
-  return bytes
+  local bytes, names = string.match(redis.call('HMGET', key.stored_bytes, uid)[1] or '0', '^(%d+)(.*)')
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], -1) == '~' then
+      local last = string.sub(fields[i + 1], 1, 32)
+      count_user(prefix .. last, 1)
+      names = names .. ' ' .. last
+    end
+  end
+  redis.call('HSET', key.stored_bytes, uid, string.format('%.0f', bytes + own) .. names)
+  redis.call('HINCRBY', key.stored_bytes, 'all', string.format('%.0f', all))
+  return all
+end
+
+-- Forgets that a request is a stored response, and deletes the pieces of texts that nobody else uses. Returns how many.
+local function drop_stored(key, uid)
+  local told = redis.call('HMGET', key.stored_bytes, uid)[1]
+  redis.call('ZREM', key.stored, uid)
+  if not told then return 0 end
+  redis.call('HDEL', key.stored_bytes, uid)
+  local texts = string.match(key.stored, '^{[^}]*}:') .. 'text:'
+  local bytes, num = tonumber(string.match(told, '^%d+')), 0
+  for digest in string.gmatch(told, ' (%x+)') do
+    while digest ~= NO_PIECE do
+      local piece = texts .. digest
+      local before = redis.call('GETRANGE', piece, 0, 31)
+      if before == '' or count_user(piece, -1) > 0 then break end
+      bytes, num = bytes + redis.call('STRLEN', piece) - 8 + PIECE_BYTES, num + 1
+      redis.call('PEXPIRE', piece, -1)
+      digest = before
+    end
+  end
+  redis.call('HINCRBY', key.stored_bytes, 'all', string.format('%.0f', -bytes))
+  return num
 end
 
 -- Returns fields with whole texts. A field `<name>@` is a beginning and then a digest, for which *text_of* returns the rest; a
@@ -119,19 +162,22 @@ local function tell_archivers(ended, archive, uid, ended_ms, now)
   if dropped > 0 then redis.call('HINCRBY', archive, 'unarchived', dropped) end
 end
 
--- Returns for how long a history is kept from its end on: *retention_ms*, or a stored response as long as its submit said. Of
--- that, it counts the bytes that came since.
-local function kept_after(history, uid, stored, stored_bytes, retention_ms)
-  if not redis.call('ZSCORE', stored, uid) then return retention_ms end
-  local bytes = 80 * redis.call('XLEN', history) -- about what an event of one token takes
-  redis.call('HINCRBY', stored_bytes, uid, bytes)
-  redis.call('HINCRBY', stored_bytes, 'all', bytes)
+-- Returns for how long a history is kept from its end on: *brief_ms*, if it is to be kept briefly, or *retention_ms*. A stored
+-- response is kept until `retire` lets it go, after *stored_ms*; its bytes that came since its submit are counted.
+local function kept_after(key, uid, history, retention_ms, stored_ms, brief_ms)
+  local told = redis.call('ZSCORE', key.stored, uid) and redis.call('HMGET', key.stored_bytes, uid)[1]
+  if not told then return brief_ms or retention_ms end
+  redis.call('ZADD', key.stored, string.format('%.0f', tonumber(now_ms()) + tonumber(brief_ms or stored_ms)), uid)
+  local came = 80 * redis.call('XLEN', history) -- about what an event of one token takes
+  local bytes, names = string.match(told, '^(%d+)(.*)')
+  redis.call('HSET', key.stored_bytes, uid, string.format('%.0f', bytes + came) .. names)
+  redis.call('HINCRBY', key.stored_bytes, 'all', came)
   return redis.call('PTTL', history)
 end
 
 -- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, and of a sibling shared;
--- *arg* has reply_cap, retention_ms, ended_ms, see tell_archivers, and perhaps brief_ms, for which a history without tokens is
--- kept.
+-- *arg* has reply_cap, retention_ms, stored_ms, ended_ms, see tell_archivers, and perhaps brief_ms, for which a history without
+-- tokens is kept.
 -- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
 local function seal(key, arg, uid, fields)
   redis.call('ZREM', key.live, uid)
@@ -141,8 +187,7 @@ local function seal(key, arg, uid, fields)
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
   if not append(key.history, SEAL, fields, now) then return false end
-  local kept_ms = kept_after(key.history, uid, key.stored, key.stored_bytes, arg.retention_ms)
-  if n == '0' and arg.brief_ms then kept_ms = arg.brief_ms end
+  local kept_ms = kept_after(key, uid, key.history, arg.retention_ms, arg.stored_ms, n == '0' and arg.brief_ms)
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)
   redis.pcall('XADD', key.replies, 'NOMKSTREAM', 'MAXLEN', '~', arg.reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))

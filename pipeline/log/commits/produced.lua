@@ -1,7 +1,7 @@
 -- produced: consume steps, all or none, and write what follows from them to the histories and the replies, and the steps to the
 -- journal. Or, of a single step: write what follows from a part of it, and count its tries up to a number instead.
 -- KEYS owner, steps, live, control, ended, archive, journal, stored, stored_bytes, then the histories, what siblings share, and the replies
--- ARGV owner, reply_cap, retention_ms, ended_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
+-- ARGV owner, reply_cap, retention_ms, stored_ms, ended_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
 --      (entry, when it was made, number of words for the journal, words..., number of tokens, (id, token, text)*, of the
 --      first histories)*, number of replies, (key index, payload)*,
 --      (key index, id, uid, 1 if the engine must be told, ms until a sealed history is gone or 0: as others, key index of what siblings
@@ -29,7 +29,7 @@ local function keep(key, steps, now)
     if #fields > 0 then
       local total = bytes + size_of(fields)
       local said = string.format('%.0f', total)
-      local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[6], step[1], 'bytes', said, unpack(fields))
+      local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[7], step[1], 'bytes', said, unpack(fields))
       local is_full = type(added) == 'table' and string.find(added.err, 'OOM', 1, true)
       if is_full then redis.call('DEL', key) end
       if is_full then return end
@@ -43,7 +43,7 @@ local function keep(key, steps, now)
     local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
     if not first then return end
     local kept = bytes - (tonumber(first[2][2]) or 0) + size_of(slice(first[2], 3, #first[2]))
-    if kept <= tonumber(ARGV[5]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return end
+    if kept <= tonumber(ARGV[6]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return end
     redis.call('XDEL', key, first[1])
   end
 end
@@ -54,7 +54,7 @@ local function age(made, now)
   return { 'age_ms', string.format('%.0f', math.max(tonumber(now) - tonumber(made), 0)) }
 end
 
-local tries, num_steps, at = tonumber(ARGV[7]), tonumber(ARGV[8]), 9
+local tries, num_steps, at = tonumber(ARGV[8]), tonumber(ARGV[9]), 10
 -- Of a step: entry, index of the number of its words for the journal, of the number of its tokens, when it was made.
 local steps, ids = {}, {}
 local is_journalled = false
@@ -102,12 +102,12 @@ while at <= #ARGV do
   for _, word in ipairs(age(ARGV[at + 6], now)) do fields[#fields + 1] = word end
   if id == SEAL then redis.call('ZREM', KEYS[3], uid) end
   if append(history, id, fields, now) and id == SEAL then
-    local kept_ms = kept_after(history, uid, KEYS[8], KEYS[9], ARGV[3])
-    if ARGV[at + 4] ~= '0' then kept_ms = ARGV[at + 4] end
+    local brief_ms = ARGV[at + 4] ~= '0' and ARGV[at + 4]
+    local kept_ms = kept_after({ stored = KEYS[8], stored_bytes = KEYS[9] }, uid, history, ARGV[3], ARGV[4], brief_ms)
     redis.call('PEXPIRE', history, kept_ms)
     sibling_ended(KEYS[tonumber(ARGV[at + 5])], now, kept_ms)
     if ARGV[at + 3] == '1' then redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid) end
-    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[4], now)
+    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[5], now)
   end
   at = at + 8 + count
 end

@@ -13,7 +13,7 @@
 --   GONE       there is no such dead letter: somebody else has sent it again, or dropped it
 --   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
 --   TOO_MANY   as many requests of the API key run as may
---   TOO_MANY_BEHIND  as many requests of their owner run in the background as may
+--   TOO_MANY_IN_BACKGROUND  as many requests of their owner run in the background as may
 --   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
 --   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
@@ -95,7 +95,7 @@ if per_minute > 0 then
 end
 local counts = {} -- sets of running requests, and how many there may be
 if at_once > 0 then counts[1] = { key.running, at_once, 'TOO_MANY', {} } end
-if key.background then counts[#counts + 1] = { key.background, tonumber(arg.max_background), 'TOO_MANY_BEHIND', {} } end
+if key.background then counts[#counts + 1] = { key.background, tonumber(arg.max_background), 'TOO_MANY_IN_BACKGROUND', {} } end
 for _, count in ipairs(counts) do
   if redis.call('SCARD', count[1]) >= count[2] then -- only now it matters which of them have ended
     local uids = redis.call('SMEMBERS', count[1])
@@ -115,7 +115,8 @@ if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(arg.retention_ms))
-if key.stored then gone = string.format('%.0f', tonumber(now) + tonumber(arg.stored_ms) + 60000) end -- `retire` comes first
+local due = string.format('%.0f', tonumber(deadline) + tonumber(arg.stored_ms)) -- then `retire` lets a stored response go
+if key.stored then gone = string.format('%.0f', tonumber(due) + 3600000) end
 local pieces_at = 2 + 2 * tonumber(arg.num_texts)
 local at = pieces_at + #key.pieces
 local num_bytes = tonumber(arg.num_bytes)
@@ -124,17 +125,14 @@ if count > 1 then
   for i = 2, pieces_at - 1, 2 do redis.call('HSET', key.shared, ARGV[i], ARGV[i + 1]) end
   redis.call('PEXPIREAT', key.shared, gone)
 end
-if key.stored then
-  num_bytes = num_bytes + keep_pieces(key.pieces, slice(ARGV, pieces_at, at - 1), gone - tonumber(now), uid)
-  redis.call('HINCRBY', key.stored_bytes, 'all', string.format('%.0f', num_bytes))
-end
+local texts, left_ms, stored_bytes = slice(ARGV, pieces_at, at - 1), gone - tonumber(now), 0
 for i, history in ipairs(key.histories) do
-  if key.stored then
-    local last = redis.call('ZRANGE', key.stored, -1, -1, 'WITHSCORES') -- in the order of the submits
-    redis.call('ZADD', key.stored, string.format('%.0f', math.max(tonumber(now), tonumber(last[2] or 0) + 1)), arg.uids[i])
-    redis.call('HSET', key.stored_bytes, arg.uids[i], math.floor(tonumber(arg.num_bytes) / count))
-  end
   local last = at - 1 + tonumber(arg.num_fields[i])
+  if key.stored then
+    local own = math.floor(num_bytes / count)
+    redis.call('ZADD', key.stored, due, arg.uids[i])
+    stored_bytes = stored_bytes + keep_pieces(key, arg.uids[i], key.pieces, texts, slice(ARGV, at, last), left_ms, own)
+  end
   redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at, last))
   redis.call('PEXPIREAT', history, gone)
   redis.call('ZADD', key.live, deadline, arg.uids[i])
@@ -152,6 +150,7 @@ for _, count in ipairs(counts) do
   for _, sibling in ipairs(arg.uids) do redis.call('SADD', count[1], sibling) end
   if redis.call('PTTL', count[1]) < gone - tonumber(now) then redis.call('PEXPIREAT', count[1], gone) end
 end
+if key.stored then num_bytes = stored_bytes end
 if share > 0 then
   local begin, text = math.floor(tonumber(now) / part_ms) * part_ms, {}
   if #parts == 0 or parts[#parts][1] ~= begin then parts[#parts + 1] = { begin, 0 } end

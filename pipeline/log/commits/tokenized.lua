@@ -14,8 +14,7 @@ if key.shared and not is_shared(key.shared) then -- of an older version, or gone
 end
 if not append(key.history, '0-2', fields, now_ms()) then return 'GONE' end
 if #key.pieces > 0 then
-  local bytes = keep_pieces(key.pieces, slice(ARGV, pieces_at, first - 1), redis.call('PTTL', key.history), arg.uid)
-  redis.call('HINCRBY', key.stored_bytes, 'all', bytes)
+  keep_pieces(key, arg.uid, key.pieces, slice(ARGV, pieces_at, first - 1), fields, redis.call('PTTL', key.history), 0)
 end
 for digest, text in pairs(texts) do redis.call('HSET', key.shared, digest, text) end
 redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend)

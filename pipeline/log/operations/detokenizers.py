@@ -100,7 +100,7 @@ def produced(
     steps: list[str | int | bytes] = []
     for entry, words, of_step in zip(entries, noted, tokens.values(), strict=True):
         steps += (entry.id, made_ms[entry.id], len(words), *words, len(of_step) // 3, *of_step)
-    kept: Words = [limits.retention_ms, limits.ended_ms, limits.journal_bytes]
+    kept: Words = [limits.retention_ms, limits.response_retention_ms, limits.ended_ms, limits.journal_bytes]
     args: Words = [str(owner), REPLY_CAP, *kept, JOURNAL_CAP, tries, len(entries)]
     args = [*args, *steps, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import Final
 
@@ -14,9 +14,8 @@ from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Wo
 from pipeline.log.operations.frontends import scan
 from pipeline.log.operations.requests import end_words, shared_by
 from pipeline.log.operations.slots import SLOTS_PER_LOOK, slots_of
-from pipeline.log.replies import as_text, entries_of, history_of, info_of, is_ok, nothing
-from pipeline.log.shared import DIGEST_CHARS, chains_in
-from pipeline.names import GENERATE, TOKENIZED_ID
+from pipeline.log.replies import as_text, entries_of, info_of, is_ok, nothing
+from pipeline.names import GENERATE
 
 KEYS_PER_LOOK: Final = 1000
 """Number of keys that are read at a time, also of entries with only a uid."""
@@ -84,6 +83,8 @@ def erase(log: LogContext, uid: str, *, finished: bool = False) -> Script[bool]:
             "ended": names.ended,
             "reader": names.reader(uid),
             "shared": shared_by(names, uid),
+            "stored": names.stored,
+            "stored_bytes": names.stored_bytes,
         },
         *words,
         "n",
@@ -110,29 +111,7 @@ def purge(log: LogContext, uids: Collection[str]) -> Steps[Purged]:
         replies += yield from _purged(log, key, lambda: of_replies(uids))
     for key in (yield from _keys(names.journal(""))):
         steps += yield from _purged(log, key, lambda: of_journals(uids))
-    yield from _drop_pieces(log)
     return Purged(letters, replies, steps)
-
-
-def _drop_pieces(log: LogContext) -> Steps[None]:
-    """Delete the pieces of texts that no history has any more. What is submitted meanwhile keeps its own."""
-    texts, heads = log.names.text(""), dict[str, str]()
-    for some in _parts(sorted((yield from _keys(texts)))):
-        found = yield from Batch([["GETRANGE", key, 0, 63] for key in some], list)
-        heads |= {key.removeprefix(texts): as_text(head) for key, head in zip(some, found, strict=True)}
-    unused = {digest: head[DIGEST_CHARS:] for digest, head in heads.items()}
-    for some in _parts(sorted((yield from _keys(log.names.request("")))) if unused else []):
-        raw = yield from Batch([["XRANGE", key, "-", TOKENIZED_ID, "COUNT", 2] for key in some], list, any_type=True)
-        for digest in (digest for history in raw for digest in chains_in(history_of(history or ()))):
-            while digest in heads:
-                unused.pop(digest, None)
-                digest = heads[digest][:DIGEST_CHARS]
-    for some in _parts(sorted(unused)):
-        yield from Script("drop_pieces", [*map(log.names.text, some)], [unused[digest] for digest in some], as_text)
-
-
-def _parts(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (keys[first : first + KEYS_PER_LOOK] for first in range(0, len(keys), KEYS_PER_LOOK))
 
 
 def _keys(prefix: str) -> Steps[list[str]]:

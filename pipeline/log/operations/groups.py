@@ -185,6 +185,7 @@ def bury(
         num_parts=len(letter),
         dead_cap=DEAD_CAP,
         retention_ms=log.limits.retention_ms,
+        stored_ms=log.limits.response_retention_ms,
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
     )

@@ -154,7 +154,7 @@ def _submit(
         "versions": names.copies if letter else None,
         "stored": names.stored if events[0].stored else None,
         "stored_bytes": names.stored_bytes if events[0].stored else None,
-        "background": names.running(f"background:{events[0].owner}") if events[0].background else None,
+        "background": names.running(f"background:{events[0].owner}") if events[0].background and not letter else None,
     }
     if quota is not None:
         keys |= {
@@ -186,7 +186,7 @@ def _submit(
         num_bytes=num_bytes,
         timeout_ms=limits.background_timeout_ms if events[0].background else limits.timeout_ms,
         retention_ms=limits.retention_ms,
-        stored_ms=limits.stored_ms,
+        stored_ms=limits.response_retention_ms,
         share_ms=limits.retention_ms,
         max_background=limits.max_background,
         max_queued=0 if is_full else limits.max_queued,
@@ -267,6 +267,7 @@ def end(
         *flat(said),
         uid=uid,
         retention_ms=retention_ms,
+        stored_ms=log.limits.response_retention_ms,
         brief_ms=brief_ms(event, 0, said, retention_ms),
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
@@ -307,6 +308,7 @@ def abandon(
         uid=uid,
         base=base_uid(uid),
         retention_ms=kept,
+        stored_ms=log.limits.response_retention_ms,
         brief_ms=refused_ms(kept) if refused else None,
         ended_ms=log.limits.ended_ms,
         reply_cap=REPLY_CAP,
@@ -404,14 +406,9 @@ def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
     return Batch([["XLEN", log.names.request(uid)] for uid in uids], parse, any_type=True)
 
 
-def expires_ms(log: LogContext, uid: str) -> Batch[int]:
-    """Return when the history of *uid* will go, in ms of Redis' clock; 0: there is none."""
-
-    def parse(replies: list[Any]) -> int:
-        left, now = replies
-        return clock_ms(now) + int(left) if left >= 0 else 0
-
-    return Batch([["PTTL", log.names.request(uid)], ["TIME"]], parse)
+def expires_ms(log: LogContext, uid: str) -> Command[int]:
+    """Return when a stored response will be removed at the latest, in ms of Redis' clock; 0: it is not there."""
+    return Command(["ZSCORE", log.names.stored, uid], lambda due: int(due or 0))
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:
@@ -463,8 +460,8 @@ def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 
 
 def retire(log: LogContext, most_bytes: int) -> Script[int]:
-    """Let stored responses go whose time is over, and the oldest ones while all take more than *most_bytes*; return how
-    many went before their time. 0: any number of bytes."""
+    """Remove stored responses whose time is over, and the oldest ones while all take more than *most_bytes* (0: any
+    number); return how many went before their time."""
     names, limits = log.names, log.limits
     return commit(
         "retire",
@@ -472,7 +469,6 @@ def retire(log: LogContext, most_bytes: int) -> Script[int]:
         {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes},
         most_bytes=most_bytes or 2**62,
         retention_ms=limits.retention_ms,
-        stored_ms=limits.stored_ms,
     )
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.log_contract import FINISHED, NAMES, Detokenizer, Scene, limits, say_end, submitted
+from support.log_contract import FAILED, FINISHED, NAMES, Detokenizer, Scene, limits, say_end, submitted
 from support.redis_servers import command, until
 
+import pipeline.log.entries
 from pipeline.events import Submitted, Tokenized, as_plain, as_words, decode
 from pipeline.log.protocol import DeadLetter, Entry
 from pipeline.log.redis import RedisLog
-from pipeline.log.shared import CHAINED, chained, chains_in, submitted_bytes, whole_history
+from pipeline.log.shared import CHAINED, chained, chains_in, whole_history
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, new_uid
 
 LONG_MS = 60_000
@@ -166,27 +169,104 @@ def test_when_the_time_of_responses_is_over_they_go_with_what_only_they_had(log:
     assert not pieces(log) and not command(log.url, "EXISTS", NAMES.stored_bytes)
 
 
-def test_above_the_limit_the_oldest_that_have_ended_are_kept_as_others(log: RedisLog, scene: Scene) -> None:
-    old, young = [say(log, scene, turns(3, 5000 + i), 10) for i in range(2)]
+def test_above_the_limit_the_oldest_go_that_have_ended_longer_ago_than_others_are_kept(
+    log: RedisLog, scene: Scene
+) -> None:
+    running, old, young = [say(log, scene, turns(3, 5000 + i), 10, ends=bool(i)) for i in range(3)]
+    assert log.retire(1) == 0, "they have just ended"
     log.limits = replace(LIMITS, retention_s=0.05)
-    assert log.retire(10 * submitted_bytes([], {}) + counted(log)) == 0
+    time.sleep(0.06)
+    assert log.retire(counted(log)) == 0
     assert log.retire(counted(log) - 1) == 1
-    until(lambda: log.histories([old]) == [[]])
-    assert read(log, young)[0] == turns(3, 5001)
+    assert log.histories([old]) == [[]]
+    assert read(log, running)[0] == turns(3, 5000) and read(log, young)[0] == turns(3, 5002)
+    assert log.retire(1) == 1 and read(log, running)[0] == turns(3, 5000)
+
+
+@pytest.mark.parametrize("first_is_first", [True, False])
+def test_responses_that_share_texts_may_be_tokenized_and_go_in_any_order(
+    log: RedisLog, scene: Scene, first_is_first: bool
+) -> None:
+    uids = [new_uid(), new_uid()]
+    for uid in uids:
+        log.submit(uid, [response(turns(4))])
+    entries = log.read(scene.submitted, "tokenize-0", max_entries=8, block_ms=0)
+    for entry in reversed(entries):
+        assert log.tokenized(entry, Tokenized(token_ids=ids(600), fingerprint="t", by="tokenize-0"), stored=True)
+    going, staying = uids if first_is_first else reversed(uids)
+    log.end(going, FINISHED, frontend="web-0")
+    assert log.erase(going)
+    assert read(log, staying) == (turns(4), ids(600))
+    log.end(staying, FINISHED, frontend="web-0")
+    assert log.erase(staying)
+    assert not pieces(log) and not uncounted(log)
+
+
+def uncounted(log: RedisLog) -> bool:
+    """Return whether something is still counted."""
+    return counted(log) != 0
+
+
+def test_a_refused_response_is_kept_briefly_with_its_texts(
+    log: RedisLog, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.log.entries, "BRIEF_MS", 100)
+    kept, refused = say(log, scene, turns(2)), new_uid()
+    before = counted(log)
+    log.submit(refused, [response(turns(9))])
+    log.end(refused, FAILED, frontend="web-0")
+    log.retire(0)
+    assert len(log.histories([refused])[0]) == 2
+    time.sleep(0.11)
+    log.retire(0)
+    assert log.histories([refused]) == [[]] and counted(log) == before and read(log, kept)[0] == turns(2)
+
+
+def test_what_is_counted_is_what_is_there(log: RedisLog, scene: Scene) -> None:
+    """Whatever comes, goes and comes again."""
+    chance, there = random.Random(5), list[str]()
+    for _ in range(60):
+        if there and chance.random() < 0.4:
+            assert log.erase(there.pop(chance.randrange(len(there))))
+        else:
+            there.append(say(log, scene, turns(chance.randrange(1, 9)), chance.randrange(900)))
+    told = command(log.url, "HGETALL", NAMES.stored_bytes)
+    found = dict(zip(told[::2], told[1::2], strict=True))
+    own = sum(int(text.split()[0]) for name, text in found.items() if name != b"all")
+    texts = sum(command(log.url, "STRLEN", key) - 8 + 168 for key in pieces(log))
+    assert set(found) == {b"all", *(uid.encode() for uid in there)} and int(found[b"all"]) == own + texts
+    for uid in there:
+        assert read(log, uid)[0]
+        assert log.erase(uid)
+    assert not pieces(log) and not uncounted(log)
+
+
+def test_siblings_that_are_stored_go_with_what_they_share(log: RedisLog, scene: Scene) -> None:
+    event = submitted(prompt=TOOLS).model_copy(update={"stored": True})
+    log.submit("a", [event] * 2)
+    for uid in ("a.0", "a.1"):
+        log.end(uid, FINISHED, frontend="web-0")
+        command(log.url, "ZADD", NAMES.stored, 1, uid)
+    log.limits = replace(LIMITS, retention_s=0.05)
+    assert log.retire(0) == 0 and not uncounted(log)
+    until(lambda: not command(log.url, "EXISTS", NAMES.shared("a"), NAMES.request("a.0"), NAMES.request("a.1")))
+
+
+def test_a_history_of_another_type_goes_like_others(log: RedisLog, scene: Scene) -> None:
+    uid = say(log, scene, turns(4))
+    command(log.url, "DEL", NAMES.request(uid))
+    command(log.url, "SET", NAMES.request(uid), "what?")
+    assert log.retire(1) == 0
+    command(log.url, "ZADD", NAMES.stored, 1, uid)
+    assert log.retire(0) == 0
+    assert not pieces(log) and not command(log.url, "EXISTS", NAMES.request(uid))
 
 
 def test_what_is_erased_takes_along_what_only_it_had(log: RedisLog, scene: Scene) -> None:
     old, gone = say(log, scene, turns(4), 300), say(log, scene, [*turns(4), *turns(1, 5000)], 600)
     before = set(pieces(log))
     assert log.erase(gone)
-    log.purge([gone])
     assert read(log, old) == (turns(4), ids(300))
     assert 0 < len(pieces(log)) < len(before)
     assert log.erase(old)
-    log.purge([old])
     assert not pieces(log)
-
-
-def test_what_runs_is_never_let_go_early(log: RedisLog, scene: Scene) -> None:
-    uid = say(log, scene, turns(3, 5000), ends=False)
-    assert log.retire(1) == 0 and read(log, uid)[0] == turns(3, 5000)

@@ -128,7 +128,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             behind = self._quotas.behind(events[0].owner, self._live) if events[0].background else set()
             refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if not refused and len(behind) >= self.limits.max_background:
-                refused = SubmitResult(Submission.TOO_MANY_BEHIND, uid)
+                refused = SubmitResult(Submission.TOO_MANY_IN_BACKGROUND, uid)
             if refused:
                 return refused
             if not has_room(submitted_bytes(*submitted_words(events))):
@@ -138,7 +138,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             self._streams.sweep()
             now_ms, limits = self._now_ms(), self.limits
             timeout_ms = limits.background_timeout_ms if events[0].background else limits.timeout_ms
-            gone_ms = self._in_ms(limits.stored_ms if events[0].stored else timeout_ms + limits.retention_ms)
+            kept_ms = limits.response_retention_ms if events[0].stored else limits.retention_ms
+            gone_ms = self._in_ms(timeout_ms + kept_ms)
             behind.update(uids)
             moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
             for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
@@ -507,7 +508,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
     def _kept_ms(self, history: Stream) -> int:
         """Return for how long a history is kept after its end."""
         is_stored = history.entries.get(parse_id(SUBMITTED_ID), {}).get("stored") == "true"
-        return int(history.expires_ms) - self._now_ms() if is_stored else self.limits.retention_ms
+        return self.limits.response_retention_ms if is_stored else self.limits.retention_ms
 
     def _in_ms(self, after_ms: int) -> int:
         """Return the time *after_ms* from now."""

@@ -362,7 +362,8 @@ async def test_a_body_that_is_sent_again_with_its_key_joins_the_background(
     key = {"Idempotency-Key": "k1", **IDS}
     first = await post(here, "hello", headers=key, background=True, stream=stream)
     second = await post(there, "hello", headers=key, background=True, stream=stream)
-    assert await first.get_data() == await second.get_data()
+    told = [await response.get_data() for response in (first, second)]
+    assert not stream or told[0] == told[1]
     uid = await one_request(stand_in)
     assert first.headers["x-minisgl-uid"] == second.headers["x-minisgl-uid"] == uid
     other = await error_of(post(here, "other", headers=key, background=True))
@@ -400,3 +401,35 @@ async def test_responses_of_another_key_are_as_if_they_were_not_there(redis_url:
         assert (await read(here, done["id"], ANN)) == done
         stopped = await here.client.post(f"{PATH}/{body['id']}/cancel", headers=bearer(ANN))
         assert (await stopped.get_json())["status"] == "cancelled"
+
+
+async def test_a_key_is_free_again_after_its_background_response_was_cancelled_or_deleted(here: Site) -> None:
+    key = {"Idempotency-Key": "k1"}
+
+    async def silent() -> Any:
+        return await (await post(here, "silent", headers=key, background=True)).get_json()
+
+    first = await silent()
+    assert (await silent())["id"] == first["id"]
+    client: Any = here.client
+    await client.post(f"{PATH}/{first['id']}/cancel")
+    second = await silent()
+    assert (second["id"] != first["id"], second["status"]) == (True, "queued")
+    await client.delete(f"{PATH}/{second['id']}")
+    assert (await silent())["id"] not in (first["id"], second["id"])
+
+
+async def test_a_conversation_that_references_make_too_long_is_refused(here: Site) -> None:
+    first = await (await post(here, "hello")).get_json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    asked = {"input": [{"role": "user", "content": "on"}, *[reference] * 8190]}
+    assert (await here.client.post(PATH, json=asked)).status_code == 200
+    long = [{"role": "user", "content": "x" * 1_000_000}]
+    sent = await (await here.client.post(PATH, json={"input": long})).get_json()
+    again = {"type": "item_reference", "id": f"msg_{sent['id'].removeprefix('resp_')}_in0"}
+    response = await here.client.post(PATH, json={"input": [again] * 5})
+    error = (await response.get_json())["error"]
+    assert (response.status_code, error["param"]) == (400, "input.4")
+    at_end = {"input": [again] * 4, "previous_response_id": sent["id"]}
+    response = await here.client.post(PATH, json=at_end)
+    assert (response.status_code, (await response.get_json())["error"]["param"]) == (400, "input.3")

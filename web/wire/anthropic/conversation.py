@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.errors import RequestError
-from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES, with_more
+from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES, joined
 from web.wire.openai.strict import wrong
 from web.wire.signatures import Signatures
 
@@ -82,10 +82,7 @@ class Conversation:
                     calls.append(_call(block, path))
                 case _:
                     texts.append(_text(block, path, "assistant"))
-        content = ""
-        for text in texts:
-            content = with_more(content, text)
-        message: Message = {"role": "assistant", "content": content}
+        message: Message = {"role": "assistant", "content": joined(texts)}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if len(calls) > MOST_CALLS:

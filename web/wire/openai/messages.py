@@ -273,9 +273,12 @@ def _plain_function(function: FunctionOfTool) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value is not None}
 
 
-def with_more(content: str, text: str) -> str:
-    """Return the *content* of an answer with its next *text*. Ours begins with line breaks if it comes after a call."""
-    return content + (text if not content or text.startswith("\n") else f"\n{text}")
+def joined(texts: Sequence[str]) -> str:
+    """Return the *texts* of an answer as one. Ours begins with line breaks where it comes after a call."""
+    parts: list[str] = []
+    for text in filter(None, texts):
+        parts += ["\n", text] if parts and not text.startswith("\n") else [text]
+    return "".join(parts)
 
 
 def templating_of(

@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from pipeline.errors import RequestError
-from pipeline.events import AnyEvent, Cancelled, End, Failed, Finished, Submitted, TokensProduced, Usage
+from pipeline.events import AnyEvent, Cancelled, Failed, Finished, Submitted, TokensProduced, Usage
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
 from web.wire.markup.reader import Piece
@@ -36,8 +36,6 @@ class Response:
         self.choice = choices_for(uid, [event])[0]
         self.ended: Failed | Cancelled | None = None
         """How it ended, if that is not well."""
-        self.ended_ms = 0
-        """When it ended, by Redis' clock; 0: it has not, or that is not known."""
         self._echoes = event.presentation.echoes
         self.special: Mapping[str, Mapping[str, Any]] = self._echoes.get("special", {})
 
@@ -55,7 +53,6 @@ class Response:
 
     def apply(self, event: AnyEvent) -> None:
         """Add the next event of its history. Those of engines and tokenizers change nothing."""
-        self.ended_ms = event.ms if isinstance(event, End) else 0
         match event:
             case TokensProduced() as tokens:
                 self.choice.apply(tokens)
@@ -255,6 +252,7 @@ class ResponseFrames(Frames):
     def error(self, error: RequestError, entry_id: str = "") -> bytes:
         """As Frames.error. Clients know no other event for it."""
         self._begin()
+        self._after = min(self._after, self._number - 1)  # else a client that has more would be told nothing
         self._response.ended = Failed(status=error.status, code=error.code or "", message=error.message)
         self._write("response.failed", {"response": self._response.plain()})
         return self._taken(entry_id)

@@ -20,7 +20,7 @@ from web.wire.openai.messages import (
     MOST_IN_ARGUMENTS,
     MOST_MESSAGES,
     MOST_PARTS,
-    with_more,
+    joined,
 )
 from web.wire.openai.strict import wrong
 from web.wire.signatures import Signatures
@@ -43,6 +43,8 @@ TEXTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "re
 ROLES: Final[Mapping[str, str]] = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 """The roles of messages, and those that chat templates know."""
 MOST_ITEMS: Final = 2 * MOST_MESSAGES
+MOST_BYTES: Final = 4 << 20
+"""Most bytes of text in a conversation, with all that it goes on after or refers to. No tokenizer takes more."""
 BETWEEN: Final = "__"
 """Between a namespace and the name of its tool."""
 INPUT: Final = "in"
@@ -67,18 +69,32 @@ def place_of(item_id: str) -> tuple[str, str]:
 class Conversation:
     """The fold of items into messages."""
 
-    def __init__(self, past: Sequence[Message] = (), found: Mapping[str, Item] | None = None) -> None:
-        """*past*: the messages before the first item. *found*: the items that references name, by their ids."""
-        self.messages: list[Message] = list(past)
+    def __init__(self, found: Mapping[str, Item] | None = None) -> None:
+        """*found*: the items that references name, by their ids."""
         self.unknown: set[str] = set()
         """Unknown members of items, without their numbers."""
         self.left_out: list[str] = []
         """Places of thoughts that the model does not get: they have no text, and their content cannot be read."""
+        self._messages: list[Message] = []
         self._found = found or {}
         self._signatures = Signatures()
         self._arguments_left = MOST_IN_ARGUMENTS
+        self._bytes_left = MOST_BYTES
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        """Texts of the last message, if that is one of the assistant's to which more items may belong."""
         self._answers = False
-        """Whether the last message is one of the assistant's, to which more items may belong."""
+
+    def begin(self, messages: Sequence[Message], path: str) -> None:
+        """Add *messages* as they are, for the field at *path*. Raises RequestError: They are too long."""
+        for message in messages:
+            self._add(message, path)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages so far."""
+        self._close()
+        return self._messages
 
     def add(self, item: object, path: str) -> None:
         """Add the item at *path* of the body.
@@ -98,50 +114,70 @@ class Conversation:
                 self._message(item, path)
             case "reasoning":
                 if thought := self._thought(item, path):
-                    self._answer(thought=thought)
+                    self._answer(path)
+                    self._thoughts.append(thought)
+                    self._count(path, thought)
             case "function_call" | "custom_tool_call":
                 self._call(item, kind, path)
             case "function_call_output" | "custom_tool_call_output":
                 result = text_of(item.get("output"), f"{path}.output")
-                self._add({"role": "tool", "content": result, "tool_call_id": _member(item, "call_id", path)})
+                self._add({"role": "tool", "content": result, "tool_call_id": _member(item, "call_id", path)}, path)
             case _:
                 raise _unsupported(f"an item of type `{kind[:32]}`", ITEMS, path, "type")
 
-    def _add(self, message: Message, *, answers: bool = False) -> None:
-        self.messages.append(message)
+    def _add(self, message: Message, path: str, *, answers: bool = False) -> None:
+        self._close()
+        self._messages.append(message)
         self._answers = answers
+        calls = (call["function"]["arguments"] for call in message.get("tool_calls") or ())
+        self._count(path, message["content"], message.get("reasoning_content", ""), *calls)
+
+    def _count(self, path: str, *texts: str) -> None:
+        """Refuse a conversation that is too long, however it came to be: an item may be referred to many times."""
+        self._bytes_left -= sum(len(text.encode()) for text in texts)
+        if self._bytes_left < 0 or len(self._messages) > MOST_ITEMS:
+            most = f"{MOST_ITEMS} messages, or {MOST_BYTES} bytes of text"
+            raise wrong(path, f"up to here, the conversation has more than {most}")
 
     def _message(self, item: Item, path: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise wrong(f"{path}.role", f"should be one of {', '.join(ROLES)}")
         text = text_of(item.get("content"), f"{path}.content")
-        if role == "assistant":
-            self._answer(text=text)
-        else:
-            self._add({"role": ROLES[role], "content": text})
+        if role != "assistant":
+            self._add({"role": ROLES[role], "content": text}, path)
+            return
+        self._answer(path)
+        self._texts.append(text)
+        self._count(path, text)
 
     def _call(self, item: Item, kind: str, path: str) -> None:
         call = _call(item, kind, path)
-        self._arguments_left -= sum(bulk_of(call["function"]["arguments"].encode()))
+        arguments = call["function"]["arguments"]
+        self._arguments_left -= sum(bulk_of(arguments.encode()))
         if self._arguments_left < 0:
             most = f"the arguments of all calls have more than {MOST_LARGE} values together"
             raise wrong(f"{path}.{CALLS[kind]}", most)
-        self._answer(call=call)
-        if len(self.messages[-1]["tool_calls"]) > MOST_CALLS:
+        calls = self._answer(path).setdefault("tool_calls", [])
+        calls.append(call)
+        self._count(path, arguments)
+        if len(calls) > MOST_CALLS:
             raise wrong(path, f"up to here, one answer has more than {MOST_CALLS} calls")
 
-    def _answer(self, *, text: str = "", thought: str = "", call: Message | None = None) -> None:
-        """Add to the message of the assistant, or begin one."""
+    def _answer(self, path: str) -> Message:
+        """Return the message of the assistant, which goes on or begins."""
         if not self._answers:
-            self._add({"role": "assistant", "content": ""}, answers=True)
-        message = self.messages[-1]
-        message["content"] = with_more(message["content"], text) if text else message["content"]
-        if thought:
-            before = message.get("reasoning_content")
-            message["reasoning_content"] = f"{before}\n{thought}" if before else thought
-        if call is not None:
-            message.setdefault("tool_calls", []).append(call)
+            self._add({"role": "assistant", "content": ""}, path, answers=True)
+        return self._messages[-1]
+
+    def _close(self) -> None:
+        """Put the texts of the assistant's message together."""
+        if self._answers:
+            message = self._messages[-1]
+            message["content"] = joined(self._texts)
+            if self._thoughts:
+                message["reasoning_content"] = "\n".join(self._thoughts)
+        self._answers, self._texts, self._thoughts = False, [], []
 
     def _thought(self, item: Item, path: str) -> str:
         """Return what is thought in an item: its own text, or what its encrypted content carries."""

@@ -209,8 +209,10 @@ class ResponsesRequest(Strict):
     @cached_property
     def conversation(self) -> Conversation:
         """All messages. Raises RequestError: The first item that is not supported."""
-        before = () if self.instructions is None else ({"role": "system", "content": self.instructions},)
-        found = Conversation((*before, *self._past), self._found)
+        found = Conversation(self._found)
+        if self.instructions is not None:
+            found.begin([{"role": "system", "content": self.instructions}], "instructions")
+        found.begin(self._past, "previous_response_id")
         for place, item in enumerate(self.items):
             found.add(item, "input" if isinstance(self.input, str) else f"input.{place}")
         if not found.messages:
