@@ -149,7 +149,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     """Sends the answer as server-sent events while it is generated."""
     store: bool | None = None
-    """`false`: it cannot be read, nor gone on from, under its id. Else it is kept for `--response-retention`."""
+    """`false`: the response cannot be read or continued later. Else it is kept for `--response-retention`."""
     background: bool | None = None
     """Answers at once; the response goes on without a client."""
     max_output_tokens: Annotated[int, Field(ge=1, le=INT64_MAX), WHOLE] | None = None
@@ -462,5 +462,5 @@ def parse_response(body: bytes) -> ResponsesRequest:
     if calls is not None and calls.choice == "required" and constraint is not None:
         raise wrong("tool_choice", f"with it the answer is a call, so not together with `{constraint.param}`")
     if request.background and request.store is False:
-        raise wrong("background", "only with `store`: else nobody could read it")
+        raise wrong("background", "needs `store: true`, because the response is read by its id")
     return request
