@@ -13,6 +13,7 @@ COMMITS: Final = "pipeline/log/commits"
 CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
 QUOTAS: Final = "tests/pipeline/log/test_redis_log_quotas.py::"
+STORED: Final = "tests/pipeline/log/test_stored.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
 TAKEOVER: Final = "tests/stages/generate/loop/test_takeover.py::"
@@ -169,7 +170,7 @@ redis.call('XDEL', key.submitted, arg.entry)
         "redis.pcall('XADD', ended, 'NOMKSTREAM', '*'", "redis.pcall('XADD', ended, '*'",
         (contract("archivers", "test_without_archivers_nothing_is_kept_for_them"),)),
     Mutation("a request that a step ends is not archived", f"{COMMITS}/produced.lua",
-        "    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[3], now)\n", "",
+        "    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[5], now)\n", "",
         (contract("archivers", "test_whatever_ends_a_request_names_it_once"),)),
     Mutation("a dead archiver fills Redis", f"{COMMITS}/lib.lua",
         "redis.call('XTRIM', ended, 'MINID', oldest)", "0",
@@ -254,8 +255,24 @@ redis.call('XDEL', key.submitted, arg.entry)
         "return living - (#taken - #ended_of(taken)) > most", "return living - #taken > most",
         (contract("submit", "test_what_ended_while_an_engine_had_it_makes_no_room_for_more_to_wait"),)),
     Mutation("a refused request is kept as long as any other", f"{COMMITS}/lib.lua",
-        "n == '0' and arg.tokenless_ms or arg.retention_ms", "arg.retention_ms",
+        "arg.stored_ms, n == '0' and arg.brief_ms)", "arg.stored_ms)",
         (f"{REDIS}test_the_history_of_a_refused_request_has_a_minute_to_live[{{server}}]",)),
+    # stored responses
+    Mutation("a piece goes though another one needs it", f"{COMMITS}/lib.lua",
+        "if before == '' or count_user(piece, -1) > 0 then break end", "if before == '' then break end",
+        (f"{STORED}test_what_is_erased_takes_along_what_only_it_had[{{server}}]",)),
+    Mutation("a piece does not need the one before it", f"{COMMITS}/lib.lua",
+        "      if before ~= NO_PIECE then count_user(prefix .. before, 1) end\n", "",
+        (f"{STORED}test_what_is_counted_is_what_is_there[{{server}}]",)),
+    Mutation("a stored response goes with the others", f"{COMMITS}/lib.lua",
+        "  return redis.call('PTTL', history)\nend", "  return retention_ms\nend",
+        (f"{STORED}test_a_stored_response_outlives_others_whoever_ends_it[{{server}}]",)),
+    Mutation("what runs is removed, too", f"{COMMITS}/retire.lua",
+        "last and last[1] == SEAL and tonumber(last[2][2]) or now", "0",
+        (f"{STORED}test_above_the_limit_the_oldest_go_that_have_ended_longer_ago_than_others_are_kept[{{server}}]",)),
+    Mutation("any number may run in the background", f"{COMMITS}/submit.lua",
+        "tonumber(arg.max_background), 'TOO", "9e9, 'TOO",
+        (contract("quota", "test_so_many_of_one_owner_run_in_the_background"),)),
     # siblings
     lua("submit", "what siblings share is kept for ever", "  redis.call('PEXPIREAT', key.shared, gone)\n", "",
         f"{SIBLINGS}test_of_siblings_every_key_has_a_time_to_live[{{server}}]"),
@@ -266,7 +283,7 @@ redis.call('XDEL', key.submitted, arg.entry)
         "redis.call('PTTL', shared) < tonumber(retention_ms)", "false",
         (f"{SIBLINGS}test_what_siblings_share_expires_with_the_last_of_them[{{server}}]",)),
     Mutation("a dead letter of a sibling lacks what it shared", f"{COMMITS}/end.lua",
-        "whole(entry[2], text_of)", "entry[2]",
+        "whole(entry[2], text_of, texts)", "entry[2]",
         (contract("siblings", "test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again"),)),
     Mutation("siblings begin in the middle where the first one is gone and the others are not", f"{COMMITS}/submit.lua",
         "ipairs(key.histories) do --", "ipairs({ key.histories[1] }) do --",
@@ -276,11 +293,11 @@ redis.call('XDEL', key.submitted, arg.entry)
         (contract("siblings", "test_siblings_are_refused_when_there_is_no_room_for_all"),
         contract("siblings", "test_more_siblings_than_may_wait_at_all_are_always_refused"))),
     lua("submit", "siblings run as one under a quota",
-        "  for _, sibling in ipairs(arg.uids) do redis.call('SADD', key.running, sibling) end\n",
-        "  redis.call('SADD', key.running, arg.uids[1])\n",
+        "  for _, sibling in ipairs(arg.uids) do redis.call('SADD', count[1], sibling) end\n",
+        "  redis.call('SADD', count[1], arg.uids[1])\n",
         contract("siblings", "test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be")),
     Mutation("what a key submits is not counted", f"{COMMITS}/submit.lua",
-        "parts[#parts][2] + tonumber(arg.num_bytes)", "parts[#parts][2]",
+        "parts[#parts][2] + num_bytes", "parts[#parts][2]",
         (contract("quota", "test_a_key_submits_no_more_than_its_share_of_the_log"),)),
     Mutation("a share that is used up never gets free", f"{COMMITS}/submit.lua",
         "    if tonumber(begin) + kept_ms > now then\n", "    if tonumber(begin) > 0 then\n",

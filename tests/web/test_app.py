@@ -27,9 +27,9 @@ async def test_every_error_has_the_nested_body(here: Site) -> None:
     assert (await error_of(client.get("/nothing")))[0] == 404
     assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
     assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
-    wrong_method = await client.get(CHAT)
+    wrong_method = await client.get("/v1/completions")
     assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
-    assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
+    assert (await error_of(client.get("/v1/completions")))[1]["code"] == "method_not_allowed"
     large = client.post(CHAT, data=b" " * (DEFAULT_BODY_BYTES + 1))
     assert (await error_of(large))[1]["code"] == "request_too_large"
 

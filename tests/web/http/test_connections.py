@@ -522,7 +522,7 @@ def test_a_connection_goes_on_after_an_error(scene: Scene) -> None:
             (request(chat("break")), 500),
             (request(path="/v1/embeddings"), 404),
             (request(path="/nothing"), 404),
-            (request(path=CHAT), 405),
+            (request(path="/v1/completions"), 405),
             (request(chat()), 200),
         ):
             client.send(said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from support.log_contract import (
     ACCEPTED,
     BUSY,
@@ -182,3 +184,16 @@ def test_shares_of_keys_are_apart_and_what_is_refused_takes_nothing_of_them(scen
     scene.end("a")
     assert scene.submit_as("d", quota, max_queued=1).used_bytes == 2 * ONE_BYTES, "a full server says it, too"
     assert scene.submit("nobody's") is ACCEPTED
+
+
+def test_so_many_of_one_owner_run_in_the_background(log: RedisLog, scene: Scene) -> None:
+    log.limits = dataclasses.replace(log.limits, max_background=2)
+
+    def submit(uid: str, owner: str = "ann") -> Submission:
+        event = submitted().model_copy(update={"background": True, "owner": owner})
+        return log.submit(uid, [event]).submission
+
+    assert [submit(uid) for uid in "abc"] == [ACCEPTED, ACCEPTED, Submission.TOO_MANY_IN_BACKGROUND]
+    assert submit("d", "bob") is ACCEPTED and scene.submit("e").submission is ACCEPTED
+    scene.end("a", FINISHED)
+    assert [submit(uid) for uid in "fg"] == [ACCEPTED, Submission.TOO_MANY_IN_BACKGROUND]
