@@ -61,6 +61,7 @@ def say(log: RedisLog, scene: Scene, messages: Turns, num_tokens: int = 10, *, e
 def read(log: RedisLog, uid: str) -> tuple[Any, Any]:
     """Return the messages and the tokens of a history, as they are read."""
     (history,) = log.histories([uid])
+    assert len(history) > 1, "it has texts, and they are there"
     first, second = decode(history[0].fields), decode(history[1].fields)
     assert isinstance(first, Submitted) and isinstance(second, Tokenized)
     return list(first.messages), second.token_ids
