@@ -289,7 +289,7 @@ async def test_what_a_response_was_made_from_comes_in_pages(here: Site) -> None:
 
 async def test_a_response_in_the_background_is_answered_at_once(here: Site, there: Site, stand_in: StandIn) -> None:
     body = await made(here, "held", background=True)
-    assert (body["status"], body["output"], body["background"], body["store"]) == ("queued", [], True, True)
+    assert body["status"] in ("queued", "in_progress") and body["background"] is body["store"] is True
     async with there.reading(f"{PATH}/{body['id']}?stream=true") as connection:
         await received(connection, b'"delta":"Hel"')
         running = await read(here, body["id"])
@@ -414,7 +414,7 @@ async def test_a_key_is_free_again_after_its_background_response_was_cancelled_o
     client: Any = here.client
     await client.post(f"{PATH}/{first['id']}/cancel")
     second = await silent()
-    assert (second["id"] != first["id"], second["status"]) == (True, "queued")
+    assert second["id"] != first["id"] and second["status"] in ("queued", "in_progress")
     await client.delete(f"{PATH}/{second['id']}")
     assert (await silent())["id"] not in (first["id"], second["id"])
 
