@@ -155,16 +155,35 @@ async def _stream(frontend: Frontend, uid: str, found: Lookup, form: str, *, aft
     if frames is None:
         message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
         raise RequestError(message, param="format", code="invalid_value")
+    return await stream_of(frontend, uid, found, frames, after=after, whole=whole, checked=has is not None)
+
+
+async def stream_of(
+    frontend: Frontend,
+    uid: str,
+    found: Lookup,
+    frames: Frames,
+    *,
+    after: str,
+    whole: bool = False,
+    checked: bool = False,
+) -> Response:
+    """Return the *frames* of a request after the id *after*; *whole*: of all its events. *checked*: the frames may
+    refuse the request. Raises as the log does.
+
+    Raises:
+        RequestError: Too many clients view such streams, or the frames refused it.
+    """
     if frontend.readers.count(uid):  # a further one of the same request: else running requests bound their number
         place().views()
     if found.archived is None:
-        client = await read_request(frontend, uid, submitted, whole=whole)
+        client = await read_request(frontend, uid, found.submitted, whole=whole)
     else:
-        client = read_archived(frontend, found.archived, submitted, whole=whole)
-    if has is None:
-        response = stream_response(client, frames, frontend.turns, after=after)
-    else:
+        client = read_archived(frontend, found.archived, found.submitted, whole=whole)
+    if checked:
         response = await checked_response(client, frames, frontend.turns)
+    else:
+        response = stream_response(client, frames, frontend.turns, after=after)
     response.headers["x-minisgl-uid"] = uid
     return response
 

@@ -20,11 +20,10 @@ from web.http.keys import Caller
 from web.live.folding import PAGE, folded
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import Lookup, cancel, find
-from web.live.open_request import read_archived, read_request
-from web.routes.access import known_caller, place
-from web.routes.answers import json_response, stream_response
+from web.routes.access import known_caller
+from web.routes.answers import json_response
 from web.routes.openapi import EVENTS, JSON, operation
-from web.routes.requests import CURSOR, LAST_EVENT_ID, cursor, has_event
+from web.routes.requests import CURSOR, LAST_EVENT_ID, cursor, has_event, stream_of
 from web.wire.endpoints import RESPONSES_ENDPOINT
 from web.wire.responses import answers
 from web.wire.responses.answers import ResponseFrames
@@ -257,15 +256,7 @@ async def _stream(frontend: Frontend, uid: str, found: Lookup) -> Response:
     if after and not await frontend.ask(has_event(frontend, found, uid, after)):
         raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
     frames = ResponseFrames(uid, found.submitted, ids=True, posted=True, after=_number("starting_after"))
-    if frontend.readers.count(uid):  # a further one of the same request: else running requests bound their number
-        place().views()
-    if found.archived is None:
-        client = await read_request(frontend, uid, found.submitted, whole=False)
-    else:
-        client = read_archived(frontend, found.archived, found.submitted, whole=False)
-    response = stream_response(client, frames, frontend.turns, after=after)
-    response.headers["x-minisgl-uid"] = uid
-    return response
+    return await stream_of(frontend, uid, found, frames, after=after)
 
 
 def _number(name: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pipeline.errors import RequestError
-from web.wire.openai.messages import LONGEST_NAME, MOST_CALLS, MOST_MESSAGES, joined
+from web.wire.openai.messages import MOST_CALLS, MOST_MESSAGES, joined, member_of
 from web.wire.openai.strict import wrong
 from web.wire.signatures import Signatures
 
@@ -74,7 +74,7 @@ class Conversation:
         for path, block in blocks:
             match block.get("type"):
                 case "thinking":
-                    if thought := _member(block, "thinking", path, most=0) or self._signed(block, path):
+                    if thought := member_of(block, "thinking", path, most=0, usual="") or self._signed(block, path):
                         thoughts.append(thought)
                 case "redacted_thinking":
                     self.left_out.append(path)
@@ -93,7 +93,7 @@ class Conversation:
 
     def _signed(self, block: Mapping[str, Any], path: str) -> str:
         """Return the thought in the signature of a *block*; "" if it cannot be read."""
-        thought = self._signatures.thought_of(_member(block, "signature", path, most=0))
+        thought = self._signatures.thought_of(member_of(block, "signature", path, most=0, usual=""))
         if thought is None:
             self.left_out.append(f"{path}.signature")
         return thought or ""
@@ -110,7 +110,7 @@ def _asked(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Message]
             yield {"role": "user", "content": "\n".join(texts)}
             texts = []
         within = list(_blocks(block.get("content") or "", f"{path}.content"))
-        call = _member(block, "tool_use_id", path)
+        call = member_of(block, "tool_use_id", path)
         yield {"role": "tool", "content": _joined(within, "tool_result"), "tool_call_id": call}
     if texts or not blocks:
         yield {"role": "user", "content": "\n".join(texts)}
@@ -124,8 +124,8 @@ def _call(block: Mapping[str, Any], path: str) -> Message:
     given = block.get("input", {})
     if not isinstance(given, dict):
         raise wrong(f"{path}.input", "should be an object")
-    function = {"name": _member(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
-    return {"id": _member(block, "id", path), "type": "function", "function": function}
+    function = {"name": member_of(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": member_of(block, "id", path), "type": "function", "function": function}
 
 
 def _blocks(content: Content, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -152,20 +152,10 @@ def _text(block: Mapping[str, Any], path: str, where: str) -> str:
         RequestError: It has another type, which *where* does not accept.
     """
     if block.get("type") == "tool_reference" and where == "tool_result":  # a tool that a search found
-        return _member(block, "tool_name", path)
+        return member_of(block, "tool_name", path)
     if block.get("type") != "text":
         kind = str(block.get("type"))[:32]
         accepted = ", ".join(f"`{name}`" for name in BLOCKS[where])
         message = f"{path}: a block of type `{kind}` is not supported here; accepted are {accepted}"
         raise RequestError(message, param=path, code="unsupported_content")
-    return _member(block, "text", path, most=0)
-
-
-def _member(block: Mapping[str, Any], name: str, path: str, *, most: int = LONGEST_NAME) -> str:
-    """Return a text in a *block*, of at most so many characters if *most* is not 0. Raises RequestError."""
-    value = block.get(name, "" if name in ("thinking", "signature") else None)
-    if not isinstance(value, str):
-        raise wrong(f"{path}.{name}", "should be a string")
-    if most and not 0 < len(value) <= most:
-        raise wrong(f"{path}.{name}", f"should have 1 to {most} characters")
-    return value
+    return member_of(block, "text", path, most=0)

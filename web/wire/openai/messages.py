@@ -273,6 +273,22 @@ def _plain_function(function: FunctionOfTool) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value is not None}
 
 
+def member_of(
+    item: Mapping[str, Any], name: str, path: str, *, most: int = LONGEST_NAME, usual: str | None = None
+) -> str:
+    """Return a text in an *item* at *path*, of at most so many characters if *most* is not 0.
+
+    Raises:
+        RequestError: It is not there and has no *usual* value, or is too long.
+    """
+    value = item.get(name, usual)
+    if not isinstance(value, str):
+        raise wrong(f"{path}.{name}", "should be a string")
+    if most and not 0 < len(value) <= most:
+        raise wrong(f"{path}.{name}", f"should have 1 to {most} characters")
+    return value
+
+
 def joined(texts: Sequence[str]) -> str:
     """Return the *texts* of an answer as one. Ours begins with line breaks where it comes after a call."""
     parts: list[str] = []

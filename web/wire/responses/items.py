@@ -15,12 +15,12 @@ import orjson
 from pipeline.errors import RequestError
 from web.wire.openai.bulk import MOST_LARGE, bulk_of
 from web.wire.openai.messages import (
-    LONGEST_NAME,
     MOST_CALLS,
     MOST_IN_ARGUMENTS,
     MOST_MESSAGES,
     MOST_PARTS,
     joined,
+    member_of,
 )
 from web.wire.openai.strict import wrong
 from web.wire.signatures import Signatures
@@ -121,7 +121,7 @@ class Conversation:
                 self._call(item, kind, path)
             case "function_call_output" | "custom_tool_call_output":
                 result = text_of(item.get("output"), f"{path}.output")
-                self._add({"role": "tool", "content": result, "tool_call_id": _member(item, "call_id", path)}, path)
+                self._add({"role": "tool", "content": result, "tool_call_id": member_of(item, "call_id", path)}, path)
             case _:
                 raise _unsupported(f"an item of type `{kind[:32]}`", ITEMS, path, "type")
 
@@ -187,7 +187,7 @@ class Conversation:
         signature = item.get("encrypted_content")
         if signature is None:
             return ""
-        thought = self._signatures.thought_of(_member(item, "encrypted_content", path, most=0))
+        thought = self._signatures.thought_of(member_of(item, "encrypted_content", path, most=0))
         if thought is None:
             self.left_out.append(f"{path}.encrypted_content")
         return thought or ""
@@ -203,18 +203,18 @@ def kind_of(item: Item) -> str:
 
 def reference_in(item: Item, path: str) -> str:
     """Return the id that an `item_reference` has. Raises RequestError."""
-    return _member(item, "id", path)
+    return member_of(item, "id", path)
 
 
 def _call(item: Item, kind: str, path: str) -> Message:
-    given = _member(item, CALLS[kind], path, most=0)
+    given = member_of(item, CALLS[kind], path, most=0)
     namespace = item.get("namespace")
     if namespace is not None:
-        namespace = _member(item, "namespace", path)
-    name = full_name(_member(item, "name", path), namespace)
+        namespace = member_of(item, "namespace", path)
+    name = full_name(member_of(item, "name", path), namespace)
     arguments = json.dumps({"input": given}, ensure_ascii=False) if kind == "custom_tool_call" else given
     function = {"name": name, "arguments": arguments}
-    return {"id": _member(item, "call_id", path), "type": "function", "function": function}
+    return {"id": member_of(item, "call_id", path), "type": "function", "function": function}
 
 
 def text_of(content: object, path: str, kinds: Mapping[str, str] = TEXTS) -> str:
@@ -234,7 +234,7 @@ def text_of(content: object, path: str, kinds: Mapping[str, str] = TEXTS) -> str
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
             raise _unsupported(f"a part of type `{str(kind)[:32]}`", kinds, f"{path}.{number}", "type")
-        texts.append(_member(part, kinds[kind], f"{path}.{number}", most=0))
+        texts.append(member_of(part, kinds[kind], f"{path}.{number}", most=0))
     return "\n".join(texts)
 
 
@@ -242,16 +242,6 @@ def _unsupported(what: str, accepted: Sequence[str] | Mapping[str, str], path: s
     names = ", ".join(f"`{name}`" for name in accepted)
     message = f"{path}: {what} is not supported here; accepted are {names}"
     return RequestError(message, param=f"{path}.{member}", code="unsupported_content")
-
-
-def _member(item: Item, name: str, path: str, *, most: int = LONGEST_NAME) -> str:
-    """Return a text in an *item*, of at most so many characters if *most* is not 0. Raises RequestError."""
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise wrong(f"{path}.{name}", "should be a string")
-    if most and not 0 < len(value) <= most:
-        raise wrong(f"{path}.{name}", f"should have 1 to {most} characters")
-    return value
 
 
 def input_in(arguments: str) -> str:
