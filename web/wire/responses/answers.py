@@ -223,6 +223,7 @@ class ResponseFrames(Frames):
         """Those that are complete."""
         self._open = ""
         """The kind of the open item."""
+        self._id = ""
         self._call = -1
         self._text: list[str] = []
         """Of the open item."""
@@ -264,6 +265,9 @@ class ResponseFrames(Frames):
 
     def _taken(self, entry_id: str) -> bytes:
         written, self._written = self._written, []
+        if len(written) == 1:  # as of most tokens
+            ((kind, data),) = written
+            return sse.frame(data, entry_id, kind=kind)
         last = len(written) - 1
         ids = (entry_id if place == last else "" for place in range(len(written)))
         return b"".join(sse.frame(data, each, kind=kind) for (kind, data), each in zip(written, ids, strict=True))
@@ -302,6 +306,7 @@ class ResponseFrames(Frames):
         self._close()
         self._open, self._text = kind, []
         item = self._response.item(kind, len(self._items), None, call=self._call)
+        self._id = item["id"]
         self._write("response.output_item.added", {"output_index": len(self._items), "item": item})
         if kind != "call":
             self._write("response.content_part.added", self._place() | {"part": part(_PARTS[kind], "")})
@@ -309,10 +314,6 @@ class ResponseFrames(Frames):
     def _place(self) -> dict[str, Any]:
         place = {"item_id": self._id, "output_index": len(self._items)}
         return place if self._open == "call" else place | {"content_index": 0}
-
-    @property
-    def _id(self) -> str:
-        return self._response.item_id(self._open, len(self._items), self._call)
 
     def _delta(self, kind: str, text: str) -> None:
         self._text.append(text)
