@@ -42,7 +42,7 @@ QUERY: Final = {
 }
 PAGES: Final = {
     "limit": {"description": f"Most items in the answer, 1 to {MOST_LISTED}.", "pattern": "^[1-9][0-9]{0,2}$"},
-    "order": {"description": "`asc`: the oldest first; `desc` (usual): the newest first.", "enum": ["asc", "desc"]},
+    "order": {"description": "`asc`: the oldest first; `desc`: the newest first.", "enum": ["asc", "desc"]},
     "after": {"description": "Only items after the one with this id."},
 }
 
