@@ -87,7 +87,7 @@ def test_a_limit_beyond_the_context_ends_where_the_context_does(demo_server: Ser
 
 
 def _counting() -> Any:
-    """Return a schema whose answers are all long."""
+    """Return a schema that only long answers follow."""
     items = {"type": "string", "pattern": "^a{200}$"}
     return {
         "format": {"type": "json_schema", "schema": {"type": "array", "items": items, "minItems": 9, "maxItems": 9}}

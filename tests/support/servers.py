@@ -34,7 +34,7 @@ MEASURED_RETENTION_S = 300
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on, and that no outgoing connection gets."""
+    """Return a free TCP port of 127.0.0.1, below those that the system gives to outgoing connections."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

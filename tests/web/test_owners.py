@@ -77,7 +77,7 @@ FOR_ALL = {"POST /flush_cache", "POST /abort_request", "GET /v1/dead", "POST /v1
 """Routes that touch the requests of all; `/abort_request` does with `abort_all`."""
 EXPECTED = {"POST /v1/requests/<name>/replay": 400, "POST /v1/dead/<name>/requeue": 404}
 EXPECTED |= {"GET /v1/chat/completions/<name>": 404}
-"""What who is let in is told: the request has no tokens, there is no such letter, and the chat has no answer."""
+"""The status for a caller who may use a route: there are no tokens, no such letter, no answer of the chat."""
 
 MATRIX: Mapping[str, Mapping[str, str]] = {
     # on which routes           no key  wrong   Ann     Bob     admin

@@ -89,8 +89,8 @@ class Janitor:
                 logger.warning("lease_not_released", slot=SLOT, error=str(error))
 
     def sweep(self) -> None:
-        """End the requests that are past their deadline, and those that no client reads any more. Remove stored
-        responses whose time is over."""
+        """End requests that are past their deadline, and those that no client reads any more. Remove stored responses
+        that have expired."""
         overdue = self._log.overdue(MOST_ENDED)
         for uid, frontend in self._log.frontends_of(overdue).items():
             message = "The request was not done by its deadline (--request-timeout, or --background-timeout)."

@@ -460,8 +460,8 @@ def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 
 
 def retire(log: LogContext, most_bytes: int) -> Script[int]:
-    """Remove stored responses whose time is over, and the oldest ones while all take more than *most_bytes* (0: any
-    number); return how many went before their time."""
+    """Remove stored responses that have expired. If the rest takes more than *most_bytes*, remove the oldest ones, too;
+    0: there is no limit. Return how many were removed before they had expired."""
     names, limits = log.names, log.limits
     return commit(
         "retire",

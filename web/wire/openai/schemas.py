@@ -249,7 +249,7 @@ class GenerationRequest(SamplingFields):
     ) = None
     """Label. Kept in the history, changes nothing."""
     store: bool | None = None
-    """Label. Kept in the history, changes nothing."""
+    """Label, as `metadata`. A chat with `true` is also kept for `--response-retention`, to be read under its id."""
     service_tier: str | None = None
     """Label. Kept in the history, changes nothing."""
     safety_identifier: str | None = None
