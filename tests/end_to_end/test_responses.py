@@ -227,6 +227,13 @@ def test_a_limit_beyond_the_context_ends_where_the_context_does(demo_server: Ser
     assert answer["usage"]["total_tokens"] == 4096
 
 
+def test_a_prompt_that_is_too_long_loses_its_beginning_if_its_client_wants_that(demo_server: Server) -> None:
+    answer = create(demo_server, "word " * 6000, tools=[], truncation="auto", max_output_tokens=5)
+    assert (answer["truncation"], answer["usage"]["input_tokens"]) == ("auto", 4091)
+    refused = httpx.post(f"{demo_server.url}{PATH}", json={"input": "word " * 6000}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_the_playground_opens_a_chain_and_goes_on(demo_server: Server, tmp_path: Path) -> None:
     called = create(demo_server, QUESTION)
     answer = create(demo_server, result_of(called), previous_response_id=called["id"])

@@ -188,8 +188,8 @@ async def answer(
     del body  # do not keep it: it may be large, and the answer may take long
     place().has_read()
     if events[0].background:
-        response = await _in_background(frontend, events[0], who, once, ids=ids)
-        return _named(response, response.headers["x-minisgl-uid"], events[0], asked, warnings)
+        uid, response = await _in_background(frontend, events[0], who, once, ids=ids)
+        return _named(response, uid, events[0], asked, warnings)
     opened = await open_request(frontend, events, once=once, quota=who.quota)
     if any(frontend.readers.count(uid) > 1 for uid in opened.reads[:1]):  # as in `requests.events`
         try:
@@ -217,9 +217,9 @@ def _named(response: Response, uid: str, event: Submitted, asked: Asked, warning
 
 async def _in_background(
     frontend: Frontend, event: Submitted, who: Caller, once: Once | None, *, ids: bool
-) -> Response:
-    """Submit a request that no client has to wait for, and answer with its response as it stands: another client may
-    have sent it before, under the same idempotency key."""
+) -> tuple[str, Response]:
+    """Submit a request that no client has to wait for; return its uid, and the answer: its response as it stands.
+    Another client may have sent it before, under the same idempotency key."""
     event = event.model_copy(update={"frontend": ""})
     while True:
         uid = await submit_without_client(frontend, event, who.quota, once=once)
@@ -234,11 +234,8 @@ async def _in_background(
     if event.presentation.stream:
         client = await read_request(frontend, uid, told.event, whole=False)
         frames = responses.ResponseFrames(uid, told.event, ids=ids, posted=True)
-        response = stream_response(client, frames, frontend.turns, begun=frames.begun())
-    else:
-        response = json_response(told.plain())
-    response.headers["x-minisgl-uid"] = uid
-    return response
+        return uid, stream_response(client, frames, frontend.turns, begun=frames.begun())
+    return uid, json_response(told.plain())
 
 
 async def _generated(opened: OpenRequest, turns: Turns, *, ids: bool) -> Response:

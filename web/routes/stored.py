@@ -27,7 +27,7 @@ from web.routes.requests import CURSOR, LAST_EVENT_ID, cursor, has_event, stream
 from web.wire.endpoints import RESPONSES_ENDPOINT
 from web.wire.responses import answers
 from web.wire.responses.answers import ResponseFrames
-from web.wire.responses.items import Conversation, Item, Message, items_of, place_of
+from web.wire.responses.items import Conversation, Item, Message, items_of, response_uid
 from web.wire.responses.schemas import ResponsesRequest
 from web.wire.uids import RESPONSE_PREFIX, uid_of
 
@@ -61,7 +61,7 @@ def stored_routes(frontend: Frontend) -> Blueprint:
         who = known_caller()
         with reaching("response_not_read", uid=name):
             uid, found = await _find(frontend, name, who)
-            if request.args.get("stream", "false").lower() == "true":
+            if _streams():
                 return await _stream(frontend, uid, found)
             response = await response_of(frontend, uid, found)
             is_over = response.status not in ("queued", "in_progress")
@@ -122,30 +122,25 @@ async def prepare(frontend: Frontend, asked: ResponsesRequest, *, who: Caller) -
 
 async def _items(frontend: Frontend, named: Sequence[str], who: Caller) -> Mapping[str, Item]:
     """Return the items with the ids *named*. Raises RequestError for the first that does not exist for *who*."""
-    wanted: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    wanted: dict[str, list[str]] = defaultdict(list)
     for item_id in named:
-        uid, number = place_of(item_id)
-        if not uid:
-            raise _no_item(item_id)
-        wanted[uid].append((item_id, number))
+        wanted[response_uid(item_id)].append(item_id)
     if len(wanted) > MOST_REFERENCED:
         message = (
             f"input: refers to items of {len(wanted)} responses; at most {MOST_REFERENCED}. Send the items instead."
         )
         raise RequestError(message, code="invalid_value", param="input")
     items: dict[str, Item] = {}
-    for uid, places in wanted.items():
-        found = await find_own(frontend, uid, who)
-        if found is None:
-            raise _no_item(places[0][0])
-        response = await _done(frontend, uid, found, "input")
-        there = [*response.output(), *_input_items(uid, found.submitted)]
-        ids = {item["id"]: item for item in there}
-        for item_id, _ in places:
-            if item_id not in ids:
-                raise _no_item(item_id)
-            items[item_id] = ids[item_id]
-    return items
+    for uid, ids in wanted.items():
+        found = await find_own(frontend, uid, who) if uid else None
+        if found is not None:
+            response = await _done(frontend, uid, found, "input")
+            items |= {item["id"]: item for item in (*response.output(), *_input_items(uid, found.submitted))}
+        for item_id in ids:
+            if item_id not in items:
+                message = f"Item with id '{item_id}' not found."
+                raise RequestError(message, code="item_not_found", param="input", status=404)
+    return {item_id: items[item_id] for item_id in named}
 
 
 async def _done(frontend: Frontend, uid: str, found: Lookup, param: str) -> answers.Response:
@@ -155,11 +150,6 @@ async def _done(frontend: Frontend, uid: str, found: Lookup, param: str) -> answ
         message = f"{param}: {RESPONSE_PREFIX}{uid} is not done; wait for it, or cancel it"
         raise RequestError(message, code="invalid_value", param=param)
     return response
-
-
-def _no_item(item_id: str) -> RequestError:
-    message = f"Item with id '{item_id}' not found."
-    return RequestError(message, code="item_not_found", param="input", status=404)
 
 
 async def _find(frontend: Frontend, name: str, who: Caller, *, param: str | None = None) -> tuple[str, Lookup]:
@@ -257,6 +247,13 @@ async def _stream(frontend: Frontend, uid: str, found: Lookup) -> Response:
         raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
     frames = ResponseFrames(uid, found.submitted, ids=True, posted=True, after=_number("starting_after"))
     return await stream_of(frontend, uid, found, frames, after=after)
+
+
+def _streams() -> bool:
+    given = request.args.get("stream", "false").lower()
+    if given not in ("true", "false"):
+        raise RequestError("stream: should be `true` or `false`", param="stream", code="invalid_value")
+    return given == "true"
 
 
 def _number(name: str) -> int:

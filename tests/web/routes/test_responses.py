@@ -371,7 +371,7 @@ async def test_a_body_that_is_sent_again_with_its_key_joins_the_background(
     assert (await ended(here, f"resp_{uid}"))["status"] == "completed"
 
 
-# whose it is
+# owners
 
 
 async def test_responses_of_another_key_are_as_if_they_were_not_there(redis_url: str, stand_in: StandIn) -> None:
@@ -433,3 +433,10 @@ async def test_a_conversation_that_references_make_too_long_is_refused(here: Sit
     at_end = {"input": [again] * 4, "previous_response_id": sent["id"]}
     response = await here.client.post(PATH, json=at_end)
     assert (response.status_code, (await response.get_json())["error"]["param"]) == (400, "input.3")
+
+
+@pytest.mark.parametrize("query", ["stream=maybe", "stream=true&starting_after=x", "stream=true&starting_after=-2"])
+async def test_a_query_that_is_wrong_is_refused(here: Site, query: str) -> None:
+    first = await (await post(here, "hello")).get_json()
+    status, error = await error_of(here.get(f"{PATH}/{first['id']}?{query}"))
+    assert (status, error["param"]) == (400, query.rpartition("&")[2].partition("=")[0])

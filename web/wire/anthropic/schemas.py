@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import orjson
-from pydantic import AfterValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field
 
 from pipeline.events import Calls, Constraint, Presentation, SamplingParams, Submitted, Templating
 from web.wire.anthropic.conversation import Conversation
@@ -21,22 +20,24 @@ from web.wire.fields import first_of
 from web.wire.openai.bulk import MOST_LARGE_OF_AGENTS
 from web.wire.openai.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, TOOL_NAME, Name, Parameters
 from web.wire.openai.schemas import LONGEST_STOP, MOST_STOPS, SamplingFields, few_characters, refuse_long_labels
-from web.wire.openai.strict import INT32_MAX, INT64_MAX, WHOLE, Strict, at_most, kept_exactly, parsed, wrong
+from web.wire.openai.strict import (
+    INT32_MAX,
+    INT64_MAX,
+    TEXT_OR_LIST,
+    WHOLE,
+    Strict,
+    at_most,
+    kept_exactly,
+    parsed,
+    text_or_list,
+    wrong,
+)
 from web.wire.submit import Defaults, sampling_params
 
 B = TypeVar("B", bound="Prompted")
 
 
-def _blocks(content: object) -> object:
-    if not isinstance(content, str | list):
-        raise PydanticCustomError("blocks", "Input should be a string or a list of blocks")
-    if isinstance(content, list) and len(content) > MOST_PARTS:
-        message = "Input should have at most {most} blocks, not {num}"
-        raise PydanticCustomError("too_long", message, {"most": MOST_PARTS, "num": len(content)})
-    return content
-
-
-Blocks = Annotated[Any, AfterValidator(_blocks), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+Blocks = Annotated[Any, text_or_list("blocks", MOST_PARTS), TEXT_OR_LIST]
 """A text, or a list of blocks. `Conversation` reads them."""
 
 

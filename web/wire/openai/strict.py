@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipeline.errors import RequestError
@@ -90,6 +90,23 @@ def at_most(most: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def text_or_list(of: str, most: int) -> AfterValidator:
+    """Return a validator of a text, or a list of at most so many blocks, items or the like; it looks at none."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, str | list):
+            raise PydanticCustomError("text_or_list", "Input should be a string or a list of {of}", {"of": of})
+        if isinstance(value, list) and len(value) > most:
+            message = "Input should have at most {most} {of}, not {num}"
+            raise PydanticCustomError("too_long", message, {"most": most, "of": of, "num": len(value)})
+        return value
+
+    return AfterValidator(check)
+
+
+TEXT_OR_LIST: Final = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})
 
 
 def kept_exactly(value: object) -> object:

@@ -80,17 +80,17 @@ class Response:
     def item(self, kind: str, number: int, text: str | None, *, call: int = -1) -> Item:
         """Return item *number* of the output. *text*: all of its text, or a call's arguments; None: it begins."""
         status = "in_progress" if text is None else "completed"
-        item = {"id": self.item_id(kind, number, call), "status": status}
+        item: Item = {"id": self.item_id(kind, number, call), "status": status}
         match kind:
             case "content":
                 content = [] if text is None else [part("output_text", text)]
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "reasoning":
                 content = [] if text is None else [part("reasoning_text", text)]
-                sealed = (
-                    {} if text is None or "encrypted" not in self._echoes else {"encrypted_content": signature_of(text)}
-                )
-                return item | {"type": "reasoning", "summary": [], "content": content} | sealed
+                item |= {"type": "reasoning", "summary": [], "content": content}
+                if text is not None and "encrypted" in self._echoes:
+                    item["encrypted_content"] = signature_of(text)
+                return item
         called = self.choice.calls[call]
         return item | call_item(called.id, called.name, text or "", self.special)
 
@@ -109,17 +109,15 @@ class Response:
         event, echoes, choice = self.event, self._echoes, self.choice
         now = status or self.status
         finished = choice.finished if not status else None
-        seconds = drawn_ms(self.uid) / 1000
+        began_s, took_s = drawn_ms(self.uid) / 1000, finished.timings.total_ms / 1000 if finished else 0.0
         instructions = event.messages[0]["content"] if echoes.get("instructions") else None
         calls = event.calls
         return {
             "id": RESPONSE_PREFIX + self.uid,
             "object": "response",
-            "created_at": int(seconds),
+            "created_at": int(began_s),
             "status": now,
-            "completed_at": int(seconds + finished.timings.total_ms / 1000)
-            if finished and now == "completed"
-            else None,
+            "completed_at": int(began_s + took_s) if now == "completed" else None,
             "error": _error(self.ended) if isinstance(self.ended, Failed) and not status else None,
             "incomplete_details": {"reason": "max_output_tokens"} if now == "incomplete" else None,
             "instructions": instructions,

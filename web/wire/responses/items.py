@@ -49,7 +49,7 @@ BETWEEN: Final = "__"
 """Between a namespace and the name of its tool."""
 INPUT: Final = "in"
 """Before the number of an item of the input, in its id; the output has numbers alone."""
-_ID: Final = re.compile(rf"(?:msg|rs|fc|ctc|fco)_([0-9a-f.]+)_((?:{INPUT})?[0-9]{{1,6}})")
+_ID: Final = re.compile(rf"(?:msg|rs|fc|ctc|fco)_([0-9a-f.]+)_(?:{INPUT})?[0-9]{{1,6}}")
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -60,10 +60,10 @@ def full_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{BETWEEN}{name}" if namespace else name
 
 
-def place_of(item_id: str) -> tuple[str, str]:
-    """Return the uid in the id of an item, and the item's number there; ("", "") if it is no id of ours."""
+def response_uid(item_id: str) -> str:
+    """Return the uid of the response that has the item with this id; "" if it is no id of ours."""
     found = _ID.fullmatch(item_id)
-    return (found[1], found[2]) if found and uid_of(found[1]) else ("", "")
+    return uid_of(found[1]) if found else ""
 
 
 class Conversation:
@@ -107,7 +107,7 @@ class Conversation:
         self.unknown |= {f"input.{name}" for name in item.keys() - MEMBERS}
         kind = kind_of(item)
         if kind == "item_reference":
-            item = self._found[reference_in(item, path)]
+            item = self._found[member_of(item, "id", path)]
             kind = kind_of(item)
         match kind:
             case "message":
@@ -199,11 +199,6 @@ def kind_of(item: Item) -> str:
     if kind is None:
         return "message" if "role" in item else "item_reference" if "id" in item else "None"
     return str(kind)
-
-
-def reference_in(item: Item, path: str) -> str:
-    """Return the id that an `item_reference` has. Raises RequestError."""
-    return member_of(item, "id", path)
 
 
 def _call(item: Item, kind: str, path: str) -> Message:

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import orjson
-from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag
 
 from pipeline.errors import RequestError
 from pipeline.events import Calls, Constraint, Presentation, Submitted, Templating
@@ -23,18 +22,20 @@ from web.wire.endpoints import RESPONSES_ENDPOINT
 from web.wire.fields import LABELS, first_of, refused
 from web.wire.openai.bulk import MOST_LARGE_OF_AGENTS
 from web.wire.openai.calls import CHOICE_KINDS
-from web.wire.openai.messages import MOST_TOOLS, TOOL_NAME, Name, Parameters
+from web.wire.openai.messages import MOST_TOOLS, TOOL_NAME, Name, Parameters, member_of
 from web.wire.openai.schemas import SamplingFields, refuse_long_labels
 from web.wire.openai.strict import (
     INT64_MAX,
+    TEXT_OR_LIST,
     WHOLE,
     Strict,
     kept_exactly,
     parsed,
     refuse_unsupported,
+    text_or_list,
     wrong,
 )
-from web.wire.responses.items import MOST_ITEMS, Conversation, Item, Message, full_name, kind_of, reference_in
+from web.wire.responses.items import MOST_ITEMS, Conversation, Item, Message, full_name, kind_of
 from web.wire.submit import Defaults, sampling_params
 
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -42,16 +43,7 @@ ENCRYPTED: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
-def _input(given: object) -> object:
-    if not isinstance(given, str | list):
-        raise PydanticCustomError("items", "Input should be a string or a list of items")
-    if isinstance(given, list) and len(given) > MOST_ITEMS:
-        message = "Input should have at most {most} items, not {num}"
-        raise PydanticCustomError("too_long", message, {"most": MOST_ITEMS, "num": len(given)})
-    return given
-
-
-Input = Annotated[Any, AfterValidator(_input), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+Input = Annotated[Any, text_or_list("items", MOST_ITEMS), TEXT_OR_LIST]
 """A text, or a list of items. `Conversation` reads them."""
 Echoed = Annotated[dict[str, Any], AfterValidator(kept_exactly)]
 
@@ -240,7 +232,7 @@ class ResponsesRequest(Strict):
         asked = (
             (place, item) for place, item in places if isinstance(item, dict) and kind_of(item) == "item_reference"
         )
-        return tuple(dict.fromkeys(reference_in(item, f"input.{place}") for place, item in asked))
+        return tuple(dict.fromkeys(member_of(item, "id", f"input.{place}") for place, item in asked))
 
     @cached_property
     def own_tools(self) -> list[OwnTool]:
@@ -338,18 +330,16 @@ class ResponsesRequest(Strict):
     def echoes(self) -> dict[str, Any]:
         """What the response repeats and its event does not have elsewhere."""
         told = ("tool_choice", "reasoning", "text", "truncation", "max_tool_calls", "max_output_tokens")
+        special = [tool for tool in self.own_tools if tool.namespace or tool.given.type == "custom"]
+        spaces = [tool for tool in self.tools or () if tool.type == "namespace"]
         given = {
-            name: _declared(getattr(self, name)) for name in (*told, "previous_response_id", "parallel_tool_calls")
+            **{name: _declared(getattr(self, name)) for name in (*told, "previous_response_id", "parallel_tool_calls")},
+            "special": {tool.name: _special(tool) for tool in special} or None,
+            "namespaces": {tool.name: tool.description for tool in spaces} or None,
+            "instructions": self.instructions is not None or None,
+            "encrypted": ENCRYPTED in (self.include or ()) or None,
         }
-        special = {
-            tool.name: _special(tool) for tool in self.own_tools if tool.namespace or tool.given.type == "custom"
-        }
-        spaces = {tool.name: tool.description for tool in self.tools or () if tool.type == "namespace"}
-        given |= {"special": special, "namespaces": spaces, "instructions": self.instructions is not None}
-        given["encrypted"] = ENCRYPTED in (self.include or ())
-        return {name: value for name, value in given.items() if value not in (None, {}) and value is not False} | (
-            {"parallel_tool_calls": False} if self.parallel_tool_calls is False else {}
-        )
+        return {name: value for name, value in given.items() if value is not None}
 
 
 _NAME: Final = re.compile(TOOL_NAME)
