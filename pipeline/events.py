@@ -371,7 +371,9 @@ class StepStats(Value):
     prefill_rows: int = 0
     prefill_tokens: int = 0
     mixed_prefill_length: int | None = None
-    """Largest number of prompt tokens beside streams, if measured times decided it: to make the same plan again."""
+    """Largest number of prompt tokens, if measured times decided it: to make the same plan again."""
+    target_ms: int | None = None
+    """Time that the step should take, if measured times decided it."""
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

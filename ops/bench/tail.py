@@ -1,93 +1,83 @@
-"""`minisgl bench tail`: how steady streams are while long prompts arrive.
+"""`minisgl bench tail`: what a first token costs under load, and how steady streams are meanwhile.
 
-The server is a real one, behind HTTP and Redis. Each run has streams of its own. They begin alone, then a prompt comes
-every few seconds, then they are alone again. A gap counts as beside a prompt if any part of it lies between the sending
-of a prompt and its first token. Gaps and pauses are compared with the median of the same streams without prompts. The
-streams become slower as they grow, so that median is interpolated between the times without prompts.
+Servers are real ones, behind HTTP and Redis. A run measures three loads, one after the other:
+
+| load | who is measured |
+|---|---|
+| many requests at once | all; also at a server that computes whole prompts first, at once after or before |
+| a long prompt beside streams | its first token, compared with the same alone; the gaps of the streams meanwhile |
+| a question beside two documents | its first token |
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import shlex
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import orjson
 
 from ops.bench import report
-from ops.bench.load import CHAT_PROMPT, DONE, Answer, Arrival, Client, Form, connected, timed_frames
+from ops.bench.load import CHAT_PROMPT, DONE, Arrival, Client, Form, connected, timed_frames
 from ops.bench.models import CheckpointConfig, Prompts
 from ops.bench.targets import SILENCE_TIMEOUT_S, SideFailed, our_server, scratch_and_status
-from pipeline.flags import above_zero, at_least, flag, parse_flags, seconds
+from pipeline.flags import at_least, flag, parse_flags
 
 ABOUT: Final = """\
-Starts a server and measures the time per token of running streams with and without long prompts beside them. Exits with
-1 if a bound is broken: the p99 beside a prompt, and the longest pause there, both as multiples of the p50 of the same
-streams without prompts around that time; medians of all runs.
+Starts two servers, one of which computes whole prompts first, and measures first tokens and the gaps of streams under
+three loads. Exits with 1 if the median of all runs breaks a bound.
 """
-POLL_S: Final = 0.05
-BLOCK: Final = 200
-"""Gaps without prompts that have one median."""
+POLL_S: Final = 0.02
+SETTLE_S: Final = 1.0
 STREAM_PROMPT: Final = 32
 """Tokens of a stream's own prompt."""
+MANY: Final = (32, 256)
+"""Fewest and most tokens of a prompt, and of an answer, of many requests at once."""
+QUESTION: Final = 30
+DOCUMENT: Final = 4000
+PROMPTS_FIRST: Final = "--mixed-prefill-length 2048"
 FORM: Final = Form(CHAT_PROMPT, "default", fields={"temperature": 0, "return_token_ids": True})
 """Every token gets a piece of its own, even if it completes no letter: the ids of the tokens are asked for."""
-BOUNDS: Final = (("p99", "The p99 beside a prompt"), ("pause", "The longest pause"))
 
 
 @dataclass(frozen=True, slots=True)
 class TailConfig(CheckpointConfig):
-    """The load, and the bounds."""
+    """The loads."""
 
-    streams: int = flag("--streams", default=8, parse=at_least(1), help="number of running streams")
-    prompt_tokens: int = flag("--prompt-len", default=2000, parse=at_least(1), help="tokens of each long prompt")
-    every_s: float = flag("--every", default=10.0, parse=seconds, help="seconds from one prompt to the next")
-    prompts: int = flag("--prompts", default=3, parse=at_least(1), help="number of long prompts per run")
-    alone_s: float = flag(
-        "--alone", default=5.0, parse=seconds, help="seconds without prompts at the start of a run, and at its end"
-    )
-    runs: int = flag("--runs", default=3, parse=at_least(1), help="runs; their medians are compared with the bounds")
-    p99: float = flag("--p99", default=2.2, parse=above_zero, help="bound of the p99 beside a prompt")
-    pause: float = flag("--pause", default=4.0, parse=above_zero, help="bound of the longest pause beside a prompt")
+    requests: int = flag("--requests", default=32, parse=at_least(1), help="number of requests at once")
+    streams: int = flag("--streams", default=8, parse=at_least(1), help="number of streams beside a long prompt")
+    prompt_tokens: int = flag("--prompt-len", default=2000, parse=at_least(1), help="tokens of a long prompt")
+    runs: int = flag("--runs", default=5, parse=at_least(1), help="runs; their medians are compared with the bounds")
     seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of the prompts")
-    serve_flags: str = flag("--serve-flags", default="", help="more flags for `minisgl serve`, as one quoted text")
+    serve_flags: str = flag("--serve-flags", default="", help="more flags for both servers, as one quoted text")
     output: str = flag("--output", default="", help="JSON file for the setup and all runs")
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """The time between two pieces of a stream. The second one has *tokens* tokens."""
+class Figure:
+    """A figure of a run, and the largest median that it may have."""
 
-    began_s: float
-    ended_s: float
-    tokens: int
-
-    @property
-    def ms(self) -> float:
-        return (self.ended_s - self.began_s) * 1000
+    name: str
+    about: str
+    most: float
+    least: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The figures of one run; times per token in ms."""
-
-    alone: report.Spread
-    beside: report.Spread
-    longest_pause_ms: float
-    """Beside a prompt, between two pieces of a stream."""
-    p99: float
-    """The p99 beside a prompt, as a multiple of the p50 without, around that time."""
-    pause: float
-    """The longest pause, as a multiple of the same."""
-    ttft_ms: tuple[float, ...]
-    """Of the prompts."""
+FIGURES: Final = (
+    Figure("ttft_p50", "many at once: p50 of the first token, times that of prompts first", 1.35),
+    Figure("ttft_p99", "many at once: p99 of the first token, times that of prompts first", 1.4),
+    Figure("itl_p99_ms", "many at once: p99 between two pieces of a stream, ms", 160),
+    Figure("throughput", "many at once: output tokens per second, times those of prompts first", 99, 0.98),
+    Figure("long_ttft", "a long prompt beside streams: its first token, times that of alone", 1.6),
+    Figure("beside_p99_ms", "a long prompt beside streams: p99 between two pieces of a stream, ms", 110),
+    Figure("question_s", "a question beside two documents: its first token, s", 0.5),
+)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -95,90 +85,120 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     (config,) = parse_flags("bench tail", (TailConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--output", config.output)
     folder = config.folder(environment)
-    prompts = Prompts(folder)
+    prompts, runs = Prompts(folder), []
     # Tokens that are committed together come together, and then the time of a single step cannot be seen.
     flags = ["--model", str(folder), "--commit-interval", "0", *shlex.split(config.serve_flags)]
-    runs: list[Run] = []
-    with scratch_and_status() as (data, status), our_server(data, flags) as (served, _):
-        numerics = served.numerics()
+    with scratch_and_status() as (data, status), contextlib.ExitStack() as servers:
+        (data / "ours").mkdir()
+        (data / "first").mkdir()
+        ours, _ = servers.enter_context(our_server(data / "ours", flags))
+        first, _ = servers.enter_context(our_server(data / "first", [*flags, *shlex.split(PROMPTS_FIRST)]))
+        numerics = ours.numerics()
         for number in range(1, config.runs + 1):
             status.update(f"run {number} of {config.runs}")
             generator = random.Random(f"{config.seed}/{number}")
-            runs.append(asyncio.run(measured(config, served.url, prompts, generator)))
-    problems = broken(runs, config)
-    print(f"{folder.name}, {config.streams} streams, a prompt of {config.prompt_tokens:,} tokens every ", end="")
-    print(f"{config.every_s:g} s, on {report.cpu_model()}", f"numerics: {numerics}", "", table(runs, config), sep="\n")
+            runs.append(
+                asyncio.run(measured(config, ours.url, first.url, prompts, generator, ours_first=number % 2 > 0))
+            )
+    problems = broken(runs)
+    print(f"{folder.name}, on {report.cpu_model()}", f"numerics: {numerics}", "", table(runs), sep="\n")
     print("\n".join(["", *problems]) if problems else "\nNo bound is broken.")
     document = {
         "options": report.options_of(config),
         "checkpoint": str(folder),
         "numerics": numerics,
-        "runs": [report.options_of(run) for run in runs],
-        "p99": _median(runs, "p99"),
-        "pause": _median(runs, "pause"),
+        "runs": runs,
         "broken": problems,
     }
     report.save(config.output, ("minisgl", "bench", "tail", *arguments), ("torch", "redis", "aiohttp"), document)
     return 1 if problems else 0
 
 
-async def measured(config: TailConfig, url: str, prompts: Prompts, generator: random.Random) -> Run:
-    """Make one run against the server at *url*.
+async def measured(
+    config: TailConfig, url: str, prompts_first: str, prompts: Prompts, generator: random.Random, *, ours_first: bool
+) -> dict[str, float]:
+    """Make one run; return its figures by name.
 
     Raises:
         SideFailed: A request failed, or a stream ended while it was measured.
     """
+    lengths = [(generator.randint(*MANY), generator.randint(*MANY)) for _ in range(config.requests)]
+    async with (
+        connected(url, timeout_s=SILENCE_TIMEOUT_S) as client,
+        connected(prompts_first, timeout_s=SILENCE_TIMEOUT_S) as other,
+    ):
+        many: dict[Client, dict[str, float]] = {}
+        for each in (client, other) if ours_first else (other, client):
+            many[each] = await _many(each, [(prompts.words(generator, tokens), length) for tokens, length in lengths])
+            await asyncio.sleep(SETTLE_S)
+        figures = {name: many[client][name] / many[other][name] for name in ("ttft_p50", "ttft_p99", "throughput")}
+        figures["itl_p99_ms"] = many[client]["itl_p99_ms"]
+        figures |= await _long(config, client, prompts, generator)
+        await asyncio.sleep(SETTLE_S)
+        documents = [asyncio.create_task(_sent(client, prompts.words(generator, DOCUMENT), 1, [])) for _ in range(2)]
+        await asyncio.sleep(generator.uniform(0.3, 0.8))  # at any moment of a step
+        figures["question_s"] = await _first_token_s(client, prompts.words(generator, QUESTION))
+        await asyncio.gather(*documents)
+        await asyncio.sleep(SETTLE_S)
+    return figures
+
+
+async def _many(client: Client, requests: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """Send all requests at once; return their figures."""
+    all_arrivals: list[list[Arrival]] = [[] for _ in requests]
+    sent = zip(requests, all_arrivals, strict=True)
+    began_s = await asyncio.gather(*(_sent(client, text, length, arrivals) for (text, length), arrivals in sent))
+    pieces = [list(pieces_of(arrivals)) for arrivals in all_arrivals]
+    ttft = report.spread_of([of_one[0][0] - sent_s for of_one, sent_s in zip(pieces, began_s, strict=True)])
+    num_tokens = sum(tokens for of_one in pieces for _, tokens in of_one)
+    seconds = max(of_one[-1][0] for of_one in pieces) - min(began_s)
+    gaps_ms = [(after - before) * 1000 for of_one in pieces for (before, _), (after, _) in pairwise(of_one)]
+    itl = report.spread_of(gaps_ms)
+    return {"ttft_p50": ttft.p50, "ttft_p99": ttft.p99, "itl_p99_ms": itl.p99, "throughput": num_tokens / seconds}
+
+
+async def _long(config: TailConfig, client: Client, prompts: Prompts, generator: random.Random) -> dict[str, float]:
+    """Send a long prompt alone, and one beside streams; return the figures."""
+    alone_s = await _first_token_s(client, prompts.words(generator, config.prompt_tokens))
     streams: list[list[Arrival]] = [[] for _ in range(config.streams)]
+    tasks = [
+        asyncio.create_task(_sent(client, prompts.words(generator, STREAM_PROMPT), None, arrivals))
+        for arrivals in streams
+    ]
     try:
-        async with connected(url, timeout_s=SILENCE_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_stream(client, prompts.words(generator, STREAM_PROMPT), arrivals))
-                for arrivals in streams
-            ]
-            while not all(streams):
-                await asyncio.sleep(POLL_S)
-            began_s = time.perf_counter()
-            await asyncio.sleep(config.alone_s)
-            asked = []
-            for number in range(config.prompts):
-                text = prompts.words(generator, config.prompt_tokens)
-                asked.append(group.create_task(_prompt(client, text)))
-                if number + 1 < config.prompts:
-                    await asyncio.sleep(config.every_s)
-            in_hand = [await one for one in asked]
-            await asyncio.sleep(config.alone_s)
-            for task in tasks:
-                task.cancel()
-    except* SideFailed as failed:
-        error: BaseException = failed
-        while isinstance(error, BaseExceptionGroup):  # groups may be in groups
-            error = error.exceptions[0]
-        raise error from None
-    gaps = [gap for arrivals in streams for gap in gaps_of(arrivals) if gap.began_s >= began_s]
-    return figures(gaps, in_hand)
+        while not all(streams) and not any(task.done() for task in tasks):
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(SETTLE_S)
+        num_before = [len(list(pieces_of(arrivals))) for arrivals in streams]
+        beside_s = await _first_token_s(client, prompts.words(generator, config.prompt_tokens))
+        gaps_ms = [
+            (after - before) * 1000
+            for arrivals, num in zip(streams, num_before, strict=True)
+            for (before, _), (after, _) in pairwise(list(pieces_of(arrivals))[max(num - 1, 0) :])
+        ]
+        if any(task.done() for task in tasks):
+            raise SideFailed("a stream ended while it was measured: it filled the context; take a shorter --prompt-len")
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    if failed := next((result for result in results if isinstance(result, SideFailed)), None):
+        raise failed
+    return {"long_ttft": beside_s / alone_s, "beside_p99_ms": report.spread_of(gaps_ms).p99}
 
 
-async def _send(client: Client, text: str, max_tokens: int | None, arrivals: list[Arrival]) -> Answer:
-    return await client.stream(FORM, [{"role": "user", "content": text}], max_tokens, arrivals)
+async def _sent(client: Client, text: str, max_tokens: int | None, arrivals: list[Arrival]) -> float:
+    """Send one request and wait for its end; return when it was sent."""
+    answer = await client.stream(FORM, [{"role": "user", "content": text}], max_tokens, arrivals)
+    if answer.error:
+        raise SideFailed(f"a request failed: {answer.error}")
+    return answer.sent_s
 
 
-async def _stream(client: Client, text: str, arrivals: list[Arrival]) -> None:
-    """Keep what comes until the task is cancelled."""
-    error = (await _send(client, text, None, arrivals)).error
-    raise SideFailed(
-        f"a stream ended while it was measured: {error or 'it filled the context'}; if it was too long, take fewer "
-        "--prompts, or a shorter --every"
-    )
-
-
-async def _prompt(client: Client, text: str) -> tuple[float, float]:
-    """Return when a prompt was sent, and when its first token came."""
+async def _first_token_s(client: Client, text: str) -> float:
     arrivals: list[Arrival] = []
-    answer = await _send(client, text, 1, arrivals)
-    came_s = next((came_s for came_s, _ in pieces_of(arrivals)), None)
-    if answer.error or came_s is None:
-        raise SideFailed(f"a prompt failed: {answer.error or 'its stream ended without a token'}")
-    return answer.sent_s, came_s
+    sent_s = await _sent(client, text, 1, arrivals)
+    return next(pieces_of(arrivals))[0] - sent_s
 
 
 def pieces_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, int]]:
@@ -189,84 +209,25 @@ def pieces_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, int]]:
             yield came_s, tokens
 
 
-def gaps_of(arrivals: Sequence[Arrival]) -> list[Gap]:
-    """Return the gaps of one stream."""
-    return [Gap(before_s, came_s, tokens) for (before_s, _), (came_s, tokens) in pairwise(pieces_of(arrivals))]
+def _median(runs: Sequence[Mapping[str, float]], name: str) -> float:
+    return float(statistics.median(run[name] for run in runs))
 
 
-def figures(gaps: Sequence[Gap], in_hand: Sequence[tuple[float, float]]) -> Run:
-    """Return the figures of a run. *in_hand*: from when to when there was a prompt.
-
-    Raises:
-        SideFailed: No token came without a prompt, or none beside one.
-    """
-    beside: list[Gap] = []
-    alone: list[Gap] = []
-    for gap in gaps:
-        overlaps = any(gap.began_s < until_s and sent_s < gap.ended_s for sent_s, until_s in in_hand)
-        (beside if overlaps else alone).append(gap)
-    if not alone or not beside:
-        raise SideFailed(
-            f"{len(alone)} tokens came without a prompt and {len(beside)} beside one, but both are compared; take a "
-            "longer --alone, or a longer --prompt-len"
-        )
-    usual_ms = _usual_ms(alone, [gap.ended_s for gap in beside])
-    if min(usual_ms) == 0:
-        raise SideFailed("most tokens came together with others: the model is too fast; take a larger --model")
-    ratios = [
-        gap.ms / gap.tokens / usual for gap, usual in zip(beside, usual_ms, strict=True) for _ in range(gap.tokens)
-    ]
-    return Run(
-        alone=_per_token(alone),
-        beside=_per_token(beside),
-        longest_pause_ms=max(gap.ms for gap in beside),
-        p99=report.spread_of(ratios).p99,
-        pause=max(gap.ms / usual for gap, usual in zip(beside, usual_ms, strict=True)),
-        ttft_ms=tuple((until_s - sent_s) * 1000 for sent_s, until_s in in_hand),
-    )
-
-
-def _per_token(gaps: Sequence[Gap]) -> report.Spread:
-    return report.spread_of([gap.ms / gap.tokens for gap in gaps for _ in range(gap.tokens)])
-
-
-def _usual_ms(alone: Sequence[Gap], moments_s: Sequence[float]) -> list[float]:
-    """Return the p50 per token without prompts at each moment: that of blocks of gaps, interpolated between them."""
-    ordered = sorted(alone, key=lambda gap: gap.ended_s)
-    num_blocks = max(len(ordered) // BLOCK, 1)
-    borders = [len(ordered) * number // num_blocks for number in range(num_blocks + 1)]
-    blocks = [ordered[begin:end] for begin, end in pairwise(borders)]
-    centres_s = [statistics.fmean(gap.ended_s for gap in block) for block in blocks]
-    medians_ms = [_per_token(block).p50 for block in blocks]
-    return [float(usual) for usual in np.interp(moments_s, centres_s, medians_ms)]
-
-
-def _median(runs: Sequence[Run], name: str) -> float:
-    return float(statistics.median(getattr(run, name) for run in runs))
-
-
-def broken(runs: Sequence[Run], config: TailConfig) -> list[str]:
+def broken(runs: Sequence[Mapping[str, float]]) -> list[str]:
     """Return a sentence for each bound that the median of *runs* breaks."""
+    medians = [(figure, _median(runs, figure.name)) for figure in FIGURES]
     return [
-        f"{what} is {_median(runs, name):.2f} times the p50 without prompts; the bound is {getattr(config, name):g}."
-        for name, what in BOUNDS
-        if _median(runs, name) > getattr(config, name)
+        f"{figure.about}: {median:.2f}; the bound is {figure.least or figure.most:g}."
+        for figure, median in medians
+        if not figure.least <= median <= figure.most
     ]
 
 
-def table(runs: Sequence[Run], config: TailConfig) -> str:
-    """Return the figures of all runs, and the medians that are compared with the bounds."""
-    rows: list[tuple[str, ...]] = [
-        ("ms per token", "p50 alone", "p50 beside", "p99 beside", "longest pause", "first token of a prompt")
-    ]
-    for number, run in enumerate(runs, 1):
-        times = (run.alone.p50, run.beside.p50, run.beside.p99, run.longest_pause_ms, statistics.median(run.ttft_ms))
-        rows.append((f"run {number}", *(f"{value:,.1f}" for value in times)))
-        rows.append(("  times the p50 alone at that time", "", "", *_ratios(run.p99, run.pause)))
-    rows.append(("median", "", "", *_ratios(_median(runs, "p99"), _median(runs, "pause"))))
-    rows.append(("bound", "", "", *_ratios(config.p99, config.pause)))
+def table(runs: Sequence[Mapping[str, float]]) -> str:
+    """Return the figures of all runs, their medians and the bounds."""
+    rows: list[tuple[str, ...]] = [("", *(f"run {number}" for number in range(1, len(runs) + 1)), "median", "bound")]
+    for figure in FIGURES:
+        values = [run[figure.name] for run in runs] + [_median(runs, figure.name)]
+        bound = f">= {figure.least:g}" if figure.least else f"<= {figure.most:g}"
+        rows.append((figure.about, *(f"{value:.2f}" for value in values), bound))
     return report.aligned(rows)
-
-
-def _ratios(*values: float) -> tuple[str, ...]:
-    return tuple(f"{value:.2f}x" for value in values)

@@ -244,6 +244,9 @@ class LocalLog:
                 break
         self.idle(room)
 
+    def close(self) -> None:
+        """As EngineLink: nothing waits here."""
+
     def idle(self, room: int) -> None:
         with self._changed:
             self._room = room - self._updates.qsize()

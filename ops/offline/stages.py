@@ -177,7 +177,7 @@ def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:
     rows share each read of the weights.
     """
     engine = config.engine
-    if engine.mixed_prefill_length:
+    if engine.mixed_prefill_length or engine.target_itl_ms:
         return config
     limits = resolve(engine, read_spec(folder)).limits
     return dataclasses.replace(

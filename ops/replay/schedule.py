@@ -29,7 +29,7 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import JournalStep, steps
 from pipeline.log.protocol import Entry, HistoryLog
 from pipeline.names import parse_id
-from stages.generate.loop.pace import Pace
+from stages.generate.loop.pace import ON_GPU, Pace, Targets
 from stages.generate.loop.past import recorded_request
 from stages.generate.schedule.again import StepsMissing, differences
 from stages.generate.schedule.plan import BatchPlan
@@ -541,7 +541,7 @@ def lived_again(
     schedule = RecordedSchedule.restored(first.schedule, first.number, request_of, **other_limits)
     schedule.isolate(None)
     paced = any(step.figures.mixed_prefill_length is not None for step in steps)
-    pace = Pace() if paced and "mixed_prefill_length" not in other_limits else None
+    pace = Pace(targets_of(steps)) if paced and "mixed_prefill_length" not in other_limits else None
     times, waiting, known = Times(), deque(_given(steps)), set(snapshot_uids(first.schedule))
     begin_ms = now_ms = first.ms - first.figures.forward_ms
     while True:
@@ -556,7 +556,8 @@ def lived_again(
                     schedule.drop(uid)
                 case ["flush"]:
                     schedule.flush()
-        planned = schedule.plan(None if pace is None else pace.budget(schedule.work))
+        budget = None if pace is None else pace.budget(schedule.work)
+        planned = schedule.plan(None if budget is None else budget.tokens)
         if planned is None:
             if not waiting:
                 break
@@ -565,7 +566,7 @@ def lived_again(
         plan, marks = planned
         forward_ms = time_of.forward_ms(parts_of(plan))
         if pace is not None:
-            pace.measured(plan, forward_ms / 1000)
+            pace.measured(plan, forward_ms / 1000, budget)
         now_ms += forward_ms + time_of.between_ms
         times.stepped(forward_ms, sum(mark.kind == "event" and isinstance(mark.event, Preempted) for mark in marks))
         following = [tokens[uid][schedule.num_output(uid) or 0 :] for uid, _ in schedule.sampled]
@@ -575,6 +576,12 @@ def lived_again(
                 schedule.drop(row.uid)
     times.outcome.total_ms = now_ms - begin_ms
     return times.outcome
+
+
+def targets_of(steps: Sequence[JournalStep]) -> Targets:
+    """Return targets like those that an engine had in *steps*."""
+    beside = [step.figures.target_ms for step in steps if step.figures.target_ms and step.figures.decode_rows]
+    return ON_GPU if beside and min(beside) <= ON_GPU.step_s * 1000 else Targets()
 
 
 def between_ms(steps: Sequence[JournalStep]) -> list[float]:

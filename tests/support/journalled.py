@@ -18,7 +18,7 @@ from pipeline.log.protocol import Entry
 from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
-from stages.generate.loop.pace import Pace
+from stages.generate.loop.pace import Budget, Pace
 from stages.generate.loop.worker import GenerateWorker
 from stages.generate.schedule.plan import BatchPlan, Computed, RowScores, Work
 from stages.generate.schedule.recorded import RecordedSchedule
@@ -143,8 +143,8 @@ class Fickle(Pace):
         super().__init__()
         self._chance = chance
 
-    def budget(self, work: Work) -> int | None:
-        return self._chance.randrange(12) if work.streams and work.prompts else None
+    def budget(self, work: Work) -> Budget | None:
+        return Budget(self._chance.randrange(0 if work.streams else 1, 12), 0.1) if work.prompts else None
 
 
 def live(cache: str, num_steps: int, snapshot_every: int, seed: int = 0, *, overlap: bool = False) -> Life:

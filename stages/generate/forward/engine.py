@@ -343,6 +343,20 @@ class Engine:
         """
         return self.wait(self.launch(plan, None)).checked()
 
+    @property
+    def computes_several(self) -> bool:
+        """See `Several`."""
+        return isinstance(self._computer, KernelDecoder) and self._computer.computes_several
+
+    @torch.inference_mode()
+    def several(self, plan: BatchPlan, most: int, ends: Sequence[Sequence[int]]) -> list[Computed]:
+        """See `Several`."""
+        assert isinstance(self._computer, KernelDecoder)
+        self._tables.update(plan.rows)
+        samples = [row.sample for row in plan.rows if row.sample is not None]
+        computed = self._computer.several(plan, self._tables, self.kv_L2PKSD, most, ends, samples)
+        return [Computed(token_ids) for token_ids in computed]
+
     @torch.inference_mode()
     @names_a_full_device()
     def launch(self, plan: BatchPlan, before: Launched | None) -> Launched:

@@ -20,7 +20,7 @@ GIB: Final = 2**30
 CPU_LIMIT_BYTES: Final = 4 * GIB  # a CPU's memory is shared with other programs; `--num-pages` asks for more
 PACKED_BYTES: Final = {"Q5_0": 34, "Q5_1": 36, "Q4_K": 148, "Q5_K": 276, "Q6_K": 276}
 """Bytes of a packed block, where they are not those of the file."""
-INT8_BYTES: Final = 1 + 2 / 64  # of one weight of a matrix: every 64 share a scale of two bytes
+INT8_BYTES: Final = 1 + 2 / 32  # of one weight of a matrix: every 32 share a scale of two bytes
 
 
 def allocate(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

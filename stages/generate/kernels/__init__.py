@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Count this up with every change that changes a result by one bit. It is part of an engine's numerics."""
 MOST_THREADS: Final = 256
 """As in pool.h."""

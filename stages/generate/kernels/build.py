@@ -59,12 +59,18 @@ _ARM: Final = "#include <arm_neon.h>\n"
 _HALF: Final = "_Float16 half(float a) { return (_Float16)a; }"
 """On x86-64 from gcc 12 and clang 15 on."""
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
-_AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
+_AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI: Final = (*_AVX512, "-mavx512vnni")
 VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
     "x86_64": {
         "avx2": Instructions(_AVX2, f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}\n{_HALF}"),
+        "avx512f": Instructions(_AVX512, f"{_INTEL}__m512 probe(__m512 a) {{ return _mm512_fmadd_ps(a, a, a); }}"),
+        "avx512vnni": Instructions(
+            _VNNI, f"{_INTEL}__m512i probe(__m512i a) {{ return _mm512_dpbusd_epi32(a, a, a); }}"
+        ),
         "avx512": Instructions(
-            (*_AVX2, *_AVX512), f"{_INTEL}__m512 probe(__m512 a, __m512bh b) {{ return _mm512_dpbf16_ps(a, b, b); }}"
+            (*_VNNI, "-mavx512bf16"),
+            f"{_INTEL}__m512 probe(__m512 a, __m512bh b) {{ return _mm512_dpbf16_ps(a, b, b); }}",
         ),
     },
     # Every such CPU has NEON, so compilers need no flag for it.

@@ -19,6 +19,12 @@ static const Variant *const compiled[] = {
 #if HAS_AVX512
     &variant_avx512,
 #endif
+#if HAS_AVX512VNNI
+    &variant_avx512vnni,
+#endif
+#if HAS_AVX512F
+    &variant_avx512f,
+#endif
 #if HAS_AVX2
     &variant_avx2,
 #endif
@@ -53,18 +59,25 @@ EXPORT const Variant *kernels_variant(const char *name) {
 
 static int has(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
 
-// The names of the variants that this CPU runs, best first, with spaces between them. AVX-512 without BF16 or VNNI
-// (Skylake to Ice Lake) runs avx2.
+// "Auth", of AuthenticAMD: ebx of leaf 0
+#define AMD 0x68747541u
+
+// The names of the variants that this CPU runs, best first, with spaces between them. The order follows from the CPU alone,
+// never from a measurement: two engines on equal machines must choose the same, or a request that moves changes its tokens.
+// AMD (Zen 4 and later) multiplies pairs of bfloat16 at twice the rate of floats, Intel at half of it.
 EXPORT const char *cpu_variants(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has(ecx, FMA | OSXSAVE | F16C)) return "";
     unsigned saved, high;
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (!has(saved, SAVES_AVX) || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !has(ebx, AVX2)) return "";
-    int is_wide = has(saved, SAVES_AVX512) && has(ebx, AVX512) && has(ecx, AVX512_VNNI);
+    if (!has(saved, SAVES_AVX512) || !has(ebx, AVX512)) return "avx2";
+    if (!has(ecx, AVX512_VNNI)) return "avx512f avx2"; // Skylake
     // eax of leaf 7 is the last one of its sub-leaves.
-    if (!is_wide || eax < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has(eax, AVX512_BF16)) return "avx2";
-    return "avx512 avx2";
+    if (eax < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has(eax, AVX512_BF16))
+        return "avx512vnni avx512f avx2"; // Cascade Lake, Ice Lake
+    __get_cpuid(0, &eax, &ebx, &ecx, &edx);
+    return ebx == AMD ? "avx512 avx512vnni avx512f avx2" : "avx512vnni avx512 avx512f avx2";
 }
 #elif defined(__aarch64__)
 EXPORT const char *cpu_variants(void) { return "neon"; } // every such CPU

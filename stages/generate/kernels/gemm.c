@@ -110,62 +110,6 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
     }
 }
 
-INLINE void add_int8_line(const int rows, const int panels, const char *x, int64_t row_bytes, const char *line,
-                          int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
-    Integers weights[MOST_VECTORS];
-    UNROLL for (int v = 0; v < panels * VECTORS; v++)
-        weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
-    UNROLL for (int r = 0; r < rows; r++) {
-        Integers pair = spread_word(x + r * row_bytes);
-        UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
-    }
-}
-
-INLINE void multiply_integers(const int rows, const int panels, const Block *block) {
-    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes, stride = block->stride;
-    const char *x = block->rows, *group = block->panels, *ahead = block->ahead;
-    float *out = block->out;
-    int64_t num_ahead = block->num_ahead;
-    for (int64_t input = 0; input < block->inputs; input += GROUP, group += GROUP_BYTES) {
-        const int64_t lines = least(GROUP, block->inputs - input) / 2;
-        const char *line = group + SCALES_BYTES;
-        Integers exact[MOST_ROWS][MOST_VECTORS];
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < panels * VECTORS; v++) exact[r][v] = no_integers();
-        int64_t i = 0;
-        if (num_ahead-- > 0)
-            for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
-                UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes);
-                add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
-                add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
-            }
-        for (; i < lines; i++, x += 4, line += 2 * PANEL)
-            add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
-        // The floats wait in *out*: there are registers for one kind of sums only.
-        const int started = !block->first || input > 0;
-        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-            Vector scales = from_halves(group + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
-            UNROLL for (int r = 0; r < rows; r++) {
-                Vector sum = started ? load(out + r * stride + v * LANES) : spread(0.0f);
-                Vector of_group = to_floats(exact[r][v]);
-                MULTIPLY_ADD(sum, of_group, scales);
-                store(out + r * stride + v * LANES, sum);
-            }
-        }
-    }
-    if (!block->last) return;
-    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-        Vector units = load(block->front + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
-        UNROLL for (int r = 0; r < rows; r++) {
-            Vector sum = load(out + r * stride + v * LANES);
-            // In this order nothing overflows with weights of any size.
-            sum = multiplied(multiplied(sum, spread(*(const float *)(block->row_scales + r * row_bytes))), units);
-            if (block->bias != NULL) sum = add(sum, load(block->bias + v * LANES));
-            store(out + r * stride + v * LANES, sum);
-        }
-    }
-}
-
 // Scales and minima of a group of a unit, for LANES outputs. *front* has those of its super-block.
 INLINE Vector scales_of(const Format format, const char *unit, const char *front, const int64_t group, const int lane) {
     if (format == Q6_K) return multiplied(from_signed(unit + group * PANEL + lane), from_halves(front + 2 * lane));
@@ -178,18 +122,44 @@ INLINE Vector minima_of(const Format format, const char *unit, const char *front
     return multiplied(from_unsigned(unit + group * 2 * PANEL + PANEL + lane), from_halves(front + 2 * PANEL + 2 * lane));
 }
 
+#if BYTES_AS_SHORTS
+// Add the products of 4 inputs of Q8_0.
+INLINE void add_shorts(const int rows, const int panels, const char *x, int64_t row_bytes, const char *line,
+                       int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        Integers weights[MOST_VECTORS];
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+            Integers four = load_bytes(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
+            weights[v] = odd ? odd_shorts(four) : even_shorts(four);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            Integers pair = spread_word(x + r * row_bytes + 4 * odd);
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
+        }
+    }
+}
+#endif
+
 // Add the products of 8 inputs, one line or two, with the activations at *x* of each row.
 INLINE void add_eight(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
                       const char *line, int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+#if BYTES_AS_SHORTS
+    if (format == Q8_0) {
+        add_shorts(rows, panels, x, row_bytes, line, panel_bytes, exact);
+        add_shorts(rows, panels, x + 8, row_bytes, line + 4 * PANEL, panel_bytes, exact);
+        return;
+    }
+#endif
     UNROLL for (int v = 0; v < panels * VECTORS; v++) {
         const char *at = line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4;
         Integers four = load_bytes(at), others = has_nibbles(format) ? high_nibbles(four) : load_bytes(at + 4 * PANEL);
         if (has_nibbles(format)) four = low_nibbles(four);
+#if BYTES_ARE_UNSIGNED
         if (format == Q8_0) four = from_signed_bytes(four), others = from_signed_bytes(others);
+#endif
         UNROLL for (int r = 0; r < rows; r++) {
             Integers x_four = spread_word(x + r * row_bytes), x_others = spread_word(x + r * row_bytes + 4);
-            if (format == Q8_0) ADD_BYTES(exact[r][v], four, x_four, others, x_others);
-            else ADD_SMALL_BYTES(exact[r][v], four, x_four, others, x_others);
+            ADD_BYTES(exact[r][v], four, x_four, others, x_others);
         }
     }
 }
@@ -225,7 +195,7 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
                                              : of_row->first_sum;
                 UNROLL for (int v = 0; v < vectors; v++) exact[r][v] = zero ? spread_integer(-zero * sum) : no_integers();
             }
-            UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8, line += bytes_of_eight) {
+            UNROLL for (int i = 0; i < inputs_of_group; i += 8, x += 8 * activation_size(format), line += bytes_of_eight) {
                 for (int byte = 0; !at_once && fetches && byte < bytes_of_eight; byte += 64)
                     UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + (line - unit) + p * panel_bytes + byte);
                 add_eight(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
@@ -261,8 +231,6 @@ INLINE int panels_at_once(Format format, int64_t rows) {
 INLINE void multiply_block(const Format format, const int rows, const int panels, const Block *block) {
     if (is_blocked(format))
         multiply_units(format, rows, panels, block);
-    else if (format == INT8)
-        multiply_integers(rows, panels, block);
     else
         multiply_floats(format, rows, panels, block);
 }
@@ -277,7 +245,7 @@ typedef void (*Kernel)(const Block *block);
 #define KERNELS(format) \
     KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
 #define EACH_FORMAT(of) \
-    of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(INT8) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K)
+    of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K)
 EACH_FORMAT(KERNELS)
 
 #define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6},
@@ -295,7 +263,7 @@ static const Kernel narrow[NUM_FORMATS][MOST_ROWS + 1] = {EACH_FORMAT(NARROW)};
 // A few rows read each weight once, and wait for the memory: they take whole panels, and fetch the next ones.
 #define FEW_ROWS (VECTORS == 1 ? MOST_ROWS : 2)
 INLINE int64_t bytes_of_a_block(Format format, int64_t num_rows) {
-    if (num_rows <= (format == INT8 ? 1 : is_blocked(format) ? MOST_ROWS : FEW_ROWS)) return INT64_MAX;
+    if (num_rows <= (is_blocked(format) ? MOST_ROWS : FEW_ROWS)) return INT64_MAX;
     return num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
 }
 
@@ -326,7 +294,7 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
     const int64_t front = front_bytes(format, matrix->inputs);
     const int64_t cached_bytes = bytes_of_a_block(format, num_rows);
-    const int64_t line = format >= INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
+    const int64_t line = is_blocked(format) ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t at_once = panels_at_once(format, (num_rows + num_blocks - 1) / num_blocks);
     for (int64_t p = 0, width; p < num_panels; p += width) {
@@ -364,9 +332,9 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
 // What a thread does in a nanosecond, roughly: bytes of weights read, and multiplications of a full kernel.
 #define BYTES_PER_NS 20
 #ifdef __AVX512F__
-static const int64_t products_per_ns[NUM_FORMATS] = {100, 200, 100, 180, 250, 230, 230, 250, 230, 230, 230};
+static const int64_t products_per_ns[NUM_FORMATS] = {100, 200, 100, 250, 230, 230, 250, 230, 230, 230};
 #else
-static const int64_t products_per_ns[NUM_FORMATS] = {50, 50, 50, 80, 120, 110, 110, 80, 80, 80, 80};
+static const int64_t products_per_ns[NUM_FORMATS] = {50, 50, 50, 120, 110, 110, 80, 80, 80, 80};
 #endif
 
 // How long a call should take. With many rows longer, because every call reads the activations into the second cache.

@@ -5,9 +5,6 @@
 //   FLOAT32   a line is one input: PANEL floats.
 //   BFLOAT16  a line is two inputs: for each output the weights of an even and of the next odd input.
 //   FLOAT16   a line is one input: PANEL halves.
-//   INT8      PANEL floats, the units; then for each group of GROUP inputs PANEL halves, the scales, and a line for
-//             every two inputs, as for BFLOAT16. A weight is its integer * scale * unit. A unit is a power of two that
-//             brings the scales of its output into the range of a half.
 //
 // The inputs are padded with zeros to an even number.
 //
@@ -26,8 +23,8 @@
 //
 //   FLOAT32, FLOAT16  floats.
 //   BFLOAT16          floats, or pairs of bfloat16 for CPUs that multiply them.
-//   INT8              pairs of int16, and after the padded inputs a float, the scale.
-//   Q4_0 and so on    int8, one byte for each input; after the padded inputs a `GroupOfRow` for every 32.
+//   Q4_0 and so on    int8, one byte for each input; after the padded inputs a `GroupOfRow` for every 32. For Q8_0 int16 on
+//                     CPUs that do not multiply bytes faster; of every 4 inputs the second and the third change places.
 //
 // The inputs are padded with zeros to a multiple of ROW_MULTIPLE. 64 bytes more make the distance of two rows an odd
 // number of cache lines, so that rows of 2^n inputs do not share the same few sets of a cache.
@@ -40,14 +37,16 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #define GROUP 64
-#define UNITS_BYTES (PANEL * (int64_t)sizeof(float))
-#define SCALES_BYTES (PANEL * (int64_t)sizeof(uint16_t))
-#define GROUP_BYTES (SCALES_BYTES + GROUP * PANEL)
-
 #ifdef __AVX512BF16__
 #define PAIRS_OF_BFLOAT16 1
 #else
 #define PAIRS_OF_BFLOAT16 0
+#endif
+
+#if defined(__x86_64__) && !defined(__AVX512VNNI__)
+#define BYTES_AS_SHORTS 1
+#else
+#define BYTES_AS_SHORTS 0
 #endif
 
 // What a row has for 32 of its integers: x = scale * integer.
@@ -72,32 +71,24 @@ INLINE int32_t zero_of(Format format) { return format == Q4_0 ? 8 : format == Q6
 
 // Bytes of an activation.
 INLINE int64_t activation_size(Format format) {
-    if (is_blocked(format)) return 1;
-    return format == INT8 || (format == BFLOAT16 && PAIRS_OF_BFLOAT16) ? 2 : 4;
+    if (is_blocked(format)) return format == Q8_0 && BYTES_AS_SHORTS ? 2 : 1;
+    return format == BFLOAT16 && PAIRS_OF_BFLOAT16 ? 2 : 4;
 }
 
-// Where the scales of a row lie: one float for INT8, or its `GroupOfRow`s.
+// Where the `GroupOfRow`s of a row lie.
 INLINE int64_t row_scale_offset(Format format, int64_t inputs) {
     return round_up(inputs, ROW_MULTIPLE) * activation_size(format);
 }
 
 // Bytes before the first weights of a panel.
 INLINE int64_t front_bytes(Format format, int64_t inputs) {
-    if (format == INT8) return UNITS_BYTES;
     return has_two_levels(format) ? (inputs + SUPER_BLOCK - 1) / SUPER_BLOCK * FRONT_BYTES : 0;
 }
 
-// Where the weights (for INT8: the group, else the unit) of an input lie behind the front. *input* is a multiple of GROUP.
+// Where the weights or the unit of an input lie behind the front. *input* is a multiple of GROUP.
 INLINE int64_t panel_offset(Format format, int64_t input) {
     if (is_blocked(format)) return input / GROUP * unit_bytes(format);
-    switch (format) {
-    case FLOAT32:
-        return input * PANEL * 4;
-    case INT8:
-        return input / GROUP * GROUP_BYTES;
-    default:
-        return input * PANEL * 2;
-    }
+    return input * PANEL * (format == FLOAT32 ? 4 : 2);
 }
 
 // Bytes of a panel of units.

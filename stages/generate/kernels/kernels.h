@@ -18,10 +18,11 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-// The formats from Q4_0 on are those of GGUF files, and lie in panels as gemm.h says. The weights of Q5_0 become Q8_0.
+// The formats from Q4_0 on are those of GGUF files, and lie in panels as gemm.h says. The weights of Q5_0 become Q8_0, and
+// so do those of a checkpoint with `--quantization int8`.
 typedef enum {
-    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3,
-    Q4_0 = 4, Q4_1 = 5, Q4_K = 6, Q8_0 = 7, Q5_1 = 8, Q5_K = 9, Q6_K = 10, NUM_FORMATS = 11
+    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2,
+    Q4_0 = 3, Q4_1 = 4, Q4_K = 5, Q8_0 = 6, Q5_1 = 7, Q5_K = 8, Q6_K = 9, NUM_FORMATS = 10
 } Format;
 
 // y = W x + b, packed by `Variant.pack`.
@@ -50,7 +51,7 @@ static inline int64_t segment_tokens(int64_t page_size) { return most(SEGMENT, p
 
 // What depends on the instructions that a CPU has. One for each way that this library was compiled.
 typedef struct {
-    const char *name; // "avx2", "avx512", "neon"
+    const char *name; // "avx2", "avx512f", "avx512vnni", "avx512", "neon"
 
     // ---- matrices (gemm.c)
 
@@ -92,4 +93,4 @@ typedef struct {
     void (*merge)(const Pages *pages, const float *parts, int64_t num_parts, float *o);
 } Variant;
 
-extern const Variant variant_avx2, variant_avx512, variant_neon;
+extern const Variant variant_avx2, variant_avx512f, variant_avx512vnni, variant_avx512, variant_neon;

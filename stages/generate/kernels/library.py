@@ -23,14 +23,13 @@ class Format(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
-    INT8 = 3
-    Q4_0 = 4
-    Q4_1 = 5
-    Q4_K = 6
-    Q8_0 = 7
-    Q5_1 = 8
-    Q5_K = 9
-    Q6_K = 10
+    Q4_0 = 3
+    Q4_1 = 4
+    Q4_K = 5
+    Q8_0 = 6
+    Q5_1 = 7
+    Q5_K = 8
+    Q6_K = 9
 
 
 class Matrix(ctypes.Structure):

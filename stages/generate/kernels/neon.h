@@ -142,25 +142,8 @@ INLINE Vector from_odd(const void *from) { return odd_of(load_words(from)); }
 INLINE Vector to_floats(Integers a) { return (Vector){vcvtq_f32_s32(a.low), vcvtq_f32_s32(a.high)}; }
 INLINE Integers no_integers(void) { return (Integers){vdupq_n_s32(0), vdupq_n_s32(0)}; }
 
-// A pair of int16, again and again.
+// 4 bytes, again and again.
 INLINE Integers spread_word(const void *word) { return (Integers){vld1q_dup_s32(word), vdupq_n_s32(0)}; }
-// 8 pairs of int8 become int16: the first ones of all pairs in one register, the second ones in the other.
-INLINE Integers from_int8(const void *from) {
-    int16x8_t pairs = vld1q_s16(from);
-    return (Integers){vreinterpretq_s32_s16(vshrq_n_s16(vshlq_n_s16(pairs, 8), 8)),
-                      vreinterpretq_s32_s16(vshrq_n_s16(pairs, 8))};
-}
-// Add the products of a pair with 8 pairs.
-INLINE Integers add_pairs(Integers sum, Integers pair, Integers weights) {
-    int16x8_t two = vreinterpretq_s16_s32(pair.low);
-    int16x8_t first = vreinterpretq_s16_s32(weights.low), second = vreinterpretq_s16_s32(weights.high);
-    sum.low = vmlal_laneq_s16(sum.low, vget_low_s16(first), two, 0);
-    sum.high = vmlal_high_laneq_s16(sum.high, first, two, 0);
-    sum.low = vmlal_laneq_s16(sum.low, vget_low_s16(second), two, 1);
-    sum.high = vmlal_high_laneq_s16(sum.high, second, two, 1);
-    return sum;
-}
-
 // Bytes of weights and of activations: 4 products of neighbours are added to each integer, twice.
 #define BYTES_ARE_UNSIGNED 0
 INLINE Vector from_wide(int16x8_t wide) {
@@ -188,7 +171,5 @@ INLINE Integers add_bytes(Integers sum, Integers weights, Integers x) {
     return (Integers){add_bytes_of_four(sum.low, weights.low, four), add_bytes_of_four(sum.high, weights.high, four)};
 }
 #define ADD_BYTES(sum, a, x, b, y) ((sum) = add_bytes(add_bytes(sum, a, x), b, y))
-#define ADD_SMALL_BYTES ADD_BYTES
 
 #define MULTIPLY_ADD(sum, a, b) ((sum) = fma_of(a, b, sum))
-#define MULTIPLY_ADD_PAIRS(sum, a, b) ((sum) = add_pairs(sum, a, b))

@@ -20,8 +20,6 @@ int64_t NAME(panel_bytes)(Format format, int64_t inputs) {
     switch (format) {
     case FLOAT32:
         return lines * 4;
-    case INT8:
-        return round_up(UNITS_BYTES + (inputs + GROUP - 1) / GROUP * SCALES_BYTES + lines, 64);
     default:
         return lines * 2;
     }
@@ -84,74 +82,53 @@ static void read_chunk(const void *const rows[PANEL], Format source, int64_t inp
     }
 }
 
-// The largest magnitude among CHUNK numbers, as the bits of a float: those of a NaN are above all others.
-INLINE uint32_t largest(const float *numbers, uint32_t so_far) {
-    for (int i = 0; i < CHUNK; i++) {
+// The largest magnitude, as the bits of a float: those of a NaN are above all others.
+INLINE uint32_t largest(const float *numbers, int count) {
+    uint32_t found = 0;
+    for (int i = 0; i < count; i++) {
         uint32_t magnitude = float_to_bits(numbers[i]) & 0x7fffffff;
-        so_far = magnitude > so_far ? magnitude : so_far;
+        found = magnitude > found ? magnitude : found;
     }
-    return so_far;
+    return found;
 }
 
-// The power of two that brings the largest scale of an output with this largest weight to [2^14, 2^15). A normal number.
-static float unit_of(uint32_t largest_weight) {
-    if (largest_weight >= 0x7f800000) return 1.0f; // NaN or infinite: the scale will say so
-    float scale = bits_to_float(largest_weight) / 127.0f;
-    int exponent = (int)(float_to_bits(scale) >> 23) - 14; // biased; scale / unit is in [2^14, 2^15)
-    return bits_to_float((uint32_t)(exponent < 1 ? 1 : exponent) << 23);
+// number / scale as an integer from -most to most, ties to even.
+INLINE int32_t rounded_to(float most, float number, float scale) {
+    float integer = number / scale;
+    integer = integer > most ? most : integer < -most ? -most : integer;
+    return (int32_t)float_to_bits(integer + 12582912.0f); // 1.5 * 2^23 leaves it in the low bits of the float
 }
 
-// The scale of a group with this largest weight: the least half whose 127-fold is not below it.
-static uint16_t scale_of(uint32_t largest_weight, float unit) {
-    if (largest_weight >= 0x7f800000) return 0x7e00; // NaN
-    float exact[8] = {bits_to_float(largest_weight) / 127.0f / unit}, rounded[8];
+// The scale of weights of which this is the largest: the least half whose 127-fold is not below it. NaN if there is none.
+static uint16_t scale_of(uint32_t largest_weight) {
+    float exact[8] = {bits_to_float(largest_weight) / 127.0f}, rounded[8];
     uint16_t scale[8];
+    if (!(exact[0] <= 65504.0f)) return 0x7e00;
     floats_to_halves(exact, scale);
     halves_to_floats(scale, rounded);
     return (uint16_t)(scale[0] + (rounded[0] < exact[0]));
 }
 
-static void pack_group(const Chunk chunk, int64_t count, const float units[PANEL], char *group) {
-    uint16_t scales[PANEL];
-    int8_t integers[PANEL][CHUNK];
-    for (int output = 0; output < PANEL; output++) {
-        const float *weights = chunk[output];
-        uint16_t scale[8] = {scale_of(largest(weights, 0), units[output])};
-        float width[8];
-        halves_to_floats(scale, width);
-        scales[output] = scale[0];
-        float inverse = 1.0f / units[output], divisor = scale[0] == 0 ? 1.0f : width[0]; // unit * scale may be too small
-        for (int i = 0; i < CHUNK; i++) {
-            float integer = weights[i] * inverse / divisor;
-            integer = integer > 127.0f ? 127.0f : integer < -127.0f ? -127.0f : integer;
-            // 1.5 * 2^23 leaves the nearest integer in the low bits of the float, ties to even.
-            integers[output][i] = (int8_t)float_to_bits(integer + 12582912.0f);
-        }
-    }
-    memcpy(group, scales, sizeof scales);
-    int8_t *line = (int8_t *)group + SCALES_BYTES;
-    for (int64_t i = 0; i < count; i += 2, line += 2 * PANEL)
-        for (int output = 0; output < PANEL; output++) {
-            line[2 * output] = integers[output][i];
-            line[2 * output + 1] = integers[output][i + 1];
+// Round the weights of a unit of Q8_0: each group has a scale.
+static void pack_unit(const Chunk chunk, char *unit) {
+    for (int output = 0; output < PANEL; output++)
+        for (int group = 0; group < GROUP / BLOCK_GROUP; group++) {
+            const float *weights = chunk[output] + group * BLOCK_GROUP;
+            uint16_t scale[8] = {scale_of(largest(weights, BLOCK_GROUP))};
+            float width[8];
+            halves_to_floats(scale, width);
+            ((uint16_t *)unit)[group * PANEL + output] = scale[0];
+            int8_t *to = (int8_t *)unit + head_bytes(Q8_0) + group * BLOCK_GROUP * PANEL + output * 4;
+            for (int i = 0; i < BLOCK_GROUP; i++)
+                to[i / 4 * 4 * PANEL + i % 4] = (int8_t)rounded_to(127.0f, weights[i], scale[0] ? width[0] : 1.0f);
         }
 }
 
-static void pack_int8(const void *const rows[PANEL], Format source, int64_t inputs, char *panel) {
+static void pack_q8_0(const void *const rows[PANEL], Format source, int64_t inputs, char *panel) {
     Chunk chunk;
-    uint32_t largest_weights[PANEL] = {0};
-    for (int64_t input = 0; input < inputs; input += CHUNK) {
-        read_chunk(rows, source, input, least(CHUNK, inputs - input), chunk);
-        for (int output = 0; output < PANEL; output++)
-            largest_weights[output] = largest(chunk[output], largest_weights[output]);
-    }
-    float units[PANEL];
-    for (int output = 0; output < PANEL; output++) units[output] = unit_of(largest_weights[output]);
-    memcpy(panel, units, sizeof units);
     for (int64_t input = 0; input < inputs; input += GROUP) {
-        int64_t count = least(GROUP, inputs - input);
-        read_chunk(rows, source, input, count, chunk);
-        pack_group(chunk, round_up(count, 2), units, panel + front_bytes(INT8, inputs) + panel_offset(INT8, input));
+        read_chunk(rows, source, input, least(GROUP, inputs - input), chunk);
+        pack_unit(chunk, panel + panel_offset(Q8_0, input));
     }
 }
 
@@ -181,8 +158,8 @@ static void pack_chunk(Format format, const Chunk chunk, int64_t count, char *li
 }
 
 void NAME(pack)(Format format, const void *const rows[PANEL], Format source, int64_t inputs, void *panel) {
-    if (format == INT8) {
-        pack_int8(rows, source, inputs, panel);
+    if (format == Q8_0) {
+        pack_q8_0(rows, source, inputs, panel);
         return;
     }
     Chunk chunk;
@@ -193,52 +170,35 @@ void NAME(pack)(Format format, const void *const rows[PANEL], Format source, int
     }
 }
 
-static void prepare_int16(const float *x, int64_t inputs, void *activations) {
-    uint32_t largest_bits = 0;
-    for (int64_t i = 0; i < inputs; i += CHUNK) largest_bits = largest(x + i, largest_bits);
-    float scale = bits_to_float(largest_bits) / 32767.0f, smallest = bits_to_float(1u << 23);
-    if (scale < smallest) scale = smallest; // smaller ones have too few bits; a NaN stays
-    int16_t *to = activations;
-    for (int64_t i = 0; i < inputs; i++) {
-        float integer = x[i] / scale;
-        integer = integer > 32767.0f ? 32767.0f : integer < -32767.0f ? -32767.0f : integer;
-        to[i] = (int16_t)float_to_bits(integer + 12582912.0f);
-    }
-    memcpy((char *)activations + row_scale_offset(INT8, inputs), &scale, sizeof scale);
-}
-
 // Round groups of 32 to int8, each with a scale of its own.
-static void prepare_int8(const float *x, int64_t inputs, void *activations) {
-    int8_t *to = activations;
-    GroupOfRow *group = (GroupOfRow *)((char *)activations + row_scale_offset(Q8_0, inputs));
+INLINE void prepare_bytes(const Format format, const float *x, int64_t inputs, void *activations) {
+    GroupOfRow *group = (GroupOfRow *)((char *)activations + row_scale_offset(format, inputs));
     for (int64_t i = 0; i < inputs; i += BLOCK_GROUP, group++) {
-        uint32_t largest_bits = 0;
-        for (int k = 0; k < BLOCK_GROUP; k++) {
-            uint32_t magnitude = float_to_bits(x[i + k]) & 0x7fffffff;
-            largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
-        }
-        float scale = bits_to_float(largest_bits) / 127.0f, smallest = bits_to_float(1u << 23);
+        float scale = bits_to_float(largest(x + i, BLOCK_GROUP)) / 127.0f, smallest = bits_to_float(1u << 23);
         if (scale < smallest) scale = smallest; // a NaN stays
         int32_t integers[BLOCK_GROUP], sums[2] = {0, 0};
-        for (int k = 0; k < BLOCK_GROUP; k++) {
-            float integer = x[i + k] / scale;
-            integer = integer > 127.0f ? 127.0f : integer < -127.0f ? -127.0f : integer;
-            integers[k] = (int32_t)float_to_bits(integer + 12582912.0f); // as in `pack_group`
-        }
-        for (int k = 0; k < BLOCK_GROUP; k++) to[i + k] = (int8_t)integers[k];
-        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += to[i + k], sums[1] += to[i + BLOCK_GROUP / 2 + k];
+        int8_t bytes[BLOCK_GROUP];
+        for (int k = 0; k < BLOCK_GROUP; k++) integers[k] = rounded_to(127.0f, x[i + k], scale);
+        for (int k = 0; k < BLOCK_GROUP; k++) bytes[k] = (int8_t)integers[k];
+        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += bytes[k], sums[1] += bytes[BLOCK_GROUP / 2 + k];
         *group = (GroupOfRow){scale, scale * (float)(sums[0] + sums[1]), sums[0], sums[1]};
+        if (activation_size(format) == 1) memcpy((int8_t *)activations + i, bytes, sizeof bytes);
+        else
+            for (int k = 0; k < BLOCK_GROUP; k += 4) {
+                const int16_t four[4] = {bytes[k], bytes[k + 2], bytes[k + 1], bytes[k + 3]};
+                memcpy((int16_t *)activations + i + k, four, sizeof four);
+            }
     }
 }
 
 void NAME(prepare)(Format format, const float *x, int64_t inputs, void *activations) {
     inputs = round_up(inputs, ROW_MULTIPLE);
-    if (format == INT8) {
-        prepare_int16(x, inputs, activations);
+    if (format == Q8_0) {
+        prepare_bytes(Q8_0, x, inputs, activations);
         return;
     }
     if (is_blocked(format)) {
-        prepare_int8(x, inputs, activations);
+        prepare_bytes(Q4_0, x, inputs, activations);
         return;
     }
 #if PAIRS_OF_BFLOAT16

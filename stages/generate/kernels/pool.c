@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "entry.h"
+#include "kernels.h"
 
 // Pauses before a thread sleeps: each takes 40 to 140 cycles, so all take 20 to 100 microseconds.
 #define SPINS 2000
@@ -29,8 +30,7 @@
 #define ONE_DONE ((uint64_t)1 << COUNT_BITS)
 
 static struct {
-    // The job (24 bits), its chunks that are done (20), and the next one that nobody has taken (20). All in one word, so that a
-    // thread that comes late cannot take a chunk of a job that follows.
+    // The job (24 bits) and how many of its shares are done (20).
     _Alignas(64) _Atomic uint64_t ticket;
     _Atomic int waiting; // threads that sleep on the word's upper half
     // What idle threads sleep on; it changes with each call of `pool_together`.
@@ -46,6 +46,14 @@ static struct {
     _Atomic int threads;        // that may work
     int started;                // that exist, the caller among them
 } pool = {.ticket = (uint64_t)1 << (2 * COUNT_BITS), .threads = 1, .started = 1};
+
+// Each thread has a share of the chunks of a job, chunks beside each other, which it takes before any others. So threads seldom
+// meet at a word, and a thread computes the same rows of a matrix each time, which lie in its part of memory: it packed them.
+// A word has the job (24 bits), the chunks that are done (20), and the next one that nobody has taken (20). All in one, so that
+// a thread that comes late cannot take a chunk of a job that follows. Who takes the first chunk begins the share.
+static struct {
+    _Alignas(64) _Atomic uint64_t ticket;
+} shares[MOST_THREADS];
 
 // The last job in which a chunk of this number was published.
 static _Atomic uint64_t published[MOST_AGAIN];
@@ -141,10 +149,28 @@ static int64_t done_of(uint64_t ticket) { return (int64_t)(ticket >> COUNT_BITS)
 // The word's upper half, where jobs are counted.
 static _Atomic uint32_t *upper_half(void) { return (_Atomic uint32_t *)&pool.ticket + 1; }
 
-// Go on to the job that follows *number*, if all chunks of that are done and nobody has gone on.
+static uint64_t ticket_of(uint64_t number) { return (number & 0xffffff) << (2 * COUNT_BITS); }
+
+// The first chunk of a share.
+static int64_t first_of(int64_t share, int64_t num_chunks) { return share * num_chunks / pool_threads(); }
+
+// Take a chunk of a share; return it, or -1: none is left.
+static int64_t take(int share, uint64_t job, int64_t num_chunks) {
+    const int64_t first = first_of(share, num_chunks), count = first_of(share + 1, num_chunks) - first;
+    uint64_t ticket = atomic_load_explicit(&shares[share].ticket, memory_order_acquire);
+    for (;;) {
+        const int lead = ahead(ticket, job);
+        const uint64_t begun = lead < 0 ? ticket_of(job) : ticket;
+        const int64_t next = (int64_t)(begun & COUNT_MASK);
+        if (lead > 0 || next >= count) return -1;
+        if (atomic_compare_exchange_weak(&shares[share].ticket, &ticket, begun + 1)) return first + next;
+    }
+}
+
+// Go on to the job that follows *number*, if all shares of that are done and nobody has gone on.
 static void go_on(uint64_t ticket, uint64_t number, int64_t num_chunks) {
-    if (done_of(ticket) != num_chunks) return;
-    uint64_t next = ((number + 1) & 0xffffff) << (2 * COUNT_BITS);
+    if (done_of(ticket) != least(num_chunks, pool_threads())) return; // the others are empty
+    uint64_t next = ticket_of(number + 1);
     if (atomic_compare_exchange_strong(&pool.ticket, &ticket, next) && atomic_load(&pool.waiting))
         wake(upper_half(), INT_MAX);
 }
@@ -162,7 +188,10 @@ static void compute_chunk(Member *me, Chunk compute, Chunk publish, void *job, i
     }
     me->chunk_ns = now_ns() - begun_ns;
     // No thread has gone on: this chunk was not done.
-    go_on(atomic_fetch_add(&pool.ticket, ONE_DONE) + ONE_DONE, me->job, num_chunks);
+    const int64_t share = ((chunk + 1) * pool_threads() - 1) / num_chunks;
+    const int64_t done = done_of(atomic_fetch_add(&shares[share].ticket, ONE_DONE)) + 1;
+    if (done == first_of(share + 1, num_chunks) - first_of(share, num_chunks))
+        go_on(atomic_fetch_add(&pool.ticket, ONE_DONE) + ONE_DONE, me->job, num_chunks);
 }
 
 // Return a chunk that is taken and not published; -1: none.
@@ -214,12 +243,16 @@ void pool_share(Member *me, Chunk compute, Chunk publish, void *job, int64_t num
         atomic_store_explicit(&threads[me->thread].core, sched_getcpu(), memory_order_relaxed);
         atomic_fetch_add_explicit(&threads[me->thread].jobs, 1, memory_order_relaxed);
     }
-    for (;;) {
+    for (int empty = 0;;) { // so many shares, its own the first of them, have nothing left
         uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
         if (ahead(ticket, me->job) > 0) return;
-        int64_t chunk = (int64_t)(ticket & COUNT_MASK);
-        if (chunk < num_chunks) {
-            if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
+        int64_t chunk;
+        if (empty < pool_threads()) {
+            chunk = take((me->thread + empty) % pool_threads(), me->job, num_chunks);
+            if (chunk < 0) {
+                empty++;
+                continue;
+            }
         } else {
             go_on(ticket, me->job, num_chunks); // a job without chunks
             chunk = wait_for_others(me, publish && num_chunks <= MOST_AGAIN, num_chunks);
@@ -277,6 +310,8 @@ int pool_use(int threads) {
     }
     pthread_sigmask(SIG_SETMASK, &before, 0);
     int used = threads < pool.started ? threads : pool.started;
+    for (int thread = pool_threads(); thread < used; thread++) // a share that was long unused would seem to be ahead
+        atomic_store(&shares[thread].ticket, ticket_of(atomic_load(&pool.first_job)));
     atomic_store(&pool.threads, used);
     return used;
 }

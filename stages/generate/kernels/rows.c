@@ -27,7 +27,7 @@ static inline uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : rounded); // NaN stays NaN
 }
 
-int64_t bytes_of(Format format) { return format == FLOAT32 ? 4 : format == INT8 ? 1 : 2; }
+int64_t bytes_of(Format format) { return format == FLOAT32 ? 4 : 2; }
 
 void expand(Format format, const void *in, int64_t count, float *out) {
     const uint16_t *half = in;
@@ -160,19 +160,15 @@ void refuse(float *logits, int64_t count, const uint32_t *allowed, int64_t first
 }
 
 void choose(float *logits, int64_t count, int64_t num_chosen, int normalize, int32_t *chosen, float *shares) {
-    float most = -__builtin_inff(), sum = 0, sum_of_chosen = 0;
-    for (int64_t i = 0; i < count; i++) most = logits[i] > most ? logits[i] : most;
-    for (int64_t i = 0; i < count; i++) sum += logits[i] = exp_of(logits[i] - most);
+    float most = maximum(logits, count), sum = 0, sum_of_chosen = 0, share;
+    for (int64_t i = 0; i < count; i++) logits[i] = exp_of(logits[i] - most);
+    for (int64_t i = 0; i < count; i++) sum += logits[i];
     for (int64_t n = 0; n < num_chosen; n++) {
-        int64_t best = -1;
-        for (int64_t i = 0; i < count; i++) {
-            int taken = 0;
-            for (int64_t before = 0; before < n; before++) taken |= chosen[before] == i;
-            if (!taken && (best < 0 || logits[i] > logits[best])) best = i;
-        }
-        chosen[n] = (int32_t)best;
-        shares[n] = logits[best] / sum;
+        int64_t best = largest(logits, count, &share);
+        chosen[n] = (int32_t)(best < 0 ? n : best); // NaN: the shares will say so
+        shares[n] = share / sum;
         sum_of_chosen += shares[n];
+        logits[chosen[n]] = -1; // below all others
     }
     if (normalize)
         for (int64_t n = 0; n < num_chosen; n++) shares[n] /= sum_of_chosen;

@@ -6,14 +6,14 @@
 
 // Bytes of one number.
 int64_t bytes_of(Format format);
-// out = in, from any format but INT8, exactly.
+// out = in, from any format of floats, exactly.
 void expand(Format format, const void *in, int64_t count, float *out);
 // Bytes of a row of a `ggml_type`, and the row as floats: see blocks.c.
 int64_t bytes_of_row(int type, int64_t inputs);
 void widen_row(int type, const void *row, int64_t inputs, float *out);
 // The weights of an output of a packed matrix of blocks, as floats.
 void widen_output(const Matrix *matrix, int64_t number, float *out);
-// out = in, rounded to the nearest even, to any format but INT8.
+// out = in, rounded to the nearest even, to any format of floats.
 void shrink(Format format, const float *in, int64_t count, void *out);
 // out = in / sqrt(mean(in^2) + eps) * weight: root mean square normalisation (https://arxiv.org/abs/1910.07467).
 void rms_norm(const float *in, const float *weight, int64_t count, float eps, float *out);

@@ -354,6 +354,32 @@ API int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *r
     return job.scratch ? DONE : NO_MEMORY;
 }
 
+// As that many calls of kernels_forward, kernels_head and kernels_sample. The tokens and lengths of *step* are overwritten.
+API int kernels_steps(const Model *model, Step *step, int32_t *token_ids, int32_t *lengths, Several *several) {
+    const int64_t rows = step->num_rows, drawn = several->num_drawn;
+    for (int goes_on = 1; goes_on && several->num_done < several->num_steps; several->num_done++) {
+        int64_t *tokens = several->tokens + several->num_done * rows;
+        int outcome = kernels_forward(model, step);
+        if (!outcome) // row b's token is the one with the number b
+            outcome = kernels_head(model, step->x, rows, step->starts, rows, several->logits_rows, several->logits, 0,
+                                   several->best);
+        for (int64_t b = 0; b < rows; b++) tokens[b] = several->best[b];
+        if (!outcome && drawn)
+            outcome = kernels_sample(several->logits, model->vocabulary, several->drawn, drawn, several->divisors,
+                                     several->numbers + several->num_done * 6 * drawn, model->threads, tokens);
+        if (outcome) return several->num_done ? DONE : outcome; // the next call will say it
+        for (int64_t b = 0; b < rows; b++) {
+            if (several->best[b] < 0) tokens[b] = -1;
+            for (int64_t i = several->end_starts[b]; i < several->end_starts[b + 1]; i++)
+                goes_on &= tokens[b] != several->ends[i];
+            goes_on &= tokens[b] >= 0;
+            token_ids[b] = (int32_t)tokens[b];
+            lengths[b]++;
+        }
+    }
+    return DONE;
+}
+
 typedef struct {
     float *logits;
     int64_t vocabulary;

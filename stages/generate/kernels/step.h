@@ -53,6 +53,22 @@ typedef struct {
     int64_t wrong; // the index of what was refused
 } Step;
 
+// Several steps in one call: each row has one token, and each step computes those that the step before has drawn. Nothing
+// follows a step in which a row draws one of its ends, or no token.
+typedef struct {
+    int64_t num_steps; // the most
+    const int32_t *ends, *end_starts; // row b ends with one of ends[end_starts[b]] .. ends[end_starts[b + 1] - 1]
+    int32_t *best;                    // [num_rows]
+    const int32_t *logits_rows;       // [num_rows]: its own number for a row that is drawn, else -1
+    float *logits;                    // [num_rows][vocabulary], if some are drawn
+    const int64_t *drawn;             // [num_drawn]: rows
+    int64_t num_drawn;
+    const float *divisors;   // [num_drawn]
+    const int64_t *numbers;  // [num_steps][6][num_drawn]
+    int64_t *tokens;         // [num_steps][num_rows]
+    int64_t num_done;        // steps that have tokens
+} Several;
+
 typedef enum {
     DONE = 0,
     NO_MEMORY = 1,

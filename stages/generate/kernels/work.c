@@ -6,6 +6,7 @@
 #include "rows.h"
 
 #define ALIGNMENT 64
+#define FEW_QUERIES 4 // of a row, which are split into segments where threads would be idle
 #define LARGEST_TILE (64 * 1024) // floats of a product that wait in a thread's scratch memory
 
 static char *memory;
@@ -51,12 +52,27 @@ static int64_t first_segment(const Work *work, int64_t position) {
     return begin / segment_tokens(work->step->page_size);
 }
 
+// List the segments that a query sees as chunks of their own, whose parts are merged.
+static void list_segments(Work *work, int64_t row, int32_t token, int64_t position, int64_t head, int64_t *num_parts) {
+    int64_t group = work->model->num_heads / work->model->num_kv_heads, first = first_segment(work, position);
+    int64_t end = position / segment_tokens(work->step->page_size) + 1;
+    AttentionChunk merge = {(int32_t)row, token, 1, (int32_t)head, 1, (int32_t)(end - first),
+                            *num_parts * group * work->part_floats};
+    if (work->merges) work->merges[work->num_merges] = merge;
+    work->num_merges++;
+    for (int64_t segment = first; segment < end; segment++, ++*num_parts, work->num_attention++) {
+        AttentionChunk chunk = {(int32_t)row, token, 1, (int32_t)head, 1, (int32_t)segment,
+                                *num_parts * group * work->part_floats};
+        if (work->attention) work->attention[work->num_attention] = chunk;
+    }
+}
+
 // List the chunks of all rows, or count them where there is no list yet. Later queries come first: they cost more.
 static void list_attention(Work *work, int64_t *num_parts) {
     const Model *model = work->model;
     const Step *step = work->step;
     Pages pages = pages_of(work);
-    int64_t heads = model->num_kv_heads, group = model->num_heads / heads, at_once = model->variant->queries(&pages);
+    int64_t heads = model->num_kv_heads, at_once = model->variant->queries(&pages);
     int64_t threads = pool_threads(), blocks = 0;
     for (int64_t row = 0; row < step->num_rows; row++)
         blocks += parts(step->starts[row + 1] - step->starts[row], at_once);
@@ -65,22 +81,10 @@ static void list_attention(Work *work, int64_t *num_parts) {
     work->num_attention = work->num_merges = *num_parts = 0;
     for (int64_t row = 0; row < step->num_rows; row++) {
         int32_t start = step->starts[row], count = step->starts[row + 1] - start;
-        int64_t position = step->lengths[row] - 1, first = first_segment(work, position);
-        int64_t segments = position / segment_tokens(step->page_size) - first + 1;
-        if (splits && count == 1 && segments > 1) {
-            for (int64_t head = 0; head < heads; head++) {
-                AttentionChunk merge = {(int32_t)row, start, 1, (int32_t)head, 1, (int32_t)segments,
-                                        *num_parts * group * work->part_floats};
-                if (work->merges) work->merges[work->num_merges] = merge;
-                work->num_merges++;
-                for (int64_t s = 0; s < segments; s++) {
-                    AttentionChunk chunk = {(int32_t)row, start, 1, (int32_t)head, 1, (int32_t)(first + s),
-                                            *num_parts * group * work->part_floats};
-                    if (work->attention) work->attention[work->num_attention] = chunk;
-                    work->num_attention++;
-                    ++*num_parts;
-                }
-            }
+        if (splits && count <= FEW_QUERIES && step->lengths[row] > segment_tokens(step->page_size)) {
+            for (int64_t i = 0; i < count * heads; i++)
+                list_segments(work, row, start + (int32_t)(i / heads), step->lengths[row] - count + i / heads, i % heads,
+                              num_parts);
             continue;
         }
         for (int64_t block = parts(count, at_once) - 1; block >= 0; block--)

@@ -93,6 +93,10 @@ class PrefixCache(Protocol):
         """Return an allocation with the pages of the longest cached prefix of *token_ids*, short of its last token."""
         ...
 
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Return how many of *token_ids* `begin` would find in the cache."""
+        ...
+
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         """Append *count* pages to *allocation* and return them; return None and change nothing if there are too few."""
         ...

@@ -22,6 +22,9 @@ class NaiveCache:
     def begin(self, token_ids: Sequence[int]) -> Allocation:
         return Allocation()
 
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        return 0
+
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         if count > self._pool.num_free:
             return None

@@ -17,7 +17,7 @@ import hashlib
 import heapq
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
@@ -70,18 +70,15 @@ class RadixCache:
         return self._pool.num_free + self._num_unlocked
 
     def begin(self, token_ids: Sequence[int]) -> Allocation:
-        allocation = RadixAllocation()
-        node = self._root
-        for index in range((len(token_ids) - 1) // self.page_size):  # the last token is computed in any case
-            found = node.children.get(self._page_tokens(token_ids, index))
-            if found is None:
-                break
-            node = found
+        allocation = RadixAllocation(path=list(self._prefix(token_ids)))
+        for node in allocation.path:
             self._lock(node)
-            allocation.path.append(node)
             allocation.pages.append(node.page)
         allocation.cached_tokens = len(allocation.pages) * self.page_size
         return allocation
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        return sum(1 for _ in self._prefix(token_ids)) * self.page_size
 
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         if count > self.num_available:
@@ -157,6 +154,16 @@ class RadixCache:
             held.append(Held(last, len(allocation.pages), allocation.is_private))
         parents = array("i", [index[id(node.parent)] for node in nodes])
         return CacheSnapshot(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
+
+    def _prefix(self, token_ids: Sequence[int]) -> Iterator[_Node]:
+        """Yield the pages of the longest cached prefix. The last token is computed in any case."""
+        node = self._root
+        for index in range((len(token_ids) - 1) // self.page_size):
+            found = node.children.get(self._page_tokens(token_ids, index))
+            if found is None:
+                return
+            node = found
+            yield node
 
     def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])

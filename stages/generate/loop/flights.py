@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import structlog
 
@@ -18,11 +18,14 @@ from pipeline.errors import DeviceFull, RankLost
 from pipeline.events import EventRow, Failed, StepRow
 from stages.generate.loop.grammars import refusal
 from stages.generate.loop.meter import EngineMeter
-from stages.generate.loop.pace import Pace
+from stages.generate.loop.pace import Budget, Pace
 from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, Computed, filled
 from stages.generate.schedule.schedule import Schedule
 
 logger = structlog.get_logger()
+
+MOST_STEPS: Final = 8
+"""Largest number of steps that are computed in one call: a group of commits has as many. New requests wait for them."""
 
 
 class Forward(Protocol):
@@ -47,6 +50,23 @@ class Launches(Protocol):
 
     def wait(self, launched: Any) -> Computed:
         """Return the result of a step once it is computed. All tokens before its own are known now."""
+        ...
+
+
+class Several(Forward, Protocol):
+    """An engine that can compute several steps in one call."""
+
+    @property
+    def computes_several(self) -> bool:
+        """Whether this engine can."""
+        ...
+
+    def several(self, plan: BatchPlan, most: int, ends: Sequence[Sequence[int]]) -> Sequence[Computed]:
+        """Compute up to *most* steps of the same rows; return the result of each. The last one may lack a token.
+
+        No step follows one in which a row draws one of its *ends*. Each row of *plan* decodes a plain token and has
+        pages for all steps.
+        """
         ...
 
 
@@ -78,13 +98,15 @@ class Flight:
     marks: Sequence[StepRow]
     number: int
     """Number of its commit. It differs from the plan's where a takeover was committed first."""
-    budget: int | None
-    """See StepStats.mixed_prefill_length."""
+    budget: Budget | None
+    """What `Pace` decided."""
     launched: Any = None
     error: Exception | None = None
     """The error that the launch raised."""
     seconds: float = 0.0
     """Time that the loop has spent on launch and wait."""
+    following: Sequence[Computed] = ()
+    """Results of the steps after it that the same call has computed."""
 
 
 class Flights:
@@ -92,6 +114,7 @@ class Flights:
 
     def __init__(self, engine: Forward, schedule: Schedule, meter: EngineMeter, pace: Pace | None) -> None:
         self._engine = launching(engine)
+        self._several = cast(Several, engine) if getattr(engine, "computes_several", False) else None
         self._schedule = schedule
         self._meter = meter
         self._pace = pace
@@ -107,12 +130,23 @@ class Flights:
         """Whether the last launch raised an error. The step fails when it lands."""
         return bool(self._flights) and self._flights[-1].error is not None
 
-    def launch(self, flight: Flight) -> None:
-        """Begin a step."""
+    @property
+    def can_compute_several(self) -> bool:
+        """Whether `launch` may get more than one step now."""
+        return self._several is not None and not self._flights
+
+    def launch(self, flight: Flight, num_steps: int = 1, ends: Sequence[Sequence[int]] = ()) -> None:
+        """Begin a step, or up to *num_steps*: see `Several`."""
         before = self._flights[-1].launched if self._flights else None
         began_s = time.perf_counter()
         try:
-            flight.launched = self._engine.launch(flight.plan, before)
+            if num_steps > 1 and self._several is not None:
+                first, *others = self._several.several(flight.plan, num_steps, ends)
+                flight.launched = first
+                # A step without a token is computed again, alone.
+                flight.following = [one for one in others if NOT_A_NUMBER not in one.token_ids]
+            else:
+                flight.launched = self._engine.launch(flight.plan, before)
         except Exception as error:  # the error belongs to this step, and the step before must still land
             flight.error = error
         flight.seconds = time.perf_counter() - began_s
@@ -128,6 +162,7 @@ class Flights:
         caused that. What the schedule raises is a bug of ours: it ends the process, and no request fails for it.
         """
         flight, began_s = self._flights.popleft(), time.perf_counter()
+        flight.seconds /= 1 + len(flight.following)
         misfits: list[StepRow] = []
         unfit: list[str] = []
         rows: list[StepRow] = []
@@ -142,19 +177,35 @@ class Flights:
             began_s = time.perf_counter()
             rows, failed = self._begun_again(flight)
             flight.seconds += time.perf_counter() - began_s
+            flight.following = ()
         else:
-            rows += self._schedule.complete(computed.token_ids, computed.scores)
-            self._token_ids = computed.token_ids
-            self._meter.computed(flight.plan)
-            if self._pace is not None:
-                self._pace.measured(flight.plan, flight.seconds, flight.budget)
+            rows += self._folded(flight, computed)
         return flight, [*misfits, *rows], [*unfit, *failed]
+
+    def follow(self, flight: Flight) -> Iterator[tuple[Flight, list[StepRow]]]:
+        """Plan the steps that the call of *flight* has computed after it; yield each with its rows."""
+        for computed in flight.following:
+            planned = self._schedule.plan()
+            assert planned is not None and len(planned[0].rows) == len(computed.token_ids), "nothing came in between"
+            after = Flight(planned[0], planned[1], planned[0].step, None, seconds=flight.seconds)
+            yield after, self._folded(after, computed)
+
+    def _folded(self, flight: Flight, computed: Computed) -> list[StepRow]:
+        """Fold the result of a step into the schedule; return its rows."""
+        rows = self._schedule.complete(computed.token_ids, computed.scores)
+        self._token_ids = computed.token_ids
+        self._meter.computed(flight.plan)
+        if self._pace is not None:
+            self._pace.measured(flight.plan, flight.seconds, flight.budget)
+        return [*rows]
 
     def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
         """Return what the engine computed, or the error of the step. Raise errors that no request can have caused."""
         try:
             if flight.error is not None:
                 raise flight.error
+            if isinstance(flight.launched, Computed):
+                return flight.launched, None
             return self._engine.wait(flight.launched), None
         except RankLost:
             raise

@@ -61,6 +61,8 @@ logger = structlog.get_logger()
 BLOCK_MS = 500
 BACKOFF_S = 0.3
 POLL_S = 0.02
+TAKE_EVERY_S = 0.05
+"""Pause between two looks for new requests while a long step is computed: the next step has them."""
 LIVE_EVERY_S = 1.0
 LISTEN_EVERY_S = 1.0
 LOOK_EVERY_S = 0.15
@@ -151,6 +153,8 @@ class LogThread:
         *commit_interval_s*: longest time that a step waits for the next ones, to be committed together.
         """
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._told_room = 0, 0
+        """The last room that the engine has told, and the number of updates that it had read then."""
         self._num_sent = 0
         self._num_read = 0
         self._log = log
@@ -189,14 +193,18 @@ class LogThread:
         self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
     ) -> None:
         """As EngineLink."""
-        made_s = time.monotonic()
+        made_s, self._told_room = time.monotonic(), (room, self._num_read)
         while not self._outbox.has_place(0.5):
             if not self._thread.is_alive():
                 return
             self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
-        group = self._outbox.put(PendingStep(number, event, tuple(ended), room, made_s), at_once=settled)
+        group = self._outbox.put(PendingStep(number, event, tuple(ended), made_s), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._report_progress()
+
+    def close(self) -> None:
+        """As EngineLink."""
+        self._outbox.close()
 
     def idle(self, room: int) -> None:
         """As EngineLink: the thread waits for an update."""
@@ -233,10 +241,11 @@ class LogThread:
             self._keep_trying(lambda: self._log.prepare(self._inbox))
             self._keep_trying(self._adopt)
             while True:
-                job = self._outbox.take(0.1)
+                job = self._outbox.take(TAKE_EVERY_S)
                 if job is None:
                     if self._stopped.is_set():
                         return
+                    self._take_beside_a_step()
                     continue
                 if isinstance(job, Idle):
                     self._wait_for_update(job)
@@ -253,9 +262,20 @@ class LogThread:
             self._stopped.wait(POLL_S)
             newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
-        room = steps[-1].room
+        room = self._room
         if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
             self._keep_trying(lambda: self._take(room))
+
+    def _take_beside_a_step(self) -> None:
+        room = self._room
+        if room > 0:
+            self._keep_trying(lambda: self._take(room))
+
+    @property
+    def _room(self) -> int:
+        """Number of requests that may be taken now: what the engine has told, without what came since."""
+        room, num_read = self._told_room
+        return room - (self._num_sent - num_read)
 
     def _tell(self, update: Update) -> None:
         self._num_sent += 1
@@ -349,6 +369,7 @@ class LogThread:
             self._detokenizer = "absent"
 
     def _wait_for_update(self, job: Idle) -> None:
+        self._told_room = job.room, job.num_read
         while self._num_sent == job.num_read and not self._stopped.is_set():
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._check_live)

@@ -24,9 +24,9 @@ from typing import Final
 
 from pipeline.events import EventRow, StepCompleted
 
-MOST_TOGETHER: Final = 4
+MOST_TOGETHER: Final = 8
 """Largest number of steps in a group."""
-MOST_HANDED_OVER: Final = 8
+MOST_HANDED_OVER: Final = 16
 """Number of queued, uncommitted steps at which an engine waits. `past.TOKENS_IN_DOUBT` depends on it."""
 FEWEST_HANDED_OVER: Final = 2
 """The same number where each step is committed at once."""
@@ -40,8 +40,6 @@ class PendingStep:
     event: StepCompleted
     ended: tuple[str, ...]
     """Uids whose entries the commit consumes."""
-    room: int
-    """Number of new requests that the engine could take after this step."""
     made_s: float = 0.0
     """Time when the step was computed, by the engine's clock."""
 

@@ -10,13 +10,14 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 from pipeline.serving import Serving
 from pipeline.walk import NOT_COMPUTED, walk
+from stages.generate.loop.flights import MOST_STEPS
 from stages.generate.loop.outbox import MOST_HANDED_OVER
 from stages.generate.schedule.request import NewRequest
 
-TOKENS_IN_DOUBT = MOST_HANDED_OVER + 2
+TOKENS_IN_DOUBT = MOST_HANDED_OVER + MOST_STEPS
 """Number of tokens after which a successor has certainly come further than the engine that died. That engine may have
-computed steps that are not in the log: the queued ones, and with overlap one that had not landed. It died in the step
-after these.
+computed steps that are not in the log: the queued ones, and those of one call before the one in which it died. With
+overlap these are fewer.
 """
 MOST_DEATHS_ALONE = 3
 """Number of deaths alone after which a request fails for good: the engine computed nothing else."""

@@ -58,6 +58,9 @@ class EngineLink(Protocol):
         new requests the engine could take after it.
         """
 
+    def close(self) -> None:
+        """Let all queued steps be committed now: the next one takes long."""
+
     def idle(self, room: int) -> None:
         """Report that there is nothing to compute: the engine waits for an update."""
 

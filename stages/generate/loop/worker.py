@@ -29,11 +29,11 @@ from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.stage.slots import Reporter, progress_reporter, wait_until_it_fits
 from pipeline.stage.worker import Stop, WorkerProcess
 from stages.generate.kvcache import make_cache
-from stages.generate.loop.flights import Flight, Flights, Forward
+from stages.generate.loop.flights import MOST_STEPS, Flight, Flights, Forward
 from stages.generate.loop.grammars import Grammars
 from stages.generate.loop.log_thread import LogThread
 from stages.generate.loop.meter import EngineMeter, measure_cache
-from stages.generate.loop.pace import Pace
+from stages.generate.loop.pace import Budget, Pace
 from stages.generate.loop.suspects import Suspects
 from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
@@ -80,11 +80,13 @@ class GenerateWorker:
         grammars: Grammars | None = None,
         *,
         overlap: bool = False,
+        together_s: float = 0.0,
     ) -> None:
-        """*pace*: decides how many prompt tokens are computed beside streams, instead of the limits of *schedule*.
+        """*pace*: decides how many prompt tokens a step computes, instead of the limits of *schedule*.
 
         *grammars*: of the engine's tokenizer; without it, a request with a grammar ends this worker. *overlap*: the
-        worker plans and launches the next step before it waits for the tokens of the last one.
+        worker plans and launches the next step before it waits for the tokens of the last one. *together_s*: time in
+        which several steps may be computed in one call.
         """
         self._schedule = schedule
         self._log_thread = log_thread
@@ -92,6 +94,9 @@ class GenerateWorker:
         self._pace = pace
         self._grammars = grammars
         self._overlap = overlap
+        self._together_s = together_s
+        self._step_s = together_s
+        """Time of the last step."""
         self._released: list[str] = []
         """Uids of requests that ended elsewhere, for the next step's `released`."""
         self._rows: list[StepRow] = []
@@ -146,7 +151,7 @@ class GenerateWorker:
         """Plan and launch the next step; False: there is nothing to compute, or a step must land first."""
         schedule, pace = self._schedule, self._pace
         budget = pace.budget(schedule.work) if pace is not None and schedule.has_prompts else None
-        planned = schedule.plan(budget)
+        planned = schedule.plan(None if budget is None else budget.tokens)
         if planned is None:
             return False
         plan, marks = planned
@@ -155,19 +160,35 @@ class GenerateWorker:
         if self._resumed and self._take_over(plan, marks, budget):
             marks, number = [], self._schedule.skip_step()
         failpoint("generate.before_forward")
-        self._flights.launch(Flight(plan, marks, number, budget))
+        num_steps, ends = self._schedule.alike(self._most_steps())
+        self._flights.launch(Flight(plan, marks, number, budget), num_steps, ends)
         return True
+
+    def _most_steps(self) -> int:
+        """Return how many steps may be computed in one call now."""
+        waits = self._uncompiled or self._resumed or self._suspects or (self._grammars and len(self._grammars))
+        if waits or self._overlap or not self._flights.can_compute_several:
+            return 1
+        return max(1, min(MOST_STEPS, int(self._together_s / self._step_s))) if self._step_s else 1
 
     def _land_until(self, most: int) -> None:
         """Wait for steps in flight and commit them, oldest first, until at most *most* are left."""
         while len(self._flights) > most:
             flight, rows, failed = self._flights.land()
-            failpoint("generate.after_forward")
             self._refused += failed
-            ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
-            if ended:
-                failpoint("generate.with_end_row")
-            self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
+            self._step_s = flight.seconds
+            self._commit_flight(flight, rows)
+            for after, its_rows in self._flights.follow(flight):
+                self._commit_flight(after, its_rows)
+            if flight.following:
+                self._log_thread.close()
+
+    def _commit_flight(self, flight: Flight, rows: Sequence[StepRow]) -> None:
+        failpoint("generate.after_forward")
+        ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
+        if ended:
+            failpoint("generate.with_end_row")
+        self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
 
     def _take_in(self) -> None:
         while (update := self._log_thread.next_update()) is not None:
@@ -281,7 +302,7 @@ class GenerateWorker:
         self._suspects.end()
         self._schedule.isolate(None)
 
-    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow], budget: int | None) -> bool:
+    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow], budget: Budget | None) -> bool:
         """Commit that this engine took over the requests of a plan that others began; return False if there are none.
 
         The takeover is in the log before anything is computed for them. So it stays there if one kills the engine.
@@ -294,7 +315,7 @@ class GenerateWorker:
                 rows.append(self._taken_over(mark.uid, n, alone=trial is not None and trial.uid == mark.uid))
         if rows:
             assert not self._flights, "step.lua would take a step in flight for one that was committed before"
-            self._commit(plan.step, [*rows, *marks], [], mixed_prefill_length=budget, settled=True)
+            self._commit(plan.step, [*rows, *marks], [], **_decided(budget), settled=True)
             failpoint("generate.after_takeover_committed")
             self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)
@@ -351,9 +372,14 @@ def _figures(flight: Flight) -> dict[str, Any]:
         "decode_rows": plan.num_decode_rows,
         "prefill_rows": len(prefills),
         "prefill_tokens": sum(len(row.token_ids) for row in prefills),
-        "mixed_prefill_length": flight.budget,
         "forward_ms": round(flight.seconds * 1000, 3),
+        **_decided(flight.budget),
     }
+
+
+def _decided(budget: Budget | None) -> dict[str, Any]:
+    """Return the figures of what `Pace` decided."""
+    return {} if budget is None else {"mixed_prefill_length": budget.tokens, "target_ms": round(budget.target_s * 1000)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +457,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder:
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     measure_cache(measures, loaded.settings)
     defaults = sampling_defaults(config.defaults, folder)
-    pace = Pace() if loaded.settings.paced else None
+    pace = None if loaded.settings.targets is None else Pace(loaded.settings.targets)
     for slot_lease in process.slot_leases(loaded.can_serve(serving)):
         failpoint("generate.after_lease")
         serving = slot_lease.serving or serving
@@ -458,7 +484,15 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder:
         try:
             overlap = loaded.settings.overlap
             worker = GenerateWorker(
-                loaded.engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap
+                loaded.engine,
+                schedule,
+                log_thread,
+                slot_lease,
+                measures,
+                pace,
+                grammars,
+                overlap=overlap,
+                together_s=loaded.settings.commit_interval_s,
             )
             worker.run(process.stop)
         except Fenced as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,9 @@ from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
 from stages.generate.model.spec import ModelSpec
 from stages.generate.sampling.compiled import addresses
+from stages.generate.sampling.draws import make_draws
 from stages.generate.sampling.sampler import best as best_of
-from stages.generate.schedule.plan import BatchPlan, Words
+from stages.generate.schedule.plan import BatchPlan, Sample, Words
 
 HUGE: Final = 2**21
 """Bytes of a huge page on x86-64, and on aarch64 where small pages have 4 KiB."""
@@ -151,6 +152,27 @@ class _Step(ctypes.Structure):
 _DONE, _NO_MEMORY, _WRONG_TOKEN, _WRONG_ROW, _WRONG_PAGE = range(5)  # Outcome of step.h
 
 
+class _Several(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("num_steps", c_int64),
+        *((name, c_void_p) for name in ("ends", "end_starts", "best", "logits_rows", "logits", "drawn")),
+        ("num_drawn", c_int64),
+        *((name, c_void_p) for name in ("divisors", "numbers", "tokens")),
+        ("num_done", c_int64),
+    ]
+
+
+class _Inputs(NamedTuple):
+    """What the kernels get for a step."""
+
+    step: _Step
+    x_TE: Tensor
+    starts: tuple[int, ...]
+    """Where each row begins, and their end."""
+    kept: tuple[Any, ...]
+    """Arrays that *step* points to; the tokens come first."""
+
+
 class KernelDecoder:
     """A spec and its packed weights. A row gets the same numbers in any batch, chunking and number of threads."""
 
@@ -221,6 +243,62 @@ class KernelDecoder:
             OverflowError: A token id does not fit into 32 bits.
             MemoryError: There is no memory for a step of so many tokens.
         """
+        inputs = self._inputs(plan, tables, kv_L2PKSD, last_R)
+        self._raise_for(self._compute(inputs.step, inputs.x_TE), inputs, plan, tables)
+        return inputs.x_TE, inputs.starts
+
+    @property
+    def computes_several(self) -> bool:
+        """Whether `several` can be called: not with several ranks, nor where the rope depends on a row's length."""
+        return self._collectives.size == 1 and self._spec.rope.kind != "dynamic"
+
+    def several(
+        self,
+        plan: BatchPlan,
+        tables: PageTables,
+        kv_L2PKSD: Tensor,
+        most: int,
+        ends_B: Sequence[Sequence[int]],
+        samples_B: Sequence[Sample],
+    ) -> list[list[int]]:
+        """Compute up to *most* steps of the same rows, each with what the one before drew; return the tokens of each.
+
+        No step follows one in which a row draws one of its *ends_B*, or NOT_A_NUMBER. Every row of *plan* has one
+        token, samples, and has pages for *most* tokens. No sample looks at other tokens.
+
+        Raises:
+            As `forward`.
+        """
+        inputs, num_rows = self._inputs(plan, tables, kv_L2PKSD, None), len(plan.rows)
+        drawn_D = [row for row, how in enumerate(samples_B) if how.params.temperature > 0]
+        of_steps = [
+            Sample(samples_B[row].params, samples_B[row].position + step, ()) for step in range(most) for row in drawn_D
+        ]
+        draws = make_draws(of_steps) if drawn_D else None
+        numbers_NFD = np.empty((most, 6, 0), np.int64)
+        if draws is not None:
+            numbers_NFD = np.ascontiguousarray(draws.numbers_FR.reshape(6, most, -1).swapaxes(0, 1))
+        kept = (
+            array("i", chain.from_iterable(ends_B)),
+            array("i", accumulate((len(ends) for ends in ends_B), initial=0)),
+            array("i", [0] * num_rows),
+            array("i", [row if how.params.temperature > 0 else -1 for row, how in enumerate(samples_B)]),
+            array("q", drawn_D),
+            array("q", [0] * (most * num_rows)),
+        )
+        logits_BV = torch.empty(num_rows if drawn_D else 0, self._spec.vocab_size)
+        ends, end_starts, best, logits_rows, drawn, tokens = map(_address, kept)
+        several = _Several(most, ends, end_starts, best, logits_rows, logits_BV.data_ptr(), drawn, len(drawn_D))
+        several.divisors = None if draws is None else draws.divisors_R.ctypes.data
+        several.numbers, several.tokens = numbers_NFD.ctypes.data, tokens
+        model, step = ctypes.byref(self._model), ctypes.byref(inputs.step)
+        outcome = self._functions.kernels_steps(
+            model, step, inputs.step.token_ids, inputs.step.lengths, ctypes.byref(several)
+        )
+        self._raise_for(outcome, inputs, plan, tables)
+        return [kept[-1][step * num_rows : (step + 1) * num_rows].tolist() for step in range(several.num_done)]
+
+    def _inputs(self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None) -> _Inputs:
         rows = plan.rows
         starts = (0, *accumulate(len(row.token_ids) for row in rows))
         lengths = [row.start + len(row.token_ids) for row in rows]
@@ -231,6 +309,7 @@ class KernelDecoder:
             known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
         width = -(-max(lengths) // tables.page_size)
         if len(rows) == 1:  # its pages are read where they are
+            pages_BN = None
             pages, table_width = tables.address(rows[0].table), tables.pages_AN.shape[1]
         else:
             pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
@@ -253,17 +332,24 @@ class KernelDecoder:
             format=FORMATS[kv_L2PKSD.dtype],
             x=x_TE.data_ptr(),
         )
-        outcome = self._compute(step, x_TE)
+        kept = token_ids_T, starts_B, lengths_B, frequencies_TF, pages_BN
+        return _Inputs(step, x_TE, starts, kept)
+
+    def _raise_for(self, outcome: int, inputs: _Inputs, plan: BatchPlan, tables: PageTables) -> None:
+        """Raise the error of an outcome that is not DONE."""
+        step, rows = inputs.step, plan.rows
         if outcome == _NO_MEMORY:
-            raise MemoryError(f"there is no memory for a step of {starts[-1]} tokens")
+            raise MemoryError(f"there is no memory for a step of {step.num_tokens} tokens")
         if outcome == _WRONG_TOKEN:
-            raise ValueError(f"token id {token_ids_T[step.wrong]}: the vocabulary has {self._spec.vocab_size} tokens")
+            raise ValueError(
+                f"token id {inputs.kept[0][step.wrong]}: the vocabulary has {self._spec.vocab_size} tokens"
+            )
         if outcome == _WRONG_ROW:
             raise ValueError(f"row {step.wrong} of the step cannot be: its tokens and its length do not fit together")
         if outcome == _WRONG_PAGE:
-            wrong = tables.pages_AN[rows[step.wrong].table, :width].tolist()
-            raise ValueError(f"row {step.wrong} of the step has pages {wrong}; there are {kv_L2PKSD.shape[2]}")
-        return x_TE, starts
+            row = rows[step.wrong]
+            wrong = tables.pages_AN[row.table, : -(-(row.start + len(row.token_ids)) // tables.page_size)].tolist()
+            raise ValueError(f"row {step.wrong} of the step has pages {wrong}; there are {step.num_pages}")
 
     @property
     def takes_masks(self) -> bool:
@@ -383,7 +469,7 @@ class KernelDecoder:
             target = FORMAT_OF[weight.type]
         else:
             weight = weight.contiguous()
-            target = Format.INT8 if quantized and self._quantized else FORMATS[weight.dtype]
+            target = Format.Q8_0 if quantized and self._quantized else FORMATS[weight.dtype]
         panels = self._arena.take(self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair)))
         place = inputs, self._threads, panels.ctypes.data
         if isinstance(weight, BlockMatrix):
@@ -428,6 +514,7 @@ class KernelDecoder:
         """Declare the arguments of the library's functions to ctypes."""
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
+        functions.kernels_steps.argtypes = [*(POINTER(_Model), POINTER(_Step), c_void_p, c_void_p, POINTER(_Several))]
         functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
         functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]

@@ -140,10 +140,9 @@ class Work:
     """Number of requests that decode."""
     context: int
     """Number of positions that their next tokens attend to, summed."""
-    prompts: int
-    """Number of requests whose prompts are not computed yet."""
-    position: int
-    """Position where the first of these prompts continues; 0 if none has begun."""
+    prompts: Sequence[tuple[int, int]]
+    """The prompts that are not computed yet, in the order in which chunks of them are planned: the position where each
+    one continues, and how many tokens it lacks. Of those that wait, only the first MOST_TAKEN."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ SNAPSHOT_EVERY: Final = 1000
 """Number of steps from one snapshot to the next .."""
 SNAPSHOT_EVERY_S: Final = 60.0
 """.. unless this time is over: an engine with little to do makes few steps before they expire."""
-SNAPSHOT_VERSION: Final = 1
+SNAPSHOT_VERSION: Final = 2
+"""2: the prompt that lacks the fewest tokens is computed first."""
 LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
 """A record without any of these words ends with the usual ones."""
 USUAL: Final = ("plan", "complete")
@@ -142,8 +143,9 @@ class RecordedSchedule(Schedule):
             "page_size": self._cache.page_size,
             "alone": self._alone,
             "arrived": self._num_arrived,
+            "prefilled": self._num_prefilled,
             "requests": [
-                [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still]
+                [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still, one.came_at]
                 for one in (*self._running, *self._waiting)
             ],
             "held": [[held.node, held.num_pages, held.is_private] for held in snapshot.held],
@@ -172,16 +174,19 @@ class RecordedSchedule(Schedule):
         """
         try:
             plain = orjson.loads(snapshot)
-            if plain["v"] > SNAPSHOT_VERSION:
-                raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
+            if plain["v"] != SNAPSHOT_VERSION:
+                raise UndecodableEvent(
+                    f"a MiniSGL that plans by other rules wrote the snapshot (version {plain['v']}, here "
+                    f"{SNAPSHOT_VERSION}); use that version of MiniSGL"
+                )
             parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
             cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests)
             cache, allocations = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
-            for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
+            for at, (uid, arrival, n, num_computed, chunks, stands_still, came_at) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
-                request.stands_still = stands_still
+                request.stands_still, request.came_at = stands_still, came_at
                 if at < len(allocations) and not schedule._tables:
                     cache.end(allocations[at])
                 elif at < len(allocations):
@@ -190,6 +195,7 @@ class RecordedSchedule(Schedule):
                     request.table, request.allocation = schedule._tables.popleft(), allocations[at]
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
+            schedule._num_prefilled = plain["prefilled"]
             if 0 < num_pages < plain["num_pages"]:
                 schedule._take_away(plain["num_pages"] - num_pages)
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:

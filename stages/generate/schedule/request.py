@@ -46,6 +46,8 @@ class Request:
     priority: int
     arrival: int
     """Ordinal of its arrival."""
+    came_at: int
+    """Number of prompt tokens that the schedule had planned when it came."""
     prompt_length: int
     token_ids: list[int]
     """Prompt + output. Tokens that steps in flight sample are placeholders, as in a plan."""
@@ -90,6 +92,17 @@ class Request:
         self.seen = Seen(self.prompt_length) if self.sampling.penalizes else None
         even, odd = (Sample(self.sampling, 0, (), (), self.prompt_length) for _ in range(2))
         self._samples = even, odd
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the next token depends on the logits alone, and nothing else of the logits is told."""
+        sampling = self.sampling
+        return self.is_plain and sampling.logprobs is None and sampling.typical_p == 1 and not sampling.shapes
+
+    def ends(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that end it."""
+        ignored = self.sampling.ignore_eos and not self.is_constrained
+        return self.sampling.stop_token_ids if ignored else (*eos_ids, *self.sampling.stop_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -141,10 +154,7 @@ class Request:
         """Replace the placeholder at *position*. Return why the request ends with this token; None: it goes on."""
         self.token_ids[position] = token
         self.num_known = position + 1
-        sampling = self.sampling
-        if token in sampling.stop_token_ids:
-            return "stop"
-        if token in eos_ids and (self.is_constrained or not sampling.ignore_eos):
+        if token in self.ends(eos_ids):
             return "stop"
         if self.num_known >= self.limit:
             return "length"

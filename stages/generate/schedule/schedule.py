@@ -4,9 +4,10 @@ It has no clock, random number, set order or torch: the same calls return the sa
 chunks of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running
 streams. The caller of `plan` may set the small one, from measured times for example.
 
-Requests are ordered by priority, then by arrival. Waiting requests are admitted and prompts are computed in this order.
-When pages run out, the last running request gives its pages back; a waiting request never displaces a running one. The
-first request waits only for those that run already. Then every step computes it until it ends.
+Requests are ordered by priority, then by arrival. When pages run out, the last running request gives its pages back; a
+waiting request never displaces a running one. Prompts are computed, and waiting requests admitted, in another order: by
+priority, then the prompt that lacks the fewest tokens first, so that a question does not wait behind a document. A
+prompt ages while others are computed, so it waits for at most PATIENCE times as many tokens as it lacks itself.
 
 A plan may be made while the step before is in flight, whose tokens are not known yet. Then each token that this step
 samples has a placeholder, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`,
@@ -67,7 +68,10 @@ class Identity:
 
 by_order = attrgetter("order")
 MOST_TAKEN = 8
-"""Largest number of new requests that an engine takes at a step, so that many engines share a burst."""
+"""Largest number of new requests that an engine takes at a step, so that many engines share a burst. As many waiting
+requests are compared when the next prompt is chosen."""
+PATIENCE = 8
+"""See the first lines."""
 
 
 class Schedule:
@@ -85,6 +89,8 @@ class Schedule:
         self._by_uid: dict[str, Request] = {}
         self._tables = deque(range(limits.max_running_requests))
         self._num_arrived = 0
+        self._num_prefilled = 0
+        """Number of prompt tokens planned so far."""
         self._step = 0
         self._flights: deque[list[tuple[Request, int, int]]] = deque()
         """Tokens that each step in flight samples, oldest step first: requests, chunks, positions of tokens."""
@@ -96,6 +102,8 @@ class Schedule:
         """Requests that have left, but a step in flight still uses their pages and tables."""
         self._alone: str | None = None
         """The only request that may run; None: all may."""
+        self._is_crowded = False
+        """Whether the last plan had no pages or no table for a waiting request."""
 
     # inputs
 
@@ -131,6 +139,7 @@ class Schedule:
             uid=new.uid,
             priority=new.priority,
             arrival=self._num_arrived,
+            came_at=self._num_prefilled,
             prompt_length=length,
             token_ids=[*new.prompt_ids, *new.output_ids],
             limit=limit,
@@ -211,9 +220,10 @@ class Schedule:
     @property
     def room(self) -> int:
         """Number of new requests that may be taken from the log now; 0 while taken ones wait for pages."""
-        if self._waiting:
+        if self._waiting and (self._is_crowded or self._alone is not None):
             return 0
-        return min(MOST_TAKEN, self._limits.max_running_requests - len(self._running))
+        free = self._limits.max_running_requests - len(self._running)
+        return max(min(MOST_TAKEN, free) - len(self._waiting), 0)
 
     @property
     def may_admit(self) -> bool:
@@ -259,12 +269,10 @@ class Schedule:
     def work(self) -> Work:
         """The work that there is before the next plan is made."""
         decoding = [request for request in self._running if request.decodes]
-        begun = [request for request in self._running if request.chunks > 0]
         return Work(
             streams=len(decoding),
             context=sum(request.num_computed + 1 for request in decoding),
-            prompts=len(begun) + len(self._waiting),
-            position=begun[0].num_computed if begun else 0,
+            prompts=[(len(one.token_ids) - missing, missing) for one, missing in self._prompts()],
         )
 
     def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
@@ -273,7 +281,7 @@ class Schedule:
         While a step is in flight, None also means that it must land first: every request waits for it, or there are too
         few pages. A request is preempted only once all its tokens are known.
 
-        *mixed_prefill_length*: the largest number of prompt tokens beside streams, instead of the limits'.
+        *mixed_prefill_length*: the largest number of prompt tokens, instead of the limits'.
         """
         assert len(self._flights) < 2, "a placeholder names a row of the step right before"
         if self._flights and self._is_short:
@@ -292,6 +300,23 @@ class Schedule:
         self._num_plans += 1
         self._step += 1
         return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
+
+    def alike(self, most: int) -> tuple[int, list[tuple[int, ...]]]:
+        """Return how many steps, the last planned one included and at most *most*, have the same rows if no row draws a
+        token that ends it; and these tokens, of each row.
+
+        It is more than 1 only if nothing waits, and each row decodes a token that depends on the logits alone.
+        """
+        ends: list[tuple[int, ...]] = []
+        if most == 1:
+            return 1, ends
+        for request, chunks, position in self._sampled:
+            room = len(request.allocation.pages) * self._cache.page_size - request.num_computed
+            most = min(most, request.limit - position, 1 + room)
+            if chunks or not request.is_simple:
+                return 1, []
+            ends.append(request.ends(self._eos_ids))
+        return (1, []) if self._waiting or len(ends) < len(self._running) else (most, ends)
 
     def start_over(self) -> list[StepRow]:
         """Undo the plan of the oldest step in flight, which failed, and the one after it: preempt every running request
@@ -364,8 +389,9 @@ class Schedule:
         limits = self._limits
         if any(request.stands_still for request in (*self._waiting, *self._running)):
             return limits.max_prefill_length  # one long step serves a paused stream best
-        if num_streams and mixed_prefill_length is not None:
-            return min(mixed_prefill_length, limits.max_prefill_length)
+        if mixed_prefill_length is not None:
+            # Without streams, a prompt must go on: the streams of the budget may have been preempted meanwhile.
+            return max(min(mixed_prefill_length, limits.max_prefill_length), 0 if num_streams else 1)
         return limits.prefill_budget(num_streams, len(self._running) + len(self._waiting))
 
     def _plan_decodes(self, marks: list[StepRow]) -> list[PlanRow]:
@@ -411,21 +437,34 @@ class Schedule:
         rows: list[PlanRow] = []
         # A request that was just preempted for a running one would only take back the pages that the running one needs.
         crowded = self._running and any(isinstance(one, EventRow) and isinstance(one.event, Preempted) for one in marks)
-        begun = deque(request for request in self._running if request.chunks > 0)
-        while budget > 0:
-            following = self._next_waiting() if not crowded and self._tables else None
-            if following is not None and (not begun or following.priority < begun[0].priority):
-                crowded = not self._admit(following, marks)
-                if crowded:
-                    continue  # the requests that have their pages go on
-                rows.append(self._chunk(following, budget, list(following.allocation.pages), 0))
-            elif begun:
-                request = begun.popleft()
-                rows.append(self._chunk(request, budget, [], len(request.allocation.pages)))
-            else:
+        if budget > 0:
+            self._is_crowded = bool(crowded)
+        for request, _ in self._prompts():
+            pages: list[int] = []
+            if budget <= 0:
                 break
-            budget -= len(rows[-1].token_ids)
+            if request.table < 0:
+                self._is_crowded = self._is_crowded or not self._tables or not self._admit(request, marks)
+                if self._is_crowded:
+                    continue  # the requests that have their pages go on
+                pages = list(request.allocation.pages)
+            rows.append(self._chunk(request, budget, pages, len(request.allocation.pages) - len(pages)))
+            count = len(rows[-1].token_ids)
+            budget -= count
+            self._num_prefilled += count
         return rows
+
+    def _prompts(self) -> list[tuple[Request, int]]:
+        """Return the requests whose prompts are not computed yet, and how many tokens each lacks, in the order in which
+        they are computed."""
+        waiting = [one for one in self._waiting if self._alone in (None, one.uid)][:MOST_TAKEN]
+        begun = [one for one in self._running if one.chunks > 0]
+        prompts = [(one, len(one.token_ids) - one.num_computed) for one in begun]
+        prompts += [(one, len(one.token_ids) - self._num_cached(one)) for one in waiting]
+        return sorted(prompts, key=lambda each: (each[0].priority, PATIENCE * each[1] + each[0].came_at, each[0].order))
+
+    def _num_cached(self, request: Request) -> int:
+        return self._cache.num_cached(request.token_ids) if request.may_read_cache else 0
 
     def _admit(self, request: Request, marks: list[StepRow]) -> bool:
         """Allocate pages for all tokens of a waiting request; return False if there are not enough."""
@@ -440,11 +479,6 @@ class Schedule:
         insort(self._running, request, key=by_order)
         marks.append(self._mark(request, self._admitted(allocation)))
         return True
-
-    def _next_waiting(self) -> Request | None:
-        if self._alone is None:
-            return self._waiting[0] if self._waiting else None
-        return next((request for request in self._waiting if request.uid == self._alone), None)
 
     def _chunk(self, request: Request, budget: int, pages: list[int], first_page: int) -> PlanRow:
         request.chunks += 1

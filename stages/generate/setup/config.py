@@ -86,8 +86,11 @@ class EngineConfig:
     kernels: str = flag(
         "--kernels",
         default="auto",
-        choices=("auto", "avx512", "avx2", "neon", "torch"),
-        help="what computes the model on a CPU; auto: the fastest kernels that this CPU has, else torch",
+        choices=("auto", "avx512", "avx512vnni", "avx512f", "avx2", "neon", "torch"),
+        help=(
+            "what computes the model on a CPU; avx512 multiplies pairs of bfloat16, avx512vnni and avx512f floats, the "
+            "latter without VNNI; auto: what is fastest on CPUs of this kind, torch where no kernels run"
+        ),
     )
     attention: str = flag(
         "--attn",
@@ -112,16 +115,28 @@ class EngineConfig:
         "--max-extend-length",
         default=0,
         parse=auto_or(1),
-        help="maximum prompt tokens per step while nothing decodes [8192 on CUDA, 2048 on CPU]",
+        help=(
+            "maximum prompt tokens per step while nothing decodes; where --target-itl works, a step has fewer if it "
+            "would take more than 0.3 s [8192 on CUDA, 2048 on CPU]"
+        ),
     )
     mixed_prefill_length: int = flag(
         "--mixed-prefill-length",
         default=0,
         parse=auto_or(1),
         help=(
-            "maximum prompt tokens per step while streams run; auto: 512 on CUDA; with the CPU kernels as many as make "
-            "a step take 1.5 times as long, or up to 3 times if many prompts wait; with torch on a CPU 16, or 2 per "
-            "running request if that is more [auto]"
+            "maximum prompt tokens per step while streams run; auto: what --target-itl leaves; where that cannot be, "
+            "512 on CUDA and 16 on a CPU, or 2 per running request if that is more [auto]"
+        ),
+    )
+    target_itl_ms: int = flag(
+        "--target-itl",
+        default=0,
+        parse=auto_or(1),
+        help=(
+            "time in milliseconds that a step should take while streams run and prompts wait: prompts get what the "
+            "streams leave of it; auto: 90, or 120 if 8 or more prompts wait, on CUDA 30 or 40, but at least 1.5 times "
+            "a step without prompts; only where tokens do not depend on the batch (CPU kernels, --deterministic) [auto]"
         ),
     )
     max_running_requests: int = flag(

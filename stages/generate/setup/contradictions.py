@@ -22,6 +22,11 @@ def check_flags(config: EngineConfig) -> None:
             f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
             "pass one of them"
         )
+    if config.target_itl_ms and config.mixed_prefill_length:
+        raise ConfigError(
+            f"--target-itl {config.target_itl_ms} and --mixed-prefill-length {config.mixed_prefill_length} both limit "
+            "the prompt tokens of a step; pass one of them"
+        )
     if config.commit_interval_ms > MOST_COMMIT_INTERVAL_MS:
         raise ConfigError(
             f"--commit-interval {config.commit_interval_ms}: tokens of streams may wait for at most "

@@ -11,6 +11,7 @@ OWN_ROWS: Final = 8  # ROWS_AT_ONCE of work.h
 LARGEST_TILE: Final = 64 * 1024  # of work.c
 SHARED_ROWS, TILE, LANES = 96, 64, 16  # of attention.c, with the wider vectors
 SEGMENT: Final = 1024  # of kernels.h
+FEW_QUERIES: Final = 4  # of work.c
 CHUNK_BYTES: Final = 32  # AttentionChunk of work.h
 DRAW_BYTES: Final = 17  # of each logit: `draw_scratch` of sample.c
 
@@ -37,11 +38,13 @@ def step_bytes(
     inner = spec.intermediate_size if len(experts.layers) < spec.num_layers else 0
     group, width = spec.num_heads // spec.num_kv_heads, _up(spec.head_dim, LANES)
 
+    as_shorts = variant in ("avx2", "avx512f") and (quantization == "int8" or {"Q8_0", "Q5_0"} & set(spec.blocks))
+
     def prepared(inputs: int, *, quantized: bool = True) -> int:
         """Return the bytes of a row that a matrix multiplies."""
-        if quantized and quantization not in ("none", "int8") and not {"F16", "BF16"} & set(spec.blocks):
-            return _up(_up(inputs) * 3 // 2) + 64
-        return _up(inputs) * (2 if narrow or (quantized and quantization == "int8") else 4) + 64
+        if quantized and quantization != "none" and not {"F16", "BF16"} & set(spec.blocks):
+            return _up(_up(inputs) * (5 if as_shorts else 3) // 2) + 64
+        return _up(inputs) * (2 if narrow else 4) + 64
 
     of_token = 4 * (hidden + 2 + spec.head_dim + _up(queries + 2 * spec.num_kv_heads * spec.head_dim))
     of_token += 4 * (_up(queries) + _up(inner))
@@ -55,7 +58,7 @@ def step_bytes(
         total += tokens * (4 * _up(experts.num_experts) + experts.experts_per_token * of_pair)
     blocks = num_rows + num_tokens // max(1, SHARED_ROWS // group)
     total += CHUNK_BYTES * blocks * spec.num_kv_heads
-    parts = 4 * threads * -(-max_seq_len // max(SEGMENT, page_size)) if threads > 1 else 0
+    parts = FEW_QUERIES * 4 * threads * -(-max_seq_len // max(SEGMENT, page_size)) if threads > 1 else 0
     total += parts * (group * (width + 2) * 4 + CHUNK_BYTES)
     rows = max(SHARED_ROWS, group)
     attention = 4 * rows * (3 * width + TILE + 2 * LANES + 8) + 8 * TILE * (width + 2)

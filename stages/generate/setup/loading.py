@@ -12,6 +12,8 @@ import structlog
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import Measure
+from stages.generate.kernels import library
+from stages.generate.kernels.probe import faster_than
 from stages.generate.model.spec import ModelSpec
 from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import Settings
@@ -67,6 +69,11 @@ def load_engine(
     if measure is not None:
         settings = settings.with_pages(engine.num_pages)
     settings = settings.with_fused(engine.fused)
+    if config.engine.kernels == "auto" and settings.kernels.startswith("avx512") and dtype == "bfloat16":
+        others = [name for name in library.available() if name.startswith("avx512") and name != settings.kernels]
+        if faster := faster_than(settings.kernels, others):
+            remedy = f"pass --kernels {faster} to all engines of the namespace, and please report the CPU"
+            logger.warning("kernels_seem_slow", chosen=settings.kernels, faster=faster, remedy=remedy)
     logger.debug(
         "engine_loaded",
         seconds=round(time.monotonic() - began_s, 2),

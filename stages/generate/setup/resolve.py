@@ -16,6 +16,7 @@ from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
+from stages.generate.loop.pace import ON_GPU, Targets
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.blocks import BLOCK_ROWS
@@ -57,7 +58,9 @@ class Settings:
     """Reason why the kernels cannot compute although flags and device ask for them; else empty."""
     context_flag: str = "--max-seq-len"
     """Flag that bounds the served context."""
-    mixed_prefill_is_auto: bool = False
+    targets: Targets | None = None
+    """Targets of steps, from which measured times make the number of prompt tokens. Then chunks differ from run to run,
+    which must not change tokens. None: the limits decide."""
     overlap: bool = False
     """Whether the next step is planned and launched before the tokens of the last one are known."""
     num_ranks: int = 1
@@ -74,13 +77,6 @@ class Settings:
     """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
     fused: tuple[str, ...] = ()
     """Modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
-
-    @property
-    def paced(self) -> bool:
-        """Whether measured times decide how many prompt tokens are computed beside streams. Then chunks differ from run
-        to run, which must not change tokens.
-        """
-        return self.batch_invariant and self.mixed_prefill_is_auto and self.device.type == "cpu"
 
     @property
     def batch_invariant(self) -> bool:
@@ -208,7 +204,7 @@ def resolve(
         quantization=quantization,
         why_torch=why_torch,
         context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
-        mixed_prefill_is_auto=not config.mixed_prefill_length,
+        targets=resolve_targets(config, kernels, device),
         overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
         num_ranks=config.tp,
         cpus=frozenset() if cuda else _cpus(share),
@@ -218,6 +214,26 @@ def resolve(
         gpu=_gpu(config, attention, device),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
+
+
+def resolve_targets(config: EngineConfig, kernels: str, device: torch.device) -> Targets | None:
+    """Return the targets of steps; None: the limits decide how many prompt tokens a step has.
+
+    Raises:
+        ConfigError: `--target-itl` is given, and chunks that differ from run to run would change tokens.
+    """
+    if kernels == "torch" and not config.deterministic:
+        if config.target_itl_ms:
+            raise ConfigError(
+                f"--target-itl {config.target_itl_ms}: with torch a token depends on the chunks of its prompt, so they "
+                "cannot follow the clock; pass --mixed-prefill-length, or --deterministic"
+            )
+        return None
+    if config.target_itl_ms:
+        return Targets.exactly(config.target_itl_ms / 1000)
+    if config.mixed_prefill_length:
+        return None
+    return ON_GPU if device.type == "cuda" else Targets()
 
 
 def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:

@@ -94,7 +94,7 @@ BOUND: Sequence[dict[str, Any]] = (
     {"thinking_budget": 7},
 )
 """Kinds of answers that are bound to something, by a model that thinks."""
-SMALL = EngineConfig(threads=1, page_size=16, num_pages=40, max_prefill_length=64, max_running_requests=16)
+SMALL = EngineConfig(threads=1, page_size=16, num_pages=33, max_prefill_length=64, max_running_requests=16)
 """Too few pages for all that run, and prompts of several chunks."""
 ROOMY = EngineConfig(threads=1, page_size=16, num_pages=400)
 
@@ -190,7 +190,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> LocalLog:
 def record(log: LocalLog, model: Path, dtype: str) -> list[History]:
     """Have requests of every kind computed by an engine that dies, and by another one, with overlap."""
     config = replace(SMALL, dtype=dtype)
-    dies = partial(Disturbed, dies_in=60)
+    dies = partial(Disturbed, dies_in=35)
     with local_engine(ModelConfig(str(model)), config, at_once=1, wrap=dies) as first:
         uids = all_kinds(log)
         until(lambda: has_died(first), timeout_s=20)

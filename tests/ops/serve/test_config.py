@@ -62,8 +62,8 @@ LOG = flags("--redis-url --namespace --retention --response-retention --journal-
 ENGINE = flags(
     "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
-    "--max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic --page-size "
-    "--num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
+    "--target-itl --max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic "
+    "--page-size --num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
 SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
@@ -117,9 +117,9 @@ TEXTS = pairs(
 )
 NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
-    "--mixed-prefill-length 10 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 --num-pages 5 "
-    "--max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 --engine 1 "
-    "--engines 2 --free-bytes 5 --listen-fd 3 --max-background 3"
+    "--mixed-prefill-length 10 --target-itl 60 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 "
+    "--num-pages 5 --max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 "
+    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3"
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
@@ -160,7 +160,8 @@ SHELL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
 
 BAD = {
     "at least 1": "--port eighty --port 0 --max-queued-requests 0 --tp 0 --nnodes 0 --threads -1 "
-    "--max-prefill-length none --mixed-prefill-length -5 --max-running-requests 0 --num-pages -2 --dp 0",
+    "--max-prefill-length none --mixed-prefill-length -5 --target-itl 0.5 --max-running-requests 0 "
+    "--num-pages -2 --dp 0",
     "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 "
     "--commit-interval 0.5 --graph -1 --tokenizers -1",
     "at least 2": "--max-seq-len 1",
@@ -346,7 +347,15 @@ def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wi
     + [("--max-log-bytes", "2g", 2 << 30)]
     + [
         (f"--{name}", "auto", 0)  # the machine decides
-        for name in ("threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len")
+        for name in (
+            "threads",
+            "max-prefill-length",
+            "mixed-prefill-length",
+            "target-itl",
+            "page-size",
+            "num-pages",
+            "max-seq-len",
+        )
     ],
 )
 def test_an_age_or_a_size_may_have_a_unit_and_auto_is_zero(flag: str, text: str, value: float) -> None:

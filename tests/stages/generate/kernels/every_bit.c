@@ -31,6 +31,7 @@ int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows,
 
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof(*(array))))
 static const char *const names[] = {"float32", "bfloat16", "float16", "int8"};
+static const Format formats[] = {FLOAT32, BFLOAT16, FLOAT16, Q8_0};
 static const Variant *variant;
 
 static void *memory(int64_t bytes, int filling) {
@@ -69,7 +70,7 @@ static void report(const void *bytes, int64_t count, const char *what, ...) {
 }
 
 static Matrix matrix_of(Format format, int64_t outputs, int64_t inputs, int pair, float scale) {
-    const Format source = format == INT8 ? BFLOAT16 : format;
+    const Format source = format == Q8_0 ? BFLOAT16 : format;
     const int64_t all = round_up(outputs, PANEL) * (pair + 1);
     char *weights = numbers(source, outputs * inputs * (pair + 1), scale);
     char *panels = memory(kernels_packed_bytes(variant, format, outputs, inputs, pair), 0xff);
@@ -86,12 +87,13 @@ static void multiply_all(void) {
     static const int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 70};
     static const float scales[] = {1, 0x1p-130f, 0x1p100f};
     for (int s = 0; s < 3 * COUNT(shapes); s++)
-        for (Format format = FLOAT32; format <= INT8; format++) {
+        for (int which = 0; which < COUNT(formats); which++) {
+        const Format format = formats[which];
             const int64_t outputs = shapes[s / 3][0], inputs = shapes[s / 3][1], stride = round_up(outputs, PANEL);
             const Matrix matrix = matrix_of(format, outputs, inputs, 0, format == FLOAT16 ? 0.5f : scales[s % 3]);
             const int64_t bytes = variant->activation_bytes(format, inputs);
             report(matrix.panels, kernels_packed_bytes(variant, format, outputs, inputs, 0), "%s panels %ld x %ld",
-                   names[format], (long)outputs, (long)inputs);
+                   names[which], (long)outputs, (long)inputs);
             for (int64_t c = 0; c < COUNT(counts); c++) {
                 char *rows = memory(counts[c] * bytes, 0);
                 for (int64_t row = 0; row < counts[c]; row++) {
@@ -102,7 +104,7 @@ static void multiply_all(void) {
                 }
                 float *out = memory(counts[c] * stride * 4, 0xff);
                 variant->multiply(&matrix, rows, counts[c], 0, stride / PANEL, out, stride);
-                report(out, counts[c] * stride * 4, "%s %ld x %ld, scale %d, rows %ld", names[format], (long)outputs,
+                report(out, counts[c] * stride * 4, "%s %ld x %ld, scale %d, rows %ld", names[which], (long)outputs,
                        (long)inputs, s % 3, (long)counts[c]);
                 free(rows), free(out);
             }
@@ -210,8 +212,9 @@ static Mlp mlp_of(Format format) {
 static void compute_steps(void) {
     static const int32_t starts[] = {0, 37, 38, 43, 44}, lengths[] = {37, 1500, 130, 1};
     enum { TOKENS = 44, ROWS = 4, PAGES = ROWS * WIDTH };
-    for (Format format = FLOAT32; format <= INT8; format++) {
-        const Format plain = format == INT8 ? BFLOAT16 : format;
+    for (int which = 0; which < COUNT(formats); which++) {
+        const Format format = formats[which];
+        const Format plain = format == Q8_0 ? BFLOAT16 : format;
         Mlp experts[EXPERTS];
         Layer layers[LAYERS] = {0};
         for (int i = 0; i < EXPERTS; i++) experts[i] = mlp_of(format);
@@ -253,11 +256,11 @@ static void compute_steps(void) {
             outcome |= kernels_head(&model, x, TOKENS, rows, TOKENS, places, logits, allowed, allowed_best);
             if (enter() != STRANGE || outcome) printf("outcome %d, or the way to round has changed\n", outcome);
             leave(usual);
-            report(x, TOKENS * HIDDEN * 4, "step %s %d, outputs", names[format], way);
-            report(pages, num_numbers * bytes_of(plain), "step %s %d, pages", names[format], way);
-            report(logits, TOKENS * VOCABULARY * 4, "step %s %d, logits", names[format], way);
-            report(best, TOKENS * 4, "step %s %d, best", names[format], way);
-            report(allowed_best, TOKENS * 4, "step %s %d, best of those allowed", names[format], way);
+            report(x, TOKENS * HIDDEN * 4, "step %s %d, outputs", names[which], way);
+            report(pages, num_numbers * bytes_of(plain), "step %s %d, pages", names[which], way);
+            report(logits, TOKENS * VOCABULARY * 4, "step %s %d, logits", names[which], way);
+            report(best, TOKENS * 4, "step %s %d, best", names[which], way);
+            report(allowed_best, TOKENS * 4, "step %s %d, best of those allowed", names[which], way);
             for (int i = 0; i < TOKENS * VOCABULARY; i++)
                 if (!(logits[i] > -1e30f && logits[i] < 1e30f)) return (void)puts("a logit is not a number");
             free(pages), free(x), free(logits);

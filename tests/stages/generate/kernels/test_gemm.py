@@ -16,7 +16,7 @@ from stages.generate.kernels.library import Matrix
 
 # R = rows, I = inputs, O = outputs
 
-GROUP = 64
+GROUP = 32
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +37,13 @@ def stored(format_name: str, outputs: int, inputs: int) -> Tensor:
 
 
 def dequantised(packed: Packed) -> Tensor:
-    """Return the weights that the panels of an INT8 matrix have: see gemm.h."""
-    inputs = padded(packed.matrix.inputs, 2)
+    """Return the weights that the panels of int8 have: those of Q8_0 in gemm.h."""
     num_panels = padded(packed.matrix.outputs, PANEL) // PANEL
-    panels = packed.panels[:-64].reshape(num_panels, -1)
-    units = panels[:, :64].copy().view(np.float32).astype(np.float64)
-    weights = []
-    at = 64
-    for first in range(0, inputs, GROUP):
-        count = min(GROUP, inputs - first)
-        scales = panels[:, at : at + 32].copy().view(np.float16).astype(np.float64)
-        lines = panels[:, at + 32 : at + 32 + 16 * count].view(np.int8).reshape(num_panels, count // 2, PANEL, 2)
-        values = lines.transpose(0, 2, 1, 3).reshape(num_panels, PANEL, count).astype(np.float64)
-        weights.append(values * (scales * units)[:, :, None])
-        at += 32 + 16 * count
-    whole = np.concatenate(weights, axis=2).reshape(num_panels * PANEL, inputs)
+    units = packed.panels[:-64].reshape(num_panels, -1, 64 + 64 * PANEL)
+    scales = units[:, :, :64].copy().view(np.float16).astype(np.float64).reshape(*units.shape[:2], 2, PANEL)
+    integers = units[:, :, 64:].copy().view(np.int8).astype(np.float64).reshape(*units.shape[:2], 2, 8, PANEL, 4)
+    weights_PUGKON = integers * scales[:, :, :, None, :, None]
+    whole = weights_PUGKON.transpose(0, 4, 1, 2, 3, 5).reshape(num_panels * PANEL, -1)
     return torch.from_numpy(whole[: packed.matrix.outputs, : packed.matrix.inputs].copy())
 
 
@@ -95,37 +87,41 @@ def test_int8_products_are_those_of_the_quantised_numbers(gemm: Gemm, outputs: i
     weight, bias, x = numbers(outputs, inputs), numbers(outputs), numbers(50, inputs)
     packed = gemm.pack("int8", weight, bias)
     weight_OI = dequantised(packed)
-    scales = x.abs().amax(1, keepdim=True).double() / 32767
-    x_RI = (x.double() / scales).round() * scales
+    x_RGN = F.pad(x, (0, padded(inputs, GROUP) - inputs)).reshape(50, -1, GROUP)
+    scales = x_RGN.abs().amax(2, keepdim=True) / 127
+    x_RI = ((x_RGN / scales).nan_to_num().round().double() * scales).reshape(50, -1)[:, :inputs]
     exact = F.linear(x_RI, weight_OI, bias.double())
     size = x_RI.norm(dim=1)[:, None] * weight_OI.norm(dim=1) + bias.abs()
-    assert ((gemm(packed, x) - exact).abs() <= 2**-14 * size).all()
+    assert ((gemm(packed, x) - exact).abs() <= 2**-18 * size).all()
     assert_eight_bits(weight, weight_OI)
 
 
 def assert_eight_bits(weight: Tensor, weight_OI: Tensor) -> None:
-    """No weight is further from its quantised one than half a step, and 127 steps are the largest of its group."""
+    """No weight is further from its quantised one than half a step, and 127 steps are the largest of its group.
+
+    A step is a half, and the smallest halves are 2^-24 apart.
+    """
     for first in range(0, weight.shape[1], GROUP):
         group_OI = weight[:, first : first + GROUP].double()
         step = group_OI.abs().amax(1, keepdim=True) / 127
-        assert ((weight_OI[:, first : first + GROUP] - group_OI).abs() <= 0.5011 * step).all()
+        assert ((weight_OI[:, first : first + GROUP] - group_OI).abs() <= 0.5011 * step + 2**-25).all()
 
 
-def test_int8_keeps_eight_bits_of_weights_of_any_size(gemm: Gemm) -> None:
-    weight = numbers(16, 200)
-    weight *= torch.tensor([1e30, 1e-30, 1e36, 1e-29, 1.0, 65504.0, 1e-7, 3e-5] * 2)[:, None]
-    weight[8:, 64:128] *= 1e-6  # a group that is small beside the others of its output
+def test_int8_keeps_eight_bits_of_weights_of_all_sizes_that_models_have(gemm: Gemm) -> None:
+    weight = numbers(16, 200) * torch.tensor([1e6, 1e-1, 1e3, 1e-3, 1.0, 65504.0, 1e-2, 3e-3] * 2)[:, None]
+    weight[8:, 64:128] *= 0.05  # a group that is small beside the others of its output
     weight[3, 128:] = 0
     weight[7] = 0
     weight[9, 5] *= 50  # one that is large among small ones
     packed = gemm.pack("int8", weight)
-    weight_OI = dequantised(packed)
-    assert_eight_bits(weight, weight_OI)
-    x = numbers(5, 200)
-    y = gemm(packed, x).double()
-    exact = F.linear(x.double(), weight_OI)
-    size = x.double().norm(dim=1)[:, None] * weight_OI.norm(dim=1)
-    assert ((y - exact).abs() <= 2**-14 * size).all()
+    assert_eight_bits(weight, dequantised(packed))
+
+
+def test_a_weight_too_large_for_int8_shows(gemm: Gemm) -> None:
+    weight = numbers(16, 70)
+    weight[3, 40] = 9e6
+    y = gemm(gemm.pack("int8", weight), numbers(2, 70))
+    assert y[:, 3].isnan().all() and y[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-30, 1e29])
@@ -133,7 +129,7 @@ def test_int8_takes_activations_of_any_size(gemm: Gemm, scale: float) -> None:
     weight, x = numbers(16, 70), numbers(3, 70) * scale
     packed = gemm.pack("int8", weight)
     exact = F.linear(x.double(), dequantised(packed))
-    assert ((gemm(packed, x) - exact).abs() <= 1e-4 * exact.abs().max() + 1e-40).all()
+    assert ((gemm(packed, x) - exact).abs() <= 0.02 * exact.abs().max() + 1e-40).all()
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -92,7 +92,8 @@ def test_a_row_whose_largest_logit_is_infinite_fails(tmp_path: Path, kernels: st
         make_engine(folder, kernels=kernels).forward(plan(row))
 
 
-def test_threads_share_a_decode_row_whose_pages_are_larger_than_a_segment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [1, 3])
+def test_threads_share_a_row_of_few_queries_whose_pages_are_larger_than_a_segment(tmp_path: Path, last: int) -> None:
     folder = make_checkpoint(tmp_path, "llama3", max_positions=4096)
     prompt = random.Random(7).choices(range(4, 400), k=2600)
     found = []
@@ -100,7 +101,7 @@ def test_threads_share_a_decode_row_whose_pages_are_larger_than_a_segment(tmp_pa
         sizes: dict[str, Any] = {"num_pages": 4, "page_size": 2048, "max_seq_len": 4096}
         engine = make_engine(folder, kernels=VARIANTS[-1], threads=threads, **sizes)
         request = Request(0, list(prompt), [2, 0], page_size=2048)
-        for count in (len(prompt) - 1, 1):
+        for count in (len(prompt) - last, last):
             logits_RV = engine.logits(plan(request.row(count)))
         found.append(logits_RV)
     assert torch.equal(*found)

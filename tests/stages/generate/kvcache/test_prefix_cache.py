@@ -56,6 +56,24 @@ def test_what_is_cached_is_whole_pages_and_short_of_the_last_token(make: Make) -
     assert len(second.pages) == second.cached_tokens // PAGE_SIZE
 
 
+@pytest.mark.parametrize("num_same", [0, 3, 4, 8, 11, 12])
+def test_what_would_be_found_is_known_without_beginning(make: Make, num_same: int) -> None:
+    cache, tokens = make(), list(range(12))
+    cache.end(started(cache, tokens))
+    asked = [*tokens[:num_same], *[50] * (13 - num_same)]
+    assert cache.num_cached(asked) == cache.begin(asked).cached_tokens
+
+
+def test_asking_what_would_be_found_locks_no_page_and_uses_none(make: Make) -> None:
+    cache = make()
+    for first in (1, 2):
+        cache.end(started(cache, [first] * PAGE_SIZE + [0]))
+    cache.num_cached([1] * PAGE_SIZE + [0])
+    assert cache.num_available == PAGES and cache.problems([]) == []
+    assert cache.grow(cache.begin([9]), PAGES - 1) is not None
+    assert cache.num_cached([1] * PAGE_SIZE + [0]) == 0, "the first one is still the oldest"
+
+
 def test_a_page_freed_twice_is_our_bug_and_is_said() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)

@@ -164,7 +164,7 @@ class GivesUp:
         return None
 
 
-BOUND = replace(request("b", output=(7, 7)), grammar="g", grammar_param="ebnf", matcher=GivesUp())
+BOUND = replace(request("b", length=3, output=(7, 7)), grammar="g", grammar_param="ebnf", matcher=GivesUp())
 
 
 def test_a_request_whose_matcher_gives_up_fails_alone_and_before_its_token_counts() -> None:

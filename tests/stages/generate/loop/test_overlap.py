@@ -188,6 +188,32 @@ class Pages:
         return launched.token_ids
 
 
+class InCalls(Pages):
+    """Such an engine that computes several steps in one call."""
+
+    computes_several = True
+
+    def __init__(self, story: Story) -> None:
+        super().__init__(story)
+        self.lengths: list[int] = []
+        """Number of steps in each call."""
+
+    def several(self, plan: BatchPlan, most: int, ends: Sequence[Sequence[int]]) -> list[Computed]:
+        made: list[Computed] = []
+        while len(made) < most:
+            made.append(self.wait(self.launch(plan, None)))
+            token_ids = made[-1].token_ids
+            if any(token in of_row for token, of_row in zip(token_ids, ends, strict=True)):
+                break
+            rows = [
+                dataclasses.replace(row, start=row.start + 1, token_ids=(token,), new_pages=())
+                for row, token in zip(plan.rows, token_ids, strict=True)
+            ]
+            plan = dataclasses.replace(plan, rows=tuple(rows))
+        self.lengths.append(len(made))
+        return made
+
+
 def draw(held: tuple[int, ...], sample: Sample) -> int:
     """Return what this model says after *held*: always the same."""
     number = sum((position + 1) * token for position, token in enumerate(held)) + len(held)
@@ -408,6 +434,8 @@ class Told:
 
     def idle(self, room: int) -> None: ...
 
+    def close(self) -> None: ...
+
     # as a lease
 
     def report_progress(self, patience_s: float = 0.0) -> None: ...
@@ -442,9 +470,17 @@ class Checked(RecordedSchedule):
         return rows
 
 
-def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pages] | type[TwoRanks] = Pages) -> Told:
+def lived(
+    story: Story,
+    *,
+    overlap: bool,
+    snapshot_every: int = 9,
+    make: type[Pages] | type[TwoRanks] = Pages,
+    told: Told | None = None,
+) -> Told:
     """Let engines live a story, one after the other."""
-    told = Told(story)
+    told = told or Told(story)
+    together_s = 60.0 if make is InCalls else 0.0
     with silent_loop(snapshot_every):
         while not told.stop:
             identity = Identity("generate-0", len(told.journal), "w", "n")
@@ -455,7 +491,7 @@ def lived(story: Story, *, overlap: bool, snapshot_every: int = 9, make: type[Pa
             schedule = Checked(cache, limits, [EOS], identity)
             log, engine = cast(Any, told), make(story)
             try:
-                GenerateWorker(engine, schedule, log, log, overlap=overlap).run(told.stop)
+                GenerateWorker(engine, schedule, log, log, overlap=overlap, together_s=together_s).run(told.stop)
             except Dies:
                 told.next_engine()
             except Apart as apart:
@@ -571,6 +607,44 @@ def test_a_request_gets_the_same_with_overlap_and_without(story: Story) -> None:
 def test_ranks_give_a_request_with_overlap_what_one_process_gives_without(story: Story) -> None:
     """Two ranks, that is; all that one says to the other goes through frames."""
     same_for_each_request(lived(story, overlap=False), lived(story, overlap=True, make=TwoRanks))
+
+
+@settings(max_examples=by_night(50, 2000), deadline=None)
+@given(STORIES)
+def test_steps_in_one_call_give_a_request_what_single_steps_give(story: Story) -> None:
+    single, in_calls = lived(story, overlap=False), lived(story, overlap=False, make=InCalls)
+    same_for_each_request(single, in_calls)
+    planned_again(in_calls)
+
+
+def test_calls_end_where_a_row_ends_or_needs_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    happens = (
+        Arrival(0, NewRequest("a", (1, 2, 0, 1, 2), (), SamplingParams(ignore_eos=True, max_tokens=30))),
+        Arrival(1, NewRequest("b", (2, 1, 1), (), SamplingParams(ignore_eos=True, max_tokens=6))),
+    )
+    story = Story(happens, "radix", num_pages=30, page_size=16, limits=LIMITS, lazy=False)
+    calls = noted(monkeypatch, InCalls, "several", lambda pages, plan, most, ends: (len(plan.rows), most))
+    single, in_calls = lived(story, overlap=False), lived(story, overlap=False, make=InCalls)
+    same_for_each_request(single, in_calls)
+    # b has 5 tokens to go, then a comes to the end of its page, and to its last token.
+    assert calls == [(2, 5), (1, 5), (1, 8), (1, 8), (1, 2)]
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_engine_that_dies_at_any_step_of_a_call_costs_no_token(at: int) -> None:
+    class Mortal(Told):
+        """Its engine dies when it commits this step of its first call."""
+
+        def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int, **rest: Any) -> None:
+            self._dies = self._dies or (len(self.journal) == 1 and number == 2 + at)
+            super().commit(number, event, ended, room, **rest)
+
+    happens = (Arrival(0, NewRequest("a", (1, 2), (), SamplingParams(ignore_eos=True, max_tokens=25))),)
+    story = Story(happens, "radix", num_pages=30, page_size=16, limits=LIMITS, lazy=False)
+    single, died = lived(story, overlap=False), lived(story, overlap=False, make=InCalls, told=Mortal(story))
+    assert len(died.journal) == 2
+    same_for_each_request(single, died)
+    planned_again(died)
 
 
 def test_steps_are_launched_ahead_while_a_request_that_was_taken_over_finds_no_room(

@@ -42,7 +42,8 @@ from stages.generate.kvcache.base import Allocation
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.loop.log_thread import Arrived, LogThread, Update
-from stages.generate.loop.pace import Pace
+from stages.generate.loop.outbox import Outbox
+from stages.generate.loop.pace import Pace, Targets
 from stages.generate.loop.past import past_of
 from stages.generate.loop.worker import sampling_defaults
 from stages.generate.schedule.request import NewRequest
@@ -170,6 +171,33 @@ def test_engines_share_a_burst_that_one_of_them_has_room_for(scene: Scene) -> No
         until(lambda: scene.is_consumed)
 
 
+def test_a_request_that_comes_while_a_long_step_is_computed_is_in_the_next_one(scene: Scene, steps: Steps) -> None:
+    with scene.running() as engine:
+        engine.engine.gate.clear()
+        uids = [scene.send(10, max_tokens=2)]
+        until(lambda: engine.schedule.num_running == 1)
+        uids.append(scene.send(20, max_tokens=2))
+        until(lambda: engine.log_thread._num_sent == 2)
+        engine.engine.gate.set()
+        until(lambda: scene.is_consumed)
+    assert [len(plan.rows) for plan in engine.engine.plans] == [1, 2, 1]
+    assert [steps.tokens(uid) for uid in uids] == [counted(11, 2), counted(21, 2)]
+
+
+def test_no_more_requests_are_taken_while_a_step_is_computed_than_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.generate.loop.log_thread.TAKE_EVERY_S", 0.001)
+    log = MemoryLog(Names())
+    scene = Scene(lambda: log)
+    with scene.running(limits=replace(LIMITS, max_running_requests=2)) as engine:
+        engine.engine.gate.clear()
+        for _ in range(5):
+            scene.send(1, max_tokens=2)
+        until(lambda: engine.schedule.num_running > 0)
+        looks = noted(monkeypatch, Outbox, "take")
+        until(lambda: len(looks) > 20)
+        assert len(scene.in_hand()) == 2
+
+
 def test_a_step_says_what_it_was_made_of(scene: Scene, steps: Steps) -> None:
     with scene.running():
         uid = scene.send(1, 2, 3, max_tokens=2)
@@ -180,23 +208,25 @@ def test_a_step_says_what_it_was_made_of(scene: Scene, steps: Steps) -> None:
 
 
 def test_the_log_has_what_the_plans_of_measured_budgets_can_be_made_from_again(scene: Scene, steps: Steps) -> None:
-    """A request that waits has no influence on a plan before it is admitted."""
+    """A request that waits behind shorter prompts has no influence on a plan before it is admitted."""
     engine, uids = CountingEngine(0.001), {}
-    with scene.running(engine=engine, pace=Pace()):
-        for length in (2, 3, 50, 40, 45):
+    with scene.running(engine=engine, pace=Pace(Targets.exactly(0.001))):
+        for length in (2, 3, 40, 45, 50):
             prompt = tuple(range(length))
-            uids[scene.send(*prompt, max_tokens=30 if length < 40 else 3)] = prompt
+            uids[scene.send(*prompt, max_tokens=60 if length < 40 else 3)] = prompt
             until(lambda: steps.look() and steps.seen[-1][1].figures.decode_rows)
         until(lambda: scene.is_consumed)
     made = [step for step in steps.look() if step.figures.forward_ms]
-    assert {step.figures.mixed_prefill_length for step in made} >= {None, 0}
-    assert any(step.figures.mixed_prefill_length and step.figures.prefill_tokens for step in made)
+    figures = [step.figures for step in made]
+    assert {each.mixed_prefill_length for each in figures} >= {None, 0}
+    assert {each.target_ms for each in figures if each.mixed_prefill_length is None} == {None}
+    assert {each.target_ms for each in figures if each.decode_rows and each.prefill_tokens} == {1}
     again = Schedule(NaiveCache(64, 4), LIMITS, [], Identity("generate-0", 1, "counting"))
     plans = []
     for step in made:
         for row in step.rows:
             if isinstance(row, EventRow):
-                params = SamplingParams(max_tokens=30 if len(uids[row.uid]) < 40 else 3)
+                params = SamplingParams(max_tokens=60 if len(uids[row.uid]) < 40 else 3)
                 again.add(NewRequest(row.uid, uids[row.uid], (), params))
         planned = again.plan(step.figures.mixed_prefill_length)
         assert planned is not None

@@ -14,6 +14,7 @@ from pipeline.events import SamplingParams
 from pipeline.log.journal import JournalStep, steps
 from stages.generate.loop.log_thread import Arrived, Ended, Update
 from stages.generate.schedule.again import Again, StepsMissing, differences
+from stages.generate.schedule.recorded import SNAPSHOT_VERSION
 from stages.generate.schedule.request import NewRequest
 
 NUM_STEPS = by_night(500, 5000)
@@ -101,10 +102,17 @@ def test_a_state_that_differs_is_found_at_the_next_snapshot(life: Life, journal:
     assert first_difference(changed(journal, at, schedule=other), life)[1].startswith("the arrived of the snapshot: ")
 
 
-@pytest.mark.parametrize("snapshot", ["", "{}", "[1]", '{"v": 2}', "nothing"])
+@pytest.mark.parametrize("snapshot", ["", "{}", "[1]", f'{{"v": {SNAPSHOT_VERSION}}}', "nothing"])
 def test_a_snapshot_that_does_not_decode_is_an_error(life: Life, journal: list[JournalStep], snapshot: str) -> None:
     with pytest.raises(UndecodableEvent):
         Again(dataclasses.replace(journal[0], schedule=snapshot), life.request_of)
+
+
+def test_a_snapshot_of_an_engine_that_planned_by_other_rules_is_refused(life: Life, journal: list[JournalStep]) -> None:
+    older = journal[0].schedule.replace(f'"v":{SNAPSHOT_VERSION}', '"v":1')
+    assert older != journal[0].schedule
+    with pytest.raises(UndecodableEvent, match="version 1, here 2"):
+        Again(dataclasses.replace(journal[0], schedule=older), life.request_of)
 
 
 class Leaves(Life):

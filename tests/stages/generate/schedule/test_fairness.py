@@ -102,10 +102,10 @@ def prompt_tokens(schedule: Schedule, mixed_prefill_length: int | None) -> int:
     return sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :])
 
 
-def test_a_budget_that_is_given_to_a_plan_takes_the_place_of_the_limits_beside_streams_alone() -> None:
+def test_a_budget_that_is_given_to_a_plan_takes_the_place_of_the_limits() -> None:
     schedule = make_schedule("naive")
     add(schedule, "alone", LONG, first=50_000, max_tokens=1)
-    assert prompt_tokens(schedule, 3) == LONG, "nothing decodes"
+    assert [prompt_tokens(schedule, budget) for budget in (3, None)] == [3, LONG - 3], "nothing decodes"
     start_streams(schedule)
     for uid, first in (("a", 60_000), ("b", 70_000)):
         add(schedule, uid, LONG, first=first, max_tokens=1)
@@ -116,19 +116,22 @@ def test_a_budget_that_is_given_to_a_plan_takes_the_place_of_the_limits_beside_s
 
 
 def test_what_there_is_to_compute_is_known_before_the_plan() -> None:
-    schedule = make_schedule("naive")
-    assert schedule.work == Work(0, 0, 0, 0)
+    schedule = make_schedule("radix")
+    assert schedule.work == Work(0, 0, [])
     streams = start_streams(schedule)
     length = sum(schedule.num_tokens(uid) for uid in streams)
-    assert schedule.work == Work(STREAMS, length, 0, 0) and not schedule.has_prompts
+    assert schedule.work == Work(STREAMS, length, []) and not schedule.has_prompts
     add(schedule, "first", LONG, first=50_000)
     add(schedule, "second", LONG, first=60_000)
-    assert schedule.work == Work(STREAMS, length, 2, 0) and schedule.has_prompts
+    assert schedule.work == Work(STREAMS, length, [(0, LONG), (0, LONG)]) and schedule.has_prompts
     step(schedule)
-    assert schedule.work == Work(STREAMS, length + STREAMS, 2, MIXED)
+    assert schedule.work == Work(STREAMS, length + STREAMS, [(MIXED, LONG - MIXED), (0, LONG)])
     for _ in range(LONG // MIXED - 1):
         step(schedule)
-    assert schedule.work == Work(STREAMS + 1, length + STREAMS * LONG // MIXED + LONG + 1, 1, 0)
+    assert schedule.work == Work(STREAMS + 1, length + STREAMS * LONG // MIXED + LONG + 1, [(0, LONG)])
+    add(schedule, "cached", LONG, first=50_000)
+    assert schedule.work.prompts == [(LONG // 64 * 64, LONG % 64), (0, LONG)]
+    schedule.drop("cached")
     for _ in range(LONG // MIXED):
         assert schedule.has_prompts, "it waits, or has begun"
         step(schedule)
@@ -183,7 +186,8 @@ def test_a_request_that_needs_every_page_gets_in_although_small_ones_of_no_lower
     step(schedule)
     add(schedule, "large", LONG, first=50_000, max_tokens=4, priority=large)
     for _ in range(400):
-        add(schedule, next(uids), 64, max_tokens=200, priority=small)
+        if schedule.room:
+            add(schedule, next(uids), 64, max_tokens=200, priority=small)
         if any(row.uid == "large" and row.end is not None for row in step(schedule)[2]):
             return
     pytest.fail("it starves")

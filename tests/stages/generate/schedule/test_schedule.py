@@ -17,7 +17,7 @@ from support.schedules import marked, planned, request, step, steps
 from pipeline.events import Admitted, EventRow, Score, TokenRow
 from stages.generate.schedule.plan import RowScores, Sample
 from stages.generate.schedule.request import NewRequest
-from stages.generate.schedule.schedule import Schedule
+from stages.generate.schedule.schedule import MOST_TAKEN, PATIENCE, Schedule
 
 EOS = 99
 
@@ -50,12 +50,12 @@ def test_a_prompt_is_computed_whole_and_then_one_token_at_a_time() -> None:
     assert schedule.plan() is None and schedule.free_pages == 100
 
 
-def test_several_prompts_share_one_budget_in_the_order_of_arrival() -> None:
+def test_prompts_of_the_same_length_share_one_budget_in_the_order_of_arrival() -> None:
     schedule = make_schedule(prefill=32)
-    for uid, length in (("a", 10), ("b", 15), ("c", 20)):
-        schedule.add(request(uid, length))
+    for uid in "abcd":
+        schedule.add(request(uid, length=12))
     plan, marks, rows = step(schedule)
-    assert [len(row.token_ids) for row in plan.rows] == [10, 15, 7]
+    assert [len(row.token_ids) for row in plan.rows] == [12, 12, 8]
     assert [row.uid for row in rows] == ["a", "b"] and marked(marks, "admitted") == ["a", "b", "c"]
 
 
@@ -76,13 +76,56 @@ def test_streams_that_stand_still_after_a_takeover_get_the_large_budget_until_th
     assert schedule.num_running == 4
 
 
-def test_new_requests_are_taken_only_while_none_waits() -> None:
-    schedule = make_schedule(running=4)
+def test_new_requests_are_taken_while_others_wait_for_the_budget() -> None:
+    schedule = make_schedule(running=4, prefill=8)
     assert schedule.room == 4
-    schedule.add(request("a"))
-    assert schedule.room == 0
+    for uid in "ab":
+        schedule.add(request(uid, length=20))
+    assert schedule.room == 2
     step(schedule)
-    assert schedule.room == 3
+    assert (schedule.num_running, schedule.num_waiting, schedule.room) == (1, 1, 2)
+
+
+def test_an_engine_takes_only_so_many_requests_that_others_get_some_of_a_burst() -> None:
+    schedule = make_schedule(running=64, prefill=8)
+    rooms = []
+    for number in range(MOST_TAKEN + 1):
+        rooms.append(schedule.room)
+        schedule.add(request(str(number), length=20))
+    assert rooms == [*range(MOST_TAKEN, 0, -1), 0]
+
+
+def test_no_request_is_taken_while_one_waits_for_pages() -> None:
+    schedule = make_schedule(num_pages=8, context=32)
+    schedule.add(request("runs", length=20, max_tokens=3))
+    schedule.add(request("waits", length=21, max_tokens=3))
+    rooms = []
+    while schedule.num_waiting:
+        step(schedule)
+        rooms.append(schedule.room)
+    assert set(rooms[:-1]) == {0} and rooms[-1] == MOST_TAKEN
+
+
+def test_a_step_without_prompts_does_not_forget_that_one_waits_for_pages() -> None:
+    schedule = make_schedule(num_pages=8, context=32)
+    for uid in ("runs", "waits"):
+        schedule.add(request(uid, length=20, max_tokens=9))
+    rooms = []
+    for budget in (None, 0, None):
+        step(schedule, mixed_prefill_length=budget)
+        rooms.append(schedule.room)
+    assert rooms == [0, 0, 0]
+
+
+def test_no_request_is_taken_while_one_must_run_alone() -> None:
+    schedule = make_schedule()
+    for uid in "ab":
+        schedule.add(request(uid))
+    schedule.isolate("a")
+    step(schedule)
+    assert schedule.room == 0
+    schedule.isolate(None)
+    assert schedule.room > 0
 
 
 def test_a_stop_token_ends_with_stop_even_when_the_end_of_sequence_is_ignored() -> None:
@@ -233,15 +276,58 @@ def test_a_more_important_prompt_is_computed_before_the_rest_of_one_that_has_beg
     assert prefilled(schedule) == {"least": 8}
 
 
-def test_an_older_prompt_of_the_same_priority_that_was_preempted_waits_for_the_rest_of_one_that_has_begun() -> None:
+# which prompt is next
+
+
+def test_a_short_prompt_that_comes_later_is_computed_before_the_rest_of_a_long_one() -> None:
     schedule = make_schedule(prefill=8)
-    schedule.add(request("older", length=4))
-    step(schedule)
-    schedule.add(request("begun", length=20))
-    schedule.isolate("begun")
+    schedule.add(request("long", length=40, max_tokens=1))
+    assert prefilled(schedule) == {"long": 8}
+    schedule.add(request("short", length=5, max_tokens=1))
+    assert prefilled(schedule) == {"short": 5, "long": 3}
+
+
+def test_a_long_prompt_is_not_interrupted_for_one_that_lacks_as_much() -> None:
+    schedule = make_schedule(prefill=8)
+    schedule.add(request("begun", length=40, max_tokens=1))
     assert prefilled(schedule) == {"begun": 8}
-    schedule.isolate(None)
-    assert [prefilled(schedule) for _ in range(2)] == [{"begun": 8}, {"begun": 4, "older": 4}]
+    schedule.add(request("new", length=32, max_tokens=1))
+    assert [prefilled(schedule) for _ in range(5)] == [{"begun": 8}] * 4 + [{"new": 8}]
+
+
+def test_a_stream_that_a_prompt_outlives_may_be_preempted_in_a_step_without_prompts() -> None:
+    schedule = make_schedule(num_pages=8, context=32, prefill=8)
+    schedule.add(request("long", length=25, max_tokens=1))
+    step(schedule)
+    schedule.add(request("short", length=3, max_tokens=20))
+    step(schedule)
+    for _ in range(2):  # its first page is full, and the prompt has all others
+        step(schedule, mixed_prefill_length=0)
+    assert {row.uid for _, _, rows in steps(schedule) for row in rows} == {"long", "short"}
+
+
+def test_a_prompt_counts_with_the_tokens_that_the_cache_lacks() -> None:
+    schedule = make_schedule("radix")
+    schedule.add(request("before", length=40, max_tokens=1))
+    list(steps(schedule))
+    schedule.add(request("short", length=5, first=500, max_tokens=1))
+    schedule.add(request("mostly cached", length=40, max_tokens=1))
+    schedule.add(replace(request("read again", length=40, max_tokens=1), reads_cache=False))
+    assert list(prefilled(schedule).items()) == [("mostly cached", 4), ("short", 5), ("read again", 23)]
+
+
+def test_a_long_prompt_beside_an_endless_flow_of_short_ones_waits_for_so_many_times_the_tokens_that_it_lacks() -> None:
+    """It may be longer than one step, and the short ones may have taken their places before it was its turn."""
+    schedule, long, short = make_schedule(prefill=32), 90, 10
+    schedule.add(request("long", length=long, max_tokens=1))
+    num_sent = waited = 0
+    while schedule.num_output("long") is not None:
+        for _ in range(schedule.room):
+            schedule.add(request(str(num_sent), length=short, max_tokens=1))
+            num_sent += 1
+        waited += sum(count for uid, count in prefilled(schedule).items() if uid != "long")
+        assert waited <= PATIENCE * long
+    assert waited >= PATIENCE * (long - short)
 
 
 def test_while_a_more_important_prompt_finds_no_pages_those_that_have_theirs_are_computed() -> None:

@@ -7,7 +7,7 @@ fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.selection import by_night
 
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
-from stages.generate.kvcache import make_cache
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.kvcache.radix import RadixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 from stages.generate.schedule.request import NewRequest
-from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Schedule, ScheduleLimits
+from stages.generate.schedule.schedule import MOST_TAKEN, PATIENCE, Identity, Schedule, ScheduleLimits
 
 EOS = 9
 LETTERS = st.integers(0, 2)
@@ -42,6 +43,8 @@ class Life:
     uid: str
     priority: int
     arrival: int
+    came_at: int
+    """Number of prompt tokens that had been planned when it came."""
     tokens: list[int]
     prompt_length: int
     limit: int
@@ -108,10 +111,22 @@ class Memory:
             assert self.slots[self.slot(table, position)] == tuple(tokens[: position + 1])
 
 
+class NotedCache(RadixCache):
+    """Notes how much of a prompt it was last asked for and had: pages may come and go while a plan is made."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self.noted: dict[tuple[int, ...], int] = {}
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        found = self.noted[tuple(token_ids)] = super().num_cached(token_ids)
+        return found
+
+
 class Machine(RuleBasedStateMachine):
     """The lives of requests, told to a schedule and to the model beside it."""
 
-    cache: str
+    kind: type[NaiveCache] | type[NotedCache]
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -129,15 +144,17 @@ class Machine(RuleBasedStateMachine):
     def begin(self, page_size: int, num_pages: int, limits: ScheduleLimits) -> None:
         self.num_pages = num_pages
         self.limits = replace(limits, context=min(limits.context, num_pages * page_size))
-        cache = make_cache(self.cache, num_pages, page_size)
-        self.schedule = Schedule(cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
+        self.cache = self.kind(num_pages, page_size)
+        self.schedule = Schedule(self.cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
         self.memory = Memory(num_pages, page_size)
         self.lives: dict[str, Life] = {}
         self.known: list[list[int]] = []
         """Prompts that came, and whole conversations: what a next prompt may begin like."""
         self.num_added = 0
-        self.mixed_prefill_length: int | None = None
-        """The budget beside streams that plans are given; None: that of the limits."""
+        self.num_prefilled = 0
+        """Number of prompt tokens planned so far."""
+        self.given: int | None = None
+        """The budget that plans are given; None: that of the limits."""
         self.alone: str | None = None
         """The only request that may run: one that is here or comes next."""
 
@@ -161,9 +178,9 @@ class Machine(RuleBasedStateMachine):
             self._add(prompt, [1] * num_output, **more)
 
     @precondition(lambda self: self.lives)
-    @rule(count=st.integers(1, 6), mixed_prefill_length=st.one_of(st.none(), st.integers(0, 30)))
-    def steps(self, count: int, mixed_prefill_length: int | None) -> None:
-        self.mixed_prefill_length = mixed_prefill_length
+    @rule(count=st.integers(1, 6), given=st.one_of(st.none(), st.integers(0, 30)))
+    def steps(self, count: int, given: int | None) -> None:
+        self.given = given
         for _ in range(count):
             self._step([])
             self.the_books_are_right()
@@ -212,8 +229,10 @@ class Machine(RuleBasedStateMachine):
         running = [life for life in self.lives.values() if life.runs]
         assert self.schedule.num_running == len(running) <= self.limits.max_running_requests
         assert self.schedule.num_waiting == len(self.lives) - len(running)
-        assert 0 <= self.schedule.room <= MOST_TAKEN
-        assert self.schedule.room == 0 or not self.schedule.num_waiting
+        in_hand = len(running), len(self.lives) - len(running)
+        free = min(self.limits.max_running_requests - in_hand[0], MOST_TAKEN) - in_hand[1]
+        assert 0 <= self.schedule.room <= max(free, 0)
+        assert self.schedule.room == 0 or self.alone is None or in_hand[1] == 0
 
     @invariant()
     def every_page_still_holds_what_its_holder_computed(self) -> None:
@@ -222,19 +241,20 @@ class Machine(RuleBasedStateMachine):
                 self.memory.check(life.table, life.tokens, life.computed)
 
     def teardown(self) -> None:
-        """Let everything end. While the first in the order waits nobody comes in, so that the first of those that run
-        is never preempted and gets a token's work in each step: it ends within as many steps as the context has tokens,
-        or the first in the order comes in before, and ends within as many. Then another one is the first.
+        """Let everything end. Each step computes a token. That is lost only if a page is taken for an output token, and
+        output tokens are never lost. So between two of them there are at most as many steps as there are tokens in all.
         """
         if not hasattr(self, "lives"):
             return
         self._isolate(None)
-        self.mixed_prefill_length = None
-        for _ in range(2 * len(self.lives) * (self.limits.context + 1)):
+        self.given = None
+        most, num_steps = (len(self.lives) * (self.limits.context + 1)) ** 2, 0
+        while self.lives:
             self._step([])
             self.the_books_are_right()
             self.every_page_still_holds_what_its_holder_computed()
-        assert not self.lives, "a request starves"
+            num_steps += 1
+            assert num_steps <= most, "a request starves"
         assert self.schedule.plan() is None
         assert self.schedule.free_pages == self.num_pages
 
@@ -250,7 +270,8 @@ class Machine(RuleBasedStateMachine):
         fits = len(prompt) + 1 <= context and len(prompt) + len(output) < limit
         assert (failed is None) == fits
         if fits:
-            self.lives[uid] = Life(uid, priority, self.num_added, [*prompt, *output], len(prompt), limit, ignores_eos)
+            arrived = uid, priority, self.num_added, self.num_prefilled
+            self.lives[uid] = Life(*arrived, [*prompt, *output], len(prompt), limit, ignores_eos)
             self.lives[uid].stands_still = bool(output)
             self.known.append(prompt)
         self.num_added += 1
@@ -283,8 +304,10 @@ class Machine(RuleBasedStateMachine):
         """Let a plan be made, and see that it keeps every promise."""
         decoding = {life.uid for life in self.lives.values() if life.decodes}
         work = self.schedule.work
-        assert (work.streams, work.streams + work.prompts) == (len(decoding), len(self.lives))
-        planned = self.schedule.plan(self.mixed_prefill_length)
+        assert work.streams == len(decoding)
+        assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in self._prompts(())]
+        given = self._given()
+        planned = self.schedule.plan(given)
         if planned is None:
             assert not self._may_run()
             return None
@@ -295,15 +318,15 @@ class Machine(RuleBasedStateMachine):
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         most = self.limits.max_prefill_length
         beside = min(most, self.limits.mixed_prefill_per_request * len(self.lives))
-        steady = decodes and not any(life.stands_still for life in self.lives.values())
-        given = self.mixed_prefill_length
-        mixed = max(self.limits.mixed_prefill_length, beside) if given is None else min(given, most)
-        budget = mixed if steady else most
-        left = budget - sum(len(row.token_ids) for row in prefills)
-        assert left >= 0
-        if left:
-            self._check_that_nobody_could_use_it(plan, marks)
-        self._check_the_order(prefills, marks)
+        budget = max(self.limits.mixed_prefill_length, beside) if decodes else most
+        if given is not None:
+            budget = min(given, most)
+        if any(life.stands_still for life in self.lives.values()):
+            budget = most
+        count = sum(len(row.token_ids) for row in prefills)
+        self.num_prefilled += count
+        assert count <= budget
+        self._check_the_order(prefills, marks, is_budget_left=count < budget)
         tables = [row.table for row in plan.rows]
         assert len(set(tables)) == len(tables) and all(0 <= t < self.limits.max_running_requests for t in tables)
         for row in decodes:
@@ -321,14 +344,6 @@ class Machine(RuleBasedStateMachine):
             assert (row.sample is not None) == (row.start + len(row.token_ids) == len(life.tokens))
         return plan
 
-    def _check_that_nobody_could_use_it(self, plan: BatchPlan, marks: list[StepRow]) -> None:
-        """Where budget is left, every prompt that runs is through, and the first that waits cannot have its pages."""
-        sampling = {row.table for row in plan.rows if row.sample is not None}
-        assert all(life.table in sampling for life in self.lives.values() if life.runs)
-        waiting = [life for life in self._may_run() if not life.runs]
-        if waiting:
-            assert self._has_no_place(min(waiting, key=lambda life: life.order), marks)
-
     def _has_no_place(self, life: Life, marks: list[StepRow]) -> bool:
         """Return whether a request that waits could not be let in."""
         return (
@@ -337,25 +352,52 @@ class Machine(RuleBasedStateMachine):
             or self.schedule.free_pages * self.memory.page_size < len(life.tokens)
         )
 
-    def _check_the_order(self, prefills: Sequence[PlanRow], marks: list[StepRow]) -> None:
-        """No prompt is computed while one before it goes without. Of equal priority, who has begun is before who
-        waits; who waits without a place is passed over.
+    def _check_the_order(self, prefills: Sequence[PlanRow], marks: list[StepRow], *, is_budget_left: bool) -> None:
+        """No prompt is computed while one before it goes without. Only who waits without a place is passed over, and
+        with it all that wait behind it; then no request is taken.
         """
-        assert all(row.sample is not None for row in prefills[:-1]), "a prompt is cut where budget is left"
+        cut = [row.sample is None for row in prefills]
+        assert not any(cut if is_budget_left else cut[:-1]), "a prompt is cut where budget is left"
         computed = [self._holder(row) for row in prefills]
         admitted = [mark.uid for mark in marks if isinstance(mark, EventRow) and isinstance(mark.event, Admitted)]
-        waiting = [life for life in self._may_run() if not life.runs]
-        without = [life for life in self._may_run() if life.runs and not life.decodes and life not in computed]
-        for life in computed:
-            if waiting:
-                first = min(waiting, key=lambda life: life.order)
-                assert life.priority <= first.priority or self._has_no_place(first, marks)
-            for other in without:
-                before = life.priority < other.priority if life.uid in admitted else life.order < other.order
-                assert before, "it goes without"
+        order = self._prompts(admitted)
+        assert computed == [life for life in order if life in computed]
+        reached = len(order) if is_budget_left else order.index(computed[-1]) if computed else 0
+        passed_over = [life for life in order[:reached] if life not in computed]
+        if passed_over:
+            assert not any(life.runs for life in passed_over), "it goes without"
+            assert self._has_no_place(passed_over[0], marks)
+            behind = order[order.index(passed_over[0]) :]
+            assert not any(life.uid in admitted for life in behind), "it takes the place of one before it"
+            assert self.schedule.room == 0
+
+    def _prompts(self, admitted: Collection[str]) -> list[Life]:
+        """Return the requests whose prompts are not computed, in the order in which they are. *admitted*: uids of those
+        that waited until this plan.
+        """
+        may_run = sorted(self._may_run(), key=lambda life: life.order)
+        begun = [life for life in may_run if life.runs and life.uid not in admitted and not life.decodes]
+        waiting = [life for life in may_run if not life.runs or life.uid in admitted][:MOST_TAKEN]
+        return sorted(
+            [*begun, *waiting],
+            key=lambda life: (life.priority, PATIENCE * self._lacks(life) + life.came_at, life.arrival),
+        )
+
+    def _lacks(self, life: Life) -> int:
+        """Return how many tokens of a prompt must be computed, before the plan that is checked."""
+        found = life.computed
+        if not life.chunks and isinstance(self.cache, NotedCache):
+            found = self.cache.noted[tuple(life.tokens)]
+        return len(life.tokens) - found
+
+    def _given(self) -> int | None:
+        """Return the budget of the next plan. It is 0 only beside a stream that is not preempted, which gets a row."""
+        running = [life for life in self.lives.values() if life.runs]
+        first = min(running, key=lambda life: life.order, default=None)
+        return self.given or None if first is None or not first.decodes else self.given
 
     def _hear(self, marks: list[StepRow], plan: BatchPlan | None = None) -> None:
-        """Fold the marks: the last in the order is preempted, the first admitted."""
+        """Fold the marks: the last in the order is preempted."""
         for mark in marks:
             assert isinstance(mark, EventRow)
             life = self.lives[mark.uid]
@@ -366,7 +408,6 @@ class Machine(RuleBasedStateMachine):
                 life.table, life.computed, life.chunks, life.decodes = -1, 0, 0, False
             else:
                 assert isinstance(mark.event, Admitted) and plan is not None
-                assert life.order == min(other.order for other in self._may_run() if not other.runs)
                 row = next(row for row in plan.rows if self.schedule.holder(row.table)[0] == mark.uid)
                 assert row.start == mark.event.cached_tokens < len(life.tokens)
                 assert all(other.table != row.table for other in self.lives.values())
@@ -426,11 +467,11 @@ class Machine(RuleBasedStateMachine):
 
 
 class RadixMachine(Machine):
-    cache = "radix"
+    kind = NotedCache
 
 
 class NaiveMachine(Machine):
-    cache = "naive"
+    kind = NaiveCache
 
 
 TestRequestsOverARadixCacheLiveAsTheyShould = RadixMachine.TestCase

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.resolving import CPU
+from support.resolving import BOTH, CPU, Kernels
 
 from pipeline.errors import ConfigError
+from stages.generate.loop.pace import Targets
 from stages.generate.model.spec import ExpertsSpec, ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.generate.setup import resolve as resolve_module
 from stages.generate.setup.config import EngineConfig
-from stages.generate.setup.resolve import Settings, resolve, resolve_device, resolve_dtype
+from stages.generate.setup.resolve import resolve, resolve_device, resolve_dtype
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,21 @@ def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: Mo
     assert (limits.mixed_prefill_length, limits.mixed_prefill_per_request) == (100, 0)
 
 
-@pytest.mark.parametrize(("invariant", "given", "paced"), [(True, 0, True), (True, 16, False), (False, 0, False)])
+@pytest.mark.parametrize(
+    ("variants", "flags", "targets"),
+    [
+        (BOTH, {}, Targets()),
+        (BOTH, {"target_itl_ms": 60}, Targets.exactly(0.06)),
+        (BOTH, {"mixed_prefill_length": 16}, None),
+        (BOTH, {"kernels": "torch"}, None),
+        ((), {}, None),
+    ],
+)
 def test_measured_times_decide_only_where_chunks_change_no_token_and_no_length_was_given(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, invariant: bool, given: int, paced: bool
+    spec: ModelSpec, kernels: Kernels, variants: tuple[str, ...], flags: dict[str, Any], targets: Targets | None
 ) -> None:
-    monkeypatch.setattr(Settings, "batch_invariant", invariant)
-    assert resolve(replace(CPU, mixed_prefill_length=given), spec).paced is paced
+    kernels(variants)
+    assert resolve(replace(CPU, **flags), spec).targets == targets
 
 
 def test_a_small_budget_bounds_the_steps_beside_streams_too(spec: ModelSpec) -> None:
@@ -85,6 +95,12 @@ def test_the_flag_that_bounds_the_served_context_is_known(spec: ModelSpec) -> No
         (replace(CPU, max_seq_len=513), False, "the model knows 512 positions"),
         (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
         (replace(CPU, commit_interval_ms=1001), False, "pass at most that"),
+        (replace(CPU, target_itl_ms=60), False, "--target-itl 60: with torch"),
+        (
+            replace(CPU, target_itl_ms=60, mixed_prefill_length=16),
+            False,
+            "--target-itl 60 and --mixed-prefill-length 16",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
