@@ -135,7 +135,10 @@ class Replay(Value):
 
 
 INFORMATIVE: Final = frozenset(
-    {"Presentation.omits_thoughts", "Presentation.echoes", "Submitted.background", "Submitted.stored"}
+    {
+        *("Presentation.omits_thoughts", "Presentation.echoes", "StepStats.target_ms"),
+        *("Submitted.background", "Submitted.stored"),
+    }
 )
 """Fields that were added after 0.2.0 and change no answer, as `Class.field`. Older workers ignore them. An event with
 any other new field needs a higher `v`: older workers then leave the whole entry to newer ones."""

@@ -29,12 +29,13 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import JournalStep, steps
 from pipeline.log.protocol import Entry, HistoryLog
 from pipeline.names import parse_id
-from stages.generate.loop.pace import ON_GPU, Pace, Targets
+from stages.generate.loop.pace import Pace
 from stages.generate.loop.past import recorded_request
 from stages.generate.schedule.again import StepsMissing, differences
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import RecordedSchedule, snapshot_uids
 from stages.generate.schedule.request import NewRequest
+from stages.generate.setup.config import ON_CPU, ON_GPU, Targets
 
 ABOUT: Final = """\
 Plans steps of an engine again, from its journal in Redis, and compares. ENGINE is a slot, such as generate-0.
@@ -581,7 +582,7 @@ def lived_again(
 def targets_of(steps: Sequence[JournalStep]) -> Targets:
     """Return targets like those that an engine had in *steps*."""
     beside = [step.figures.target_ms for step in steps if step.figures.target_ms and step.figures.decode_rows]
-    return ON_GPU if beside and min(beside) <= ON_GPU.step_s * 1000 else Targets()
+    return ON_GPU if beside and min(beside) <= ON_GPU.step_s * 1000 else ON_CPU
 
 
 def between_ms(steps: Sequence[JournalStep]) -> list[float]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stages.generate.schedule.plan import BatchPlan, Work
+from stages.generate.setup.config import ON_CPU, Targets
 
 ALONE_S: Final = 0.3
 """Target of a step without streams."""
@@ -56,25 +57,8 @@ NEAR: Final = 256
 """Positions below this one are similar, then those below twice as much, and so on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """How long a step beside streams may take."""
-
-    step_s: float = 0.09
-    many_s: float = 0.12
-    """The same if MANY prompts are in hand: then more clients gain from it."""
-    times_plain: float = 1.5
-    """Fewest times that a step with prompts may take as long as one without, where that is longer: with a large model
-    prompts would starve else."""
-
-    @classmethod
-    def exactly(cls, step_s: float) -> Targets:
-        """Return targets that depend on nothing."""
-        return cls(step_s, step_s, 0.0)
-
-
-ON_GPU: Final = Targets(0.03, 0.04)
 MANY: Final = 8
+"""See `Targets.many_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +73,7 @@ class Budget:
 class Pace:
     """Decides how many prompt tokens a step computes."""
 
-    def __init__(self, targets: Targets = Targets()) -> None:
+    def __init__(self, targets: Targets = ON_CPU) -> None:
         self._targets = targets
         self._plain: deque[tuple[int, int, float]] = deque(maxlen=NUM_PLAIN)
         """Streams, context and seconds of the last steps without prompts."""

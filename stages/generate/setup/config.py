@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from pipeline.flags import at_least, auto_or, flag, one_of, page_size, share, yes_or_no
 from pipeline.log.config import LogConfig
@@ -27,6 +28,27 @@ def own_address(text: str) -> str:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r}: must be one IP address of this machine, such as 10.0.0.5")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """How long a step beside streams may take."""
+
+    step_s: float = 0.09
+    many_s: float = 0.12
+    """The same if many prompts are in hand: then more clients gain from it."""
+    times_plain: float = 1.5
+    """Fewest times that a step with prompts may take as long as one without, where that is longer: with a large model
+    prompts would starve else."""
+
+    @classmethod
+    def exactly(cls, step_s: float) -> Targets:
+        """Return targets that depend on nothing."""
+        return cls(step_s, step_s, 0.0)
+
+
+ON_CPU: Final = Targets()
+ON_GPU: Final = Targets(0.03, 0.04)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
-from stages.generate.loop.pace import ON_GPU, Targets
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.blocks import BLOCK_ROWS
@@ -24,7 +23,7 @@ from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ModelSpec
 from stages.generate.sampling import sampler
 from stages.generate.schedule.schedule import ScheduleLimits
-from stages.generate.setup.config import EngineConfig, ShareConfig
+from stages.generate.setup.config import ON_CPU, ON_GPU, EngineConfig, ShareConfig, Targets
 from stages.generate.setup.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
 from stages.generate.setup.kernel_memory import step_bytes
 
@@ -233,7 +232,7 @@ def resolve_targets(config: EngineConfig, kernels: str, device: torch.device) ->
         return Targets.exactly(config.target_itl_ms / 1000)
     if config.mixed_prefill_length:
         return None
-    return ON_GPU if device.type == "cuda" else Targets()
+    return ON_GPU if device.type == "cuda" else ON_CPU
 
 
 def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:

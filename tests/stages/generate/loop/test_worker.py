@@ -43,12 +43,12 @@ from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.loop.log_thread import Arrived, LogThread, Update
 from stages.generate.loop.outbox import Outbox
-from stages.generate.loop.pace import Pace, Targets
+from stages.generate.loop.pace import Pace
 from stages.generate.loop.past import past_of
 from stages.generate.loop.worker import sampling_defaults
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Schedule
-from stages.generate.setup.config import GenerateConfig
+from stages.generate.setup.config import GenerateConfig, Targets
 
 
 class Steps:

@@ -306,7 +306,7 @@ class Machine(RuleBasedStateMachine):
         work = self.schedule.work
         assert work.streams == len(decoding)
         assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in self._prompts(())]
-        given = self._given()
+        given = self.given if decoding or self.given is None else max(self.given, 1)
         planned = self.schedule.plan(given)
         if planned is None:
             assert not self._may_run()
@@ -320,7 +320,7 @@ class Machine(RuleBasedStateMachine):
         beside = min(most, self.limits.mixed_prefill_per_request * len(self.lives))
         budget = max(self.limits.mixed_prefill_length, beside) if decodes else most
         if given is not None:
-            budget = min(given, most)
+            budget = max(min(given, most), 0 if decodes else 1)  # each stream may have been preempted
         if any(life.stands_still for life in self.lives.values()):
             budget = most
         count = sum(len(row.token_ids) for row in prefills)
@@ -389,12 +389,6 @@ class Machine(RuleBasedStateMachine):
         if not life.chunks and isinstance(self.cache, NotedCache):
             found = self.cache.noted[tuple(life.tokens)]
         return len(life.tokens) - found
-
-    def _given(self) -> int | None:
-        """Return the budget of the next plan. It is 0 only beside a stream that is not preempted, which gets a row."""
-        running = [life for life in self.lives.values() if life.runs]
-        first = min(running, key=lambda life: life.order, default=None)
-        return self.given or None if first is None or not first.decodes else self.given
 
     def _hear(self, marks: list[StepRow], plan: BatchPlan | None = None) -> None:
         """Fold the marks: the last in the order is preempted."""

@@ -19,10 +19,9 @@ from pipeline.errors import ConfigError
 from pipeline.flags import parse_config
 from stages.generate.kernels import VERSION
 from stages.generate.loop import worker
-from stages.generate.loop.pace import ON_GPU
 from stages.generate.model.spec import ModelSpec
 from stages.generate.setup import loading
-from stages.generate.setup.config import EngineConfig, GenerateConfig
+from stages.generate.setup.config import ON_GPU, EngineConfig, GenerateConfig
 from stages.generate.setup.resolve import resolve
 
 

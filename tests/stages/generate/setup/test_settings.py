@@ -10,11 +10,10 @@ import torch
 from support.resolving import BOTH, CPU, Kernels
 
 from pipeline.errors import ConfigError
-from stages.generate.loop.pace import Targets
 from stages.generate.model.spec import ExpertsSpec, ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.generate.setup import resolve as resolve_module
-from stages.generate.setup.config import EngineConfig
+from stages.generate.setup.config import EngineConfig, Targets
 from stages.generate.setup.resolve import resolve, resolve_device, resolve_dtype
 
 
