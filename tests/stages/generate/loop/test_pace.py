@@ -25,10 +25,10 @@ from stages.generate.loop.pace import (
     STREAMS_PER_TOKEN,
     Budget,
     Pace,
-    Targets,
 )
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Work
 from stages.generate.schedule.schedule import Schedule
+from stages.generate.setup.config import Targets
 
 LONG = 2000
 VERY_LONG = 6000
