@@ -581,8 +581,10 @@ def lived_again(
 
 def targets_of(steps: Sequence[JournalStep]) -> Targets:
     """Return targets like those that an engine had in *steps*."""
-    beside = [step.figures.target_ms for step in steps if step.figures.target_ms and step.figures.decode_rows]
-    return ON_GPU if beside and min(beside) <= ON_GPU.step_s * 1000 else ON_CPU
+    beside = {step.figures.target_ms or 0 for step in steps if step.figures.decode_rows} - {0}
+    least_ms = min(beside, default=round(ON_CPU.step_s * 1000))
+    usual = (targets for targets in (ON_CPU, ON_GPU) if least_ms == round(targets.step_s * 1000))
+    return next(usual, Targets.exactly(least_ms / 1000))
 
 
 def between_ms(steps: Sequence[JournalStep]) -> list[float]:

@@ -217,7 +217,7 @@ static void add_values(const Work *work, int64_t row, int64_t rows, int64_t firs
     float *outputs = work->segment.outputs + row * width;
     const float *weights = work->scores + row * TILE;
     if (!work->direct) {
-        product(SUM_FLOAT32, rows, vectors, weights + first, TILE, work->values + first * width, width, end - first,
+        product(SUM_FLOAT32, rows, vectors, weights + first, TILE, work->values + first * width, width, 0, end - first,
                 scales, outputs, width);
         return;
     }
@@ -226,7 +226,7 @@ static void add_values(const Work *work, int64_t row, int64_t rows, int64_t firs
         if (work->ahead)
             fetch_next(work, first);
         product(SUM_FLOAT32 + pages->format, rows, vectors, weights + first, TILE, place(work, pages->values, first),
-                width, until - first, scales, outputs, width);
+                width, 0, until - first, scales, outputs, width);
         first = until, scales = ones;
     } while (first < end);
 }
@@ -293,14 +293,31 @@ INLINE int64_t block_of(int64_t rows) {
 
 // Compute the scores of the rows [row, row_end), of which one at least sees each slot of [first, end).
 static void score(const Work *work, int64_t row, int64_t row_end, int64_t first, int64_t end) {
-    int64_t step = work->turned;
-    for (int64_t start = round_down(first, LANES); start < end; start += step) {
-        int64_t until = least(end, start + step), vectors = round_up(until - start, LANES) / LANES;
-        turn_keys(work, start, first, until, step);
+    const Pages *pages = work->pages;
+    const int lies_turned = pages->page_size >= KEY_GROUP;
+    const int64_t size = size_of(pages->format);
+    int kind = in_pairs(pages) ? SCORE_PAIRS : SCORE_FLOATS;
+    if (lies_turned && !in_pairs(pages) && pages->format != FLOAT32)
+        kind = pages->format == FLOAT16 ? SCORE_HALVES : SCORE_WORDS;
+    for (int64_t start = round_down(first, lies_turned ? KEY_GROUP : LANES), until; start < end; start = until) {
+        until = least(end, start + work->turned);
+        if (lies_turned)
+            until = page_end(pages, start, until);
+        int64_t vectors = round_up(until - start, LANES) / LANES, stride = lies_turned ? KEY_GROUP : work->turned;
+        const char *keys = (const char *)work->columns;
+        if (lies_turned) {
+            int64_t seen = most(start, first);
+            keys = place(work, pages->keys, seen) - (seen - start) * pages->head_dim * size;
+            if (work->ahead)
+                fetch(work, pages->values, work->places, seen, until);
+        } else {
+            turn_keys(work, start, first, until, stride);
+        }
         for (int64_t r = row, rows; r < row_end; r += rows) {
             rows = block_of(row_end - r);
-            product(in_pairs(work->pages) ? SCORE_PAIRS : SCORE_FLOATS, rows, vectors, work->queries + r * work->width,
-                    work->width, work->columns, step, work->depth, NULL, work->scores + r * TILE + start, TILE);
+            product(kind, rows, vectors, work->queries + r * work->width, work->width, keys, stride,
+                    lies_turned ? KEY_GROUP * pages->head_dim * size : KEY_GROUP * 4,
+                    kind == SCORE_WORDS ? work->depth / 2 : work->depth, NULL, work->scores + r * TILE + start, TILE);
         }
     }
 }

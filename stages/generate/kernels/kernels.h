@@ -33,7 +33,11 @@ typedef struct {
     Format format;
 } Matrix;
 
-// The keys and values of one layer, as they lie: [page][kv head][slot][head_dim]. Slots that were never written may hold
+// Keys that lie together, dimension by dimension, on a page that has so many. A tile of them is read as it is multiplied.
+#define KEY_GROUP 16
+
+// The keys and values of one layer, as they lie: [page][kv head][slot][head_dim]. But keys of pages with KEY_GROUP slots or
+// more: [page][kv head][slot / KEY_GROUP][head_dim][slot % KEY_GROUP], in bfloat16 with two dimensions side by side. Slots that were never written may hold
 // anything, even NaN, without any effect.
 typedef struct {
     const void *keys, *values;

@@ -19,6 +19,11 @@
 #define LANES 16
 typedef __m512 Lanes;
 
+// Of words of two bfloat16, the first or the second number.
+INLINE Lanes even_lanes(Lanes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+INLINE Lanes odd_lanes(Lanes x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
+}
 INLINE Lanes load(const float *source) { return _mm512_loadu_ps(source); }
 INLINE void store(float *target, Lanes x) { _mm512_storeu_ps(target, x); }
 INLINE Lanes all(float x) { return _mm512_set1_ps(x); }
@@ -141,6 +146,11 @@ INLINE Words even_of(Words x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm
 INLINE Words odd_of(Words x) {
     return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32((int32_t)0xffff0000)));
 }
+
+#if LANES == 8
+INLINE Lanes even_lanes(Lanes x) { return even_of(x); }
+INLINE Lanes odd_lanes(Lanes x) { return odd_of(x); }
+#endif
 
 // Exchange rows and columns of 8 x 8 words.
 INLINE void exchange(Words x[8]) {

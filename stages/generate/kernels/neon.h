@@ -112,6 +112,9 @@ INLINE void exchange_four(float32x4_t *a, float32x4_t *b, float32x4_t *c, float3
     *c = vreinterpretq_f32_f64(vtrn2q_f64(even_ab, even_cd)), *d = vreinterpretq_f32_f64(vtrn2q_f64(odd_ab, odd_cd));
 }
 
+INLINE Lanes even_lanes(Lanes x) { return even_of(x); }
+INLINE Lanes odd_lanes(Lanes x) { return odd_of(x); }
+
 // Exchange rows and columns of 8 x 8 words.
 INLINE void exchange(Words x[8]) {
 #pragma GCC unroll 2

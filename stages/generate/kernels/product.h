@@ -18,9 +18,28 @@ typedef enum {
     SUM_FLOAT32 = 0, // c = c * scale + a b, b is of this format
     SUM_BFLOAT16 = 1,
     SUM_FLOAT16 = 2,
-    SCORE_FLOATS, // c = a b
-    SCORE_PAIRS,  // the same with pairs of bfloat16
+    SCORE_FLOATS, // c = a b, *b_group* bytes from KEY_GROUP columns to the next
+    SCORE_HALVES,
+    SCORE_WORDS, // of two bfloat16, which are multiplied one after the other
+    SCORE_PAIRS, // the same at once
 } Kind;
+
+INLINE int64_t size_of_kind(const int kind) {
+    return kind == SUM_BFLOAT16 || kind == SUM_FLOAT16 || kind == SCORE_HALVES ? 2 : 4;
+}
+
+// The registers of columns from number i on.
+INLINE const char *columns_at(const int kind, const char *b, int64_t b_group, int64_t i) {
+    const int64_t size = size_of_kind(kind);
+    if (kind < SCORE_FLOATS) return b + i * LANES * size;
+    return b + i * LANES / KEY_GROUP * b_group + i * LANES % KEY_GROUP * size;
+}
+
+INLINE Lanes load_columns(const int kind, const void *from) {
+    return kind == SUM_BFLOAT16                          ? load_bfloat16(from)
+           : kind == SUM_FLOAT16 || kind == SCORE_HALVES ? load_float16(from)
+                                                         : load(from);
+}
 
 INLINE Lanes multiply_add(const int kind, const float *a, Lanes b, Lanes c) {
 #if PAIRS
@@ -35,29 +54,30 @@ INLINE Lanes multiply_add(const int kind, const float *a, Lanes b, Lanes c) {
 }
 
 // One block: constant *rows* and *columns* (registers), so that compilers keep all sums in registers.
-INLINE void block(const int kind, const int rows, const int columns, const float *a, int64_t a_stride, const void *b,
-                  int64_t b_stride, int64_t depth, const float *scales, float *c, int64_t c_stride) {
+INLINE void block(const int kind, const int rows, const int columns, const float *a, int64_t a_stride, const char *b,
+                  int64_t b_stride, int64_t b_group, int64_t depth, const float *scales, float *c, int64_t c_stride) {
     Lanes sums[BLOCK_ROWS][8];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int i = 0; i < columns; i++)
             sums[r][i] = kind >= SCORE_FLOATS ? all(0) : times(load(c + r * c_stride + i * LANES), all(scales[r]));
-    for (int64_t k = 0; k < depth; k++) {
-        Lanes line[8];
+    const int words = kind == SCORE_WORDS ? 2 : 1;
+    for (int64_t k = 0; k < depth; k++, b += b_stride * size_of_kind(kind))
+#pragma GCC unroll 2
+        for (int word = 0; word < words; word++) {
+            Lanes line[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < columns; i++) {
-            int64_t index = k * b_stride + i * LANES;
-            line[i] = kind == SUM_BFLOAT16  ? load_bfloat16((const uint16_t *)b + index)
-                      : kind == SUM_FLOAT16 ? load_float16((const uint16_t *)b + index)
-                                            : load((const float *)b + index);
+            for (int i = 0; i < columns; i++) {
+                line[i] = load_columns(kind, columns_at(kind, b, b_group, i));
+                if (kind == SCORE_WORDS) line[i] = word ? odd_lanes(line[i]) : even_lanes(line[i]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                for (int i = 0; i < columns; i++)
+                    sums[r][i] = multiply_add(kind, a + r * a_stride + k * words + word, line[i], sums[r][i]);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < columns; i++)
-                sums[r][i] = multiply_add(kind, a + r * a_stride + k, line[i], sums[r][i]);
-    }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -66,24 +86,22 @@ INLINE void block(const int kind, const int rows, const int columns, const float
 }
 
 // As many registers of columns as fit beside each other, then the rest.
+#define BLOCK(columns) \
+    block(kind, rows, columns, a, a_stride, columns_at(kind, b, b_group, i), b_stride, b_group, depth, scales, \
+          c + i * LANES, c_stride)
 INLINE void blocks(const int kind, const int rows, const int columns, int64_t vectors, const float *a, int64_t a_stride,
-                   const void *b, int64_t b_stride, int64_t depth, const float *scales, float *c, int64_t c_stride) {
-    const int64_t size = kind == SUM_BFLOAT16 || kind == SUM_FLOAT16 ? 2 : 4;
+                   const void *b, int64_t b_stride, int64_t b_group, int64_t depth, const float *scales, float *c,
+                   int64_t c_stride) {
     int64_t i = 0;
-    for (; i + columns <= vectors; i += columns)
-        block(kind, rows, columns, a, a_stride, (const char *)b + i * LANES * size, b_stride, depth, scales,
-              c + i * LANES, c_stride);
-    for (; columns > 2 && i + 2 <= vectors; i += 2)
-        block(kind, rows, 2, a, a_stride, (const char *)b + i * LANES * size, b_stride, depth, scales, c + i * LANES,
-              c_stride);
-    for (; i < vectors; i++)
-        block(kind, rows, 1, a, a_stride, (const char *)b + i * LANES * size, b_stride, depth, scales, c + i * LANES,
-              c_stride);
+    for (; i + columns <= vectors; i += columns) BLOCK(columns);
+    for (; columns > 4 && kind >= SCORE_FLOATS && i + 4 <= vectors; i += 4) BLOCK(4);
+    for (; columns > 2 && i + 2 <= vectors; i += 2) BLOCK(2);
+    for (; i < vectors; i++) BLOCK(1);
 }
 
 #define ROWS(kind, rows, columns)                                                                                     \
     case rows:                                                                                                        \
-        blocks(kind, rows, columns, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);                   \
+        blocks(kind, rows, columns, vectors, a, a_stride, b, b_stride, b_group, depth, scales, c, c_stride);                   \
         break;
 
 #if LANES == 16
@@ -99,7 +117,7 @@ INLINE void blocks(const int kind, const int rows, const int columns, int64_t ve
 
 #define PRODUCT(name, kind)                                                                                           \
     static void name(int64_t rows, int64_t vectors, const float *a, int64_t a_stride, const void *b, int64_t b_stride, \
-                     int64_t depth, const float *scales, float *c, int64_t c_stride) {                                \
+                     int64_t b_group, int64_t depth, const float *scales, float *c, int64_t c_stride) {               \
         switch (rows) { ALL_ROWS(kind) }                                                                              \
     }
 
@@ -107,27 +125,17 @@ PRODUCT(sum_float32, SUM_FLOAT32)
 PRODUCT(sum_bfloat16, SUM_BFLOAT16)
 PRODUCT(sum_float16, SUM_FLOAT16)
 PRODUCT(score_floats, SCORE_FLOATS)
+PRODUCT(score_halves, SCORE_HALVES)
+PRODUCT(score_words, SCORE_WORDS)
 PRODUCT(score_pairs, SCORE_PAIRS)
 
 // c of 1 to BLOCK_ROWS rows and any number of registers of columns. Each number is one FMA chain over the depth.
 INLINE void product(int kind, int64_t rows, int64_t vectors, const float *a, int64_t a_stride, const void *b,
-                    int64_t b_stride, int64_t depth, const float *scales, float *c, int64_t c_stride) {
-    switch (kind) {
-    case SUM_FLOAT32:
-        sum_float32(rows, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);
-        break;
-    case SUM_BFLOAT16:
-        sum_bfloat16(rows, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);
-        break;
-    case SUM_FLOAT16:
-        sum_float16(rows, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);
-        break;
-    case SCORE_FLOATS:
-        score_floats(rows, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);
-        break;
-    default:
-        score_pairs(rows, vectors, a, a_stride, b, b_stride, depth, scales, c, c_stride);
-    }
+                    int64_t b_stride, int64_t b_group, int64_t depth, const float *scales, float *c, int64_t c_stride) {
+    static void (*const kinds[])(int64_t, int64_t, const float *, int64_t, const void *, int64_t, int64_t, int64_t,
+                                 const float *, float *, int64_t) = {
+        sum_float32, sum_bfloat16, sum_float16, score_floats, score_halves, score_words, score_pairs};
+    kinds[kind](rows, vectors, a, a_stride, b, b_stride, b_group, depth, scales, c, c_stride);
 }
 
 // ---- the forms of queries, keys and values

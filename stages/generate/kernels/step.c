@@ -66,6 +66,20 @@ static void *slot_of(const Work *work, int64_t token, int64_t kv_head, int value
     return (char *)step->pages + slot * model->head_dim * bytes_of(step->format);
 }
 
+static void store_key(const Work *work, int64_t token, int64_t kv_head, const float *key) {
+    const Step *step = work->step;
+    const int64_t head_dim = work->model->head_dim, size = bytes_of(step->format), word = step->format == FLOAT16 ? 2 : 4;
+    char *slot = slot_of(work, token, kv_head, 0), numbers[head_dim * 4];
+    if (step->page_size < KEY_GROUP) {
+        shrink(step->format, key, head_dim, slot);
+        return;
+    }
+    shrink(step->format, key, head_dim, numbers);
+    const int64_t number = work->positions[token] % KEY_GROUP;
+    char *to = slot - number * (head_dim * size - word);
+    for (int64_t at = 0; at < head_dim * size; at += word, to += KEY_GROUP * word) memcpy(to, numbers + at, (size_t)word);
+}
+
 static void rope_chunk(void *job, int64_t chunk, int thread) {
     const Work *work = job;
     const Model *model = work->model;
@@ -82,7 +96,7 @@ static void rope_chunk(void *job, int64_t chunk, int thread) {
             if (norm) rms_norm(head, norm, head_dim, model->eps, head);
             rotate(head, cosines, sines, half);
             int64_t kv_head = h - model->num_heads;
-            if (kv_head >= 0) shrink(step->format, head, head_dim, slot_of(work, t, kv_head, 0));
+            if (kv_head >= 0) store_key(work, t, kv_head, head);
         }
         for (int64_t h = 0; h < model->num_kv_heads; h++, head += head_dim)
             shrink(step->format, head, head_dim, slot_of(work, t, h, 1));

@@ -46,7 +46,7 @@ typedef struct {
     const int32_t *tables;        // [num_rows][table_width]: the pages of each row
     int64_t table_width;
     const float *frequencies; // [num_tokens][head_dim / 2], or NULL: those of the model
-    void *pages;              // [layer][keys, values][page][kv head][slot][head_dim]
+    void *pages;              // [layer][keys, values], each as in `Pages`
     int64_t num_pages, page_size;
     Format format; // of the pages
     float *x;      // [num_tokens][hidden]: here goes the last layer's output

@@ -129,7 +129,7 @@ class Pace:
             return Budget(fewest, ALONE_S)
         (position, length), soon_s = work.prompts[0], self._beside_s(work)
         is_short = several and length * self._token_s_at(position, 0) <= soon_s
-        target_s = soon_s if is_short else ALONE_S
+        target_s = soon_s if is_short else max(ALONE_S, soon_s)
         return Budget(max(fewest, self._tokens_in(target_s, work, 0)), target_s)
 
     def _beside_s(self, work: Work) -> float:

@@ -142,7 +142,7 @@ class Work:
     """Number of positions that their next tokens attend to, summed."""
     prompts: Sequence[tuple[int, int]]
     """The prompts that are not computed yet, in the order in which chunks of them are planned: the position where each
-    one continues, and how many tokens it lacks. Of those that wait, only the first MOST_TAKEN."""
+    one continues, and how many tokens it lacks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ streams. The caller of `plan` may set the small one, from measured times for exa
 
 Requests are ordered by priority, then by arrival. When pages run out, the last running request gives its pages back; a
 waiting request never displaces a running one. Prompts are computed, and waiting requests admitted, in another order: by
-priority, then the prompt that lacks the fewest tokens first, so that a question does not wait behind a document. A
-prompt ages while others are computed, so it waits for at most PATIENCE times as many tokens as it lacks itself.
+priority, then those whose streams pause, then the one that lacks the fewest tokens. So a question does not wait behind
+a document. A prompt ages while others are computed: it waits for at most PATIENCE times as many tokens as it lacks.
 
 A plan may be made while the step before is in flight, whose tokens are not known yet. Then each token that this step
 samples has a placeholder, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`,
@@ -456,15 +456,19 @@ class Schedule:
 
     def _prompts(self) -> list[tuple[Request, int]]:
         """Return the requests whose prompts are not computed yet, and how many tokens each lacks, in the order in which
-        they are computed."""
-        waiting = [one for one in self._waiting if self._alone in (None, one.uid)][:MOST_TAKEN]
-        begun = [one for one in self._running if one.chunks > 0]
-        prompts = [(one, len(one.token_ids) - one.num_computed) for one in begun]
-        prompts += [(one, len(one.token_ids) - self._num_cached(one)) for one in waiting]
-        return sorted(prompts, key=lambda each: (each[0].priority, PATIENCE * each[1] + each[0].came_at, each[0].order))
+        they are computed. Of those that wait, only the first MOST_TAKEN are looked up in the cache."""
+        waiting = [one for one in self._waiting if self._alone in (None, one.uid)]
+        prompts = [(one, len(one.token_ids) - one.num_computed) for one in self._running if one.chunks > 0]
+        for number, one in enumerate(waiting):
+            is_cached = number < MOST_TAKEN and one.may_read_cache
+            cached = self._cache.num_cached(one.token_ids) if is_cached else 0
+            prompts.append((one, len(one.token_ids) - cached))
 
-    def _num_cached(self, request: Request) -> int:
-        return self._cache.num_cached(request.token_ids) if request.may_read_cache else 0
+        def order(prompt: tuple[Request, int]) -> tuple[int, bool, int, int]:
+            one, missing = prompt
+            return one.priority, not one.stands_still, PATIENCE * missing + one.came_at, one.arrival
+
+        return sorted(prompts, key=order)
 
     def _admit(self, request: Request, marks: list[StepRow]) -> bool:
         """Allocate pages for all tokens of a waiting request; return False if there are not enough."""

@@ -62,6 +62,16 @@ class Shape:
         return math.log2(math.e) / math.sqrt(self.head_dim)
 
 
+def as_they_lie(k_PKSD: Tensor) -> Tensor:
+    """Return keys in the order of `Pages` in kernels.h: on large pages 16 lie together, dimension by dimension."""
+    num_pages, num_heads, page_size, head_dim = k_PKSD.shape
+    if page_size < 16:
+        return k_PKSD
+    word = 2 if k_PKSD.dtype == torch.bfloat16 else 1
+    k_PKGSDW = k_PKSD.view(num_pages, num_heads, page_size // 16, 16, head_dim // word, word)
+    return k_PKGSDW.transpose(3, 4).reshape(k_PKSD.shape)
+
+
 @dataclass(slots=True)
 class Row:
     """One row whose tokens lie on pages among those of others. All else on the pages is NaN."""
@@ -101,6 +111,7 @@ class Row:
         pages_T, slots_T = table[positions_T // shape.page_size].long(), positions_T % shape.page_size
         kv_2PKSD[0, pages_T, :, slots_T] = self.k_TKD.to(shape.dtype)
         kv_2PKSD[1, pages_T, :, slots_T] = self.v_TKD.to(shape.dtype)
+        kv_2PKSD[0] = as_they_lie(kv_2PKSD[0].clone())
         self.kv_2PKSD = guarded(kv_2PKSD)
 
     def expected(self, tokens: Sequence[int] | None = None) -> Tensor:

@@ -137,9 +137,21 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32 if values.dtype == torch.float32 else torch.int16)
 
 
+def in_order_of_tokens(k_PKSD: Tensor) -> Tensor:
+    """Return keys [page, head, slot, dimension], which lie as `Pages` in kernels.h says."""
+    num_pages, num_heads, page_size, head_dim = k_PKSD.shape
+    if page_size < 16:
+        return k_PKSD
+    word = 2 if k_PKSD.dtype == torch.bfloat16 else 1
+    k_PKGDSW = k_PKSD.reshape(num_pages, num_heads, page_size // 16, head_dim // word, 16, word)
+    return k_PKGDSW.transpose(3, 4).reshape(k_PKSD.shape)
+
+
 def kv_of(engine: Engine, request: Request) -> Tensor:
     """Return the bits of a request's keys and values, in the order of its tokens."""
-    kv_L2KPSD = engine.kv_L2PKSD[:, :, request.pages].movedim(2, 3)
+    kv_L2PKSD = engine.kv_L2PKSD[:, :, request.pages]
+    keys = [in_order_of_tokens(k_PKSD) for k_PKSD in kv_L2PKSD[:, 0]]
+    kv_L2KPSD = torch.stack([torch.stack(keys), kv_L2PKSD[:, 1]], 1).movedim(2, 3)
     return bits(kv_L2KPSD.flatten(3, 4)[..., : request.computed, :])
 
 

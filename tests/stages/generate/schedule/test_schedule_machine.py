@@ -156,6 +156,8 @@ class Machine(RuleBasedStateMachine):
         self.given: int | None = None
         """The budget that plans are given; None: that of the limits."""
         self.alone: str | None = None
+        self.looked_up: set[str] = set()
+        """Uids of those that wait and are looked up in the cache."""
         """The only request that may run: one that is here or comes next."""
 
     # what happens; one rule has all rare events, so that most of a story is requests and steps
@@ -377,16 +379,19 @@ class Machine(RuleBasedStateMachine):
         """
         may_run = sorted(self._may_run(), key=lambda life: life.order)
         begun = [life for life in may_run if life.runs and life.uid not in admitted and not life.decodes]
-        waiting = [life for life in may_run if not life.runs or life.uid in admitted][:MOST_TAKEN]
-        return sorted(
-            [*begun, *waiting],
-            key=lambda life: (life.priority, PATIENCE * self._lacks(life) + life.came_at, life.arrival),
-        )
+        waiting = [life for life in may_run if not life.runs or life.uid in admitted]
+        self.looked_up = {life.uid for life in waiting[:MOST_TAKEN]}
+
+        def order(life: Life) -> tuple[int, bool, int, int]:
+            aged = PATIENCE * self._lacks(life) + life.came_at
+            return life.priority, not life.stands_still, aged, life.arrival
+
+        return sorted([*begun, *waiting], key=order)
 
     def _lacks(self, life: Life) -> int:
         """Return how many tokens of a prompt must be computed, before the plan that is checked."""
         found = life.computed
-        if not life.chunks and isinstance(self.cache, NotedCache):
+        if not life.chunks and isinstance(self.cache, NotedCache) and life.uid in self.looked_up:
             found = self.cache.noted[tuple(life.tokens)]
         return len(life.tokens) - found
 
