@@ -348,7 +348,6 @@ class Engine:
         """See `Several`."""
         return isinstance(self._computer, KernelDecoder) and self._computer.computes_several
 
-    @torch.inference_mode()
     def several(self, plan: BatchPlan, most: int, ends: Sequence[Sequence[int]]) -> list[Computed]:
         """See `Several`."""
         assert isinstance(self._computer, KernelDecoder)

@@ -166,7 +166,6 @@ class _Inputs(NamedTuple):
     """What the kernels get for a step."""
 
     step: _Step
-    x_TE: Tensor
     starts: tuple[int, ...]
     """Where each row begins, and their end."""
     kept: tuple[Any, ...]
@@ -243,9 +242,10 @@ class KernelDecoder:
             OverflowError: A token id does not fit into 32 bits.
             MemoryError: There is no memory for a step of so many tokens.
         """
-        inputs = self._inputs(plan, tables, kv_L2PKSD, last_R)
-        self._raise_for(self._compute(inputs.step, inputs.x_TE), inputs, plan, tables)
-        return inputs.x_TE, inputs.starts
+        x_TE = torch.empty(sum(len(row.token_ids) for row in plan.rows), self._spec.hidden_size)
+        inputs = self._inputs(plan, tables, kv_L2PKSD, x_TE.data_ptr(), last_R)
+        self._raise_for(self._compute(inputs.step, x_TE), inputs, plan, tables)
+        return x_TE, inputs.starts
 
     @property
     def computes_several(self) -> bool:
@@ -269,7 +269,10 @@ class KernelDecoder:
         Raises:
             As `forward`.
         """
-        inputs, num_rows = self._inputs(plan, tables, kv_L2PKSD, None), len(plan.rows)
+        # No tensor is made here: after a step little of torch is in the caches, and each call of it takes 0.1 ms and more.
+        num_rows = len(plan.rows)
+        x = array("f", bytes(4 * num_rows * self._spec.hidden_size))
+        inputs = self._inputs(plan, tables, kv_L2PKSD, x.buffer_info()[0])
         drawn_D = [row for row, how in enumerate(samples_B) if how.params.temperature > 0]
         of_steps = [
             Sample(samples_B[row].params, samples_B[row].position + step, ()) for step in range(most) for row in drawn_D
@@ -286,9 +289,9 @@ class KernelDecoder:
             array("q", drawn_D),
             array("q", [0] * (most * num_rows)),
         )
-        logits_BV = torch.empty(num_rows if drawn_D else 0, self._spec.vocab_size)
+        logits_BV = np.empty((num_rows if drawn_D else 0, self._spec.vocab_size), np.float32)
         ends, end_starts, best, logits_rows, drawn, tokens = map(_address, kept)
-        several = _Several(most, ends, end_starts, best, logits_rows, logits_BV.data_ptr(), drawn, len(drawn_D))
+        several = _Several(most, ends, end_starts, best, logits_rows, logits_BV.ctypes.data, drawn, len(drawn_D))
         several.divisors = None if draws is None else draws.divisors_R.ctypes.data
         several.numbers, several.tokens = numbers_NFD.ctypes.data, tokens
         model, step = ctypes.byref(self._model), ctypes.byref(inputs.step)
@@ -298,7 +301,9 @@ class KernelDecoder:
         self._raise_for(outcome, inputs, plan, tables)
         return [kept[-1][step * num_rows : (step + 1) * num_rows].tolist() for step in range(several.num_done)]
 
-    def _inputs(self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None) -> _Inputs:
+    def _inputs(
+        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, x_address: int, last_R: Tensor | None = None
+    ) -> _Inputs:
         rows = plan.rows
         starts = (0, *accumulate(len(row.token_ids) for row in rows))
         lengths = [row.start + len(row.token_ids) for row in rows]
@@ -315,7 +320,6 @@ class KernelDecoder:
             pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
             pages, table_width = pages_BN.ctypes.data, pages_BN.shape[1]
         frequencies_TF = self._frequencies(starts, lengths)
-        x_TE = torch.empty(starts[-1], self._spec.hidden_size)
         starts_B, lengths_B = array("i", starts), array("i", lengths)
         step = _Step(
             num_tokens=starts[-1],
@@ -330,10 +334,10 @@ class KernelDecoder:
             num_pages=kv_L2PKSD.shape[2],
             page_size=tables.page_size,
             format=FORMATS[kv_L2PKSD.dtype],
-            x=x_TE.data_ptr(),
+            x=x_address,
         )
         kept = token_ids_T, starts_B, lengths_B, frequencies_TF, pages_BN
-        return _Inputs(step, x_TE, starts, kept)
+        return _Inputs(step, starts, kept)
 
     def _raise_for(self, outcome: int, inputs: _Inputs, plan: BatchPlan, tables: PageTables) -> None:
         """Raise the error of an outcome that is not DONE."""
