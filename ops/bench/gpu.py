@@ -53,6 +53,13 @@ TIMED: Final[Mapping[str, tuple[str, ...]]] = {
     "0.6b without overlap and graphs": ("--overlap", "off", "--graph", "0"),
     "0.6b deterministic": ("--deterministic", "yes", "--num-prompts", "64"),
     "8b": (),
+    **{
+        f"0.6b on {num} threads of the CPU": (
+            *("--device", "cpu", "--threads", str(num)),
+            *("--num-prompts", "4", "--input-len", "32", "--output-len", "32"),
+        )
+        for num in (1, 2, 4, 8, 16)
+    },
 }
 LEAST_S: Final = 10.0
 """Nothing is begun with less: importing torch takes as long."""
