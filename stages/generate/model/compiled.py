@@ -269,7 +269,7 @@ class KernelDecoder:
         Raises:
             As `forward`.
         """
-        # No tensor is made here: after a step little of torch is in the caches, and each call of it takes 0.1 ms and more.
+        # No tensor is made here: after a step little of torch is in the caches, and a call of it takes 0.1 ms and more.
         num_rows = len(plan.rows)
         x = array("f", bytes(4 * num_rows * self._spec.hidden_size))
         inputs = self._inputs(plan, tables, kv_L2PKSD, x.buffer_info()[0])
