@@ -178,14 +178,15 @@ INLINE void prepare_bytes(const Format format, const float *x, int64_t inputs, v
         if (scale < smallest) scale = smallest; // a NaN stays
         int32_t integers[BLOCK_GROUP], sums[2] = {0, 0};
         int8_t bytes[BLOCK_GROUP];
-        for (int k = 0; k < BLOCK_GROUP; k++) integers[k] = rounded_to(127.0f, x[i + k], scale);
+        for (int k = 0; k < BLOCK_GROUP; k++) integers[k] = (int8_t)rounded_to(127.0f, x[i + k], scale);
+        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += integers[k], sums[1] += integers[BLOCK_GROUP / 2 + k];
         for (int k = 0; k < BLOCK_GROUP; k++) bytes[k] = (int8_t)integers[k];
-        for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += bytes[k], sums[1] += bytes[BLOCK_GROUP / 2 + k];
         *group = (GroupOfRow){scale, scale * (float)(sums[0] + sums[1]), sums[0], sums[1]};
         if (activation_size(format) == 1) memcpy((int8_t *)activations + i, bytes, sizeof bytes);
         else
             for (int k = 0; k < BLOCK_GROUP; k += 4) {
-                const int16_t four[4] = {bytes[k], bytes[k + 2], bytes[k + 1], bytes[k + 3]};
+                const int32_t first = integers[k] & 0xffff, second = integers[k + 1] & 0xffff;
+                const int32_t four[2] = {first | integers[k + 2] * 65536, second | integers[k + 3] * 65536};
                 memcpy((int16_t *)activations + i + k, four, sizeof four);
             }
     }

@@ -310,8 +310,6 @@ int pool_use(int threads) {
     }
     pthread_sigmask(SIG_SETMASK, &before, 0);
     int used = threads < pool.started ? threads : pool.started;
-    for (int thread = pool_threads(); thread < used; thread++) // a share that was long unused would seem to be ahead
-        atomic_store(&shares[thread].ticket, ticket_of(atomic_load(&pool.first_job)));
     atomic_store(&pool.threads, used);
     return used;
 }
@@ -324,6 +322,9 @@ void pool_together(Together function, void *argument) {
         function(argument, &me);
         return;
     }
+    static uint64_t renewed;
+    for (; renewed >> 20 != me.job >> 20; renewed = me.job) // a share that is long empty would seem to be ahead
+        for (int thread = 0; thread < MOST_THREADS; thread++) atomic_store(&shares[thread].ticket, ticket_of(me.job));
     atomic_store(&pool.function, function);
     atomic_store(&pool.argument, argument);
     atomic_store(&pool.is_open, 1);

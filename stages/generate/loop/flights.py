@@ -149,6 +149,7 @@ class Flights:
                 flight.launched = self._engine.launch(flight.plan, before)
         except Exception as error:  # the error belongs to this step, and the step before must still land
             flight.error = error
+            self._several = None if num_steps > 1 else self._several  # it may be the call's own fault
         flight.seconds = time.perf_counter() - began_s
         self._flights.append(flight)
 

@@ -55,8 +55,6 @@ BELIEVED: Final = 0.5
 """Exponent: the part of a surprise that is taken as lasting, the rest as noise."""
 NEAR: Final = 256
 """Positions below this one are similar, then those below twice as much, and so on."""
-
-
 MANY: Final = 8
 """See `Targets.many_s`."""
 

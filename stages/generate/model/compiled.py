@@ -272,7 +272,7 @@ class KernelDecoder:
         # No tensor is made here: after a step little of torch is in the caches, and a call of it takes 0.1 ms and more.
         num_rows = len(plan.rows)
         x = array("f", bytes(4 * num_rows * self._spec.hidden_size))
-        inputs = self._inputs(plan, tables, kv_L2PKSD, x.buffer_info()[0])
+        inputs = self._inputs(plan, tables, kv_L2PKSD, x.buffer_info()[0], num_steps=most)
         drawn_D = [row for row, how in enumerate(samples_B) if how.params.temperature > 0]
         of_steps = [
             Sample(samples_B[row].params, samples_B[row].position + step, ()) for step in range(most) for row in drawn_D
@@ -302,7 +302,14 @@ class KernelDecoder:
         return [kept[-1][step * num_rows : (step + 1) * num_rows].tolist() for step in range(several.num_done)]
 
     def _inputs(
-        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, x_address: int, last_R: Tensor | None = None
+        self,
+        plan: BatchPlan,
+        tables: PageTables,
+        kv_L2PKSD: Tensor,
+        x_address: int,
+        last_R: Tensor | None = None,
+        *,
+        num_steps: int = 1,
     ) -> _Inputs:
         rows = plan.rows
         starts = (0, *accumulate(len(row.token_ids) for row in rows))
@@ -312,7 +319,7 @@ class KernelDecoder:
             known_T = np.frombuffer(token_ids_T, np.int32)
             unknown_T = known_T < 0
             known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
-        width = -(-max(lengths) // tables.page_size)
+        width = -(-(max(lengths) + num_steps - 1) // tables.page_size)
         if len(rows) == 1:  # its pages are read where they are
             pages_BN = None
             pages, table_width = tables.address(rows[0].table), tables.pages_AN.shape[1]

@@ -466,7 +466,8 @@ class Schedule:
 
         def order(prompt: tuple[Request, int]) -> tuple[int, bool, int, int]:
             one, missing = prompt
-            return one.priority, not one.stands_still, PATIENCE * missing + one.came_at, one.arrival
+            pauses = one.stands_still or one.num_output > 0
+            return one.priority, not pauses, PATIENCE * missing + one.came_at, one.arrival
 
         return sorted(prompts, key=order)
 

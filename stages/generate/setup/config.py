@@ -139,7 +139,7 @@ class EngineConfig:
         parse=auto_or(1),
         help=(
             "maximum prompt tokens per step while nothing decodes; where --target-itl works, a step has fewer if it "
-            "would take more than 0.3 s [8192 on CUDA, 2048 on CPU]"
+            "would take more than 0.3 s, or than that target [8192 on CUDA, 2048 on CPU]"
         ),
     )
     mixed_prefill_length: int = flag(

@@ -176,8 +176,8 @@ def test_after_a_failure_the_step_after_it_is_undone_too() -> None:
     assert schedule.free_pages == 100 and schedule.problems() == []
     again = ahead(schedule)
     assert again.step == first.step + 1
-    assert tokens_of(again) == [(0, 1, 2), (0, 1, 2), (0, 1, 2, 7)]
-    assert landed(schedule, 8, 8, 8) == [("b", 1, 8), ("c", 1, 8), ("a", 2, 8)]
+    assert tokens_of(again) == [(0, 1, 2, 7), (0, 1, 2), (0, 1, 2)], "the stream that pauses comes first"
+    assert landed(schedule, 8, 8, 8) == [("a", 2, 8), ("b", 1, 8), ("c", 1, 8)]
 
 
 def landed_at_once(schedule: Schedule, token: int) -> list[tuple[str, int, int]]:

@@ -384,7 +384,8 @@ class Machine(RuleBasedStateMachine):
 
         def order(life: Life) -> tuple[int, bool, int, int]:
             aged = PATIENCE * self._lacks(life) + life.came_at
-            return life.priority, not life.stands_still, aged, life.arrival
+            pauses = life.stands_still or len(life.tokens) > life.prompt_length
+            return life.priority, not pauses, aged, life.arrival
 
         return sorted([*begun, *waiting], key=order)
 
