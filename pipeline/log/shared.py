@@ -25,7 +25,7 @@ from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
 MARK: Final = "@"
 """End of the name of a field whose text is elsewhere; commits/lib.lua has the same."""
 CHAINED: Final = "~"
-"""End of the name of a field whose text begins with a chain; commits/lib.lua has the same."""
+"""End of a field's name: its text begins with a chain; commits/lib.lua has the same."""
 DIGEST_CHARS: Final = 32
 """Number of hex digits of a digest; commits/lib.lua has the same."""
 SHARED_FROM_BYTES: Final = 64

@@ -12,17 +12,18 @@ import numpy as np
 from stages.generate.kernels.library import Format, Matrix, variant
 
 ROWS, INPUTS, OUTPUTS = 12, 1024, 256
-"""A product whose weights stay in the second cache."""
+"""Shape of the measured product. Its weights fit into the L2 cache."""
 TIMES: Final = 5
 MUCH: Final = 1.3
 """Another variant is worth a line in the log if it is this many times as fast."""
 
 
-def faster_than(chosen: str, others: Sequence[str]) -> str:
-    """Return the variant that multiplies bfloat16 at MUCH times the speed of *chosen* or more; "": none does. It takes
-    about a millisecond for each.
+def faster_than(chosen: str, variants: Sequence[str]) -> str:
+    """Return which of *variants* multiplies bfloat16 at least MUCH times as fast as *chosen*, one of them; "": none.
+
+    It takes about a millisecond for each.
     """
-    seconds = {name: min(_seconds(name) for _ in range(TIMES)) for name in (chosen, *others)}
+    seconds = {name: min(_seconds(name) for _ in range(TIMES)) for name in variants}
     best = min(seconds, key=lambda name: seconds[name])
     return best if seconds[chosen] > MUCH * seconds[best] else ""
 

@@ -149,7 +149,8 @@ class Flights:
                 flight.launched = self._engine.launch(flight.plan, before)
         except Exception as error:  # the error belongs to this step, and the step before must still land
             flight.error = error
-            self._several = None if num_steps > 1 else self._several  # it may be the call's own fault
+            if num_steps > 1:
+                self._several = None  # it may be the call's own fault
         flight.seconds = time.perf_counter() - began_s
         self._flights.append(flight)
 
@@ -183,7 +184,7 @@ class Flights:
             rows += self._folded(flight, computed)
         return flight, [*misfits, *rows], [*unfit, *failed]
 
-    def follow(self, flight: Flight) -> Iterator[tuple[Flight, list[StepRow]]]:
+    def follow(self, flight: Flight) -> Iterator[tuple[Flight, Sequence[StepRow]]]:
         """Plan the steps that the call of *flight* has computed after it; yield each with its rows."""
         for computed in flight.following:
             planned = self._schedule.plan()
@@ -191,14 +192,14 @@ class Flights:
             after = Flight(planned[0], planned[1], planned[0].step, None, seconds=flight.seconds)
             yield after, self._folded(after, computed)
 
-    def _folded(self, flight: Flight, computed: Computed) -> list[StepRow]:
+    def _folded(self, flight: Flight, computed: Computed) -> Sequence[StepRow]:
         """Fold the result of a step into the schedule; return its rows."""
         rows = self._schedule.complete(computed.token_ids, computed.scores)
         self._token_ids = computed.token_ids
         self._meter.computed(flight.plan)
         if self._pace is not None:
             self._pace.measured(flight.plan, flight.seconds, flight.budget)
-        return [*rows]
+        return rows
 
     def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
         """Return what the engine computed, or the error of the step. Raise errors that no request can have caused."""

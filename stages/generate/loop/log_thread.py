@@ -245,7 +245,7 @@ class LogThread:
                 if job is None:
                     if self._stopped.is_set():
                         return
-                    self._take_beside_a_step()
+                    self._take_what_fits()
                     continue
                 if isinstance(job, Idle):
                     self._wait_for_update(job)
@@ -262,20 +262,15 @@ class LogThread:
             self._stopped.wait(POLL_S)
             newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
-        room = self._room
-        if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
-            self._keep_trying(lambda: self._take(room))
+        if self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor):
+            self._take_what_fits()
 
-    def _take_beside_a_step(self) -> None:
-        room = self._room
+    def _take_what_fits(self) -> None:
+        """Take as many requests as the engine has told that it has room for, without those that came since."""
+        told, num_read = self._told_room
+        room = told - (self._num_sent - num_read)
         if room > 0:
             self._keep_trying(lambda: self._take(room))
-
-    @property
-    def _room(self) -> int:
-        """Number of requests that may be taken now: what the engine has told, without what came since."""
-        room, num_read = self._told_room
-        return room - (self._num_sent - num_read)
 
     def _tell(self, update: Update) -> None:
         self._num_sent += 1

@@ -8,7 +8,7 @@ Every step has a target time, in which prompts get what the streams leave:
 
 | step | target |
 |---|---|
-| beside streams | `--target-itl`; by default `Targets`, because nobody reads faster than that |
+| beside streams | `--target-itl`; its default is in `Targets`: people do not notice faster tokens |
 | without streams | `ALONE_S`, so that a request that comes meanwhile does not wait long |
 | without streams, and the next prompt of several is short | as beside streams: it becomes a stream at once |
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,7 @@ class GenerateWorker:
         self._grammars = grammars
         self._overlap = overlap
         self._together_s = together_s
-        self._step_s = together_s
+        self._step_s = math.inf
         """Time of the last step."""
         self._released: list[str] = []
         """Uids of requests that ended elsewhere, for the next step's `released`."""
@@ -166,10 +167,10 @@ class GenerateWorker:
 
     def _most_steps(self) -> int:
         """Return how many steps may be computed in one call now."""
-        waits = self._uncompiled or self._resumed or self._suspects or (self._grammars and len(self._grammars))
+        waits = self._uncompiled or self._resumed or self._suspects or self._grammars
         if waits or self._overlap or not self._flights.can_compute_several:
             return 1
-        return max(1, min(MOST_STEPS, int(self._together_s / self._step_s))) if self._step_s else 1
+        return max(1, min(MOST_STEPS, int(self._together_s / self._step_s)))
 
     def _land_until(self, most: int) -> None:
         """Wait for steps in flight and commit them, oldest first, until at most *most* are left."""
@@ -378,7 +379,7 @@ def _figures(flight: Flight) -> dict[str, Any]:
 
 
 def _decided(budget: Budget | None) -> dict[str, Any]:
-    """Return the figures of what `Pace` decided."""
+    """Return a budget's part of the figures of its step."""
     return {} if budget is None else {"mixed_prefill_length": budget.tokens, "target_ms": round(budget.target_s * 1000)}
 
 

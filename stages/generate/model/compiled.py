@@ -274,13 +274,6 @@ class KernelDecoder:
         x = array("f", bytes(4 * num_rows * self._spec.hidden_size))
         inputs = self._inputs(plan, tables, kv_L2PKSD, x.buffer_info()[0], num_steps=most)
         drawn_D = [row for row, how in enumerate(samples_B) if how.params.temperature > 0]
-        of_steps = [
-            Sample(samples_B[row].params, samples_B[row].position + step, ()) for step in range(most) for row in drawn_D
-        ]
-        draws = make_draws(of_steps) if drawn_D else None
-        numbers_NFD = np.empty((most, 6, 0), np.int64)
-        if draws is not None:
-            numbers_NFD = np.ascontiguousarray(draws.numbers_FR.reshape(6, most, -1).swapaxes(0, 1))
         kept = (
             array("i", chain.from_iterable(ends_B)),
             array("i", accumulate((len(ends) for ends in ends_B), initial=0)),
@@ -289,11 +282,15 @@ class KernelDecoder:
             array("q", drawn_D),
             array("q", [0] * (most * num_rows)),
         )
-        logits_BV = np.empty((num_rows if drawn_D else 0, self._spec.vocab_size), np.float32)
         ends, end_starts, best, logits_rows, drawn, tokens = map(_address, kept)
-        several = _Several(most, ends, end_starts, best, logits_rows, logits_BV.ctypes.data, drawn, len(drawn_D))
-        several.divisors = None if draws is None else draws.divisors_R.ctypes.data
-        several.numbers, several.tokens = numbers_NFD.ctypes.data, tokens
+        several = _Several(most, ends, end_starts, best, logits_rows, None, drawn, len(drawn_D), tokens=tokens)
+        if drawn_D:
+            hows = [(samples_B[row], step) for step in range(most) for row in drawn_D]
+            draws = make_draws([Sample(how.params, how.position + step, ()) for how, step in hows])
+            numbers_NFD = np.ascontiguousarray(draws.numbers_FR.reshape(6, most, -1).swapaxes(0, 1))
+            logits_BV = np.empty((num_rows, self._spec.vocab_size), np.float32)
+            several.logits, several.numbers = logits_BV.ctypes.data, numbers_NFD.ctypes.data
+            several.divisors = draws.divisors_R.ctypes.data
         model, step = ctypes.byref(self._model), ctypes.byref(inputs.step)
         outcome = self._functions.kernels_steps(
             model, step, inputs.step.token_ids, inputs.step.lengths, ctypes.byref(several)

@@ -455,8 +455,10 @@ class Schedule:
         return rows
 
     def _prompts(self) -> list[tuple[Request, int]]:
-        """Return the requests whose prompts are not computed yet, and how many tokens each lacks, in the order in which
-        they are computed. Of those that wait, only the first MOST_TAKEN are looked up in the cache."""
+        """Return each request with uncomputed prompt tokens, and their number, in the order of computation.
+
+        Only the first MOST_TAKEN waiting requests are looked up in the cache.
+        """
         waiting = [one for one in self._waiting if self._alone in (None, one.uid)]
         prompts = [(one, len(one.token_ids) - one.num_computed) for one in self._running if one.chunks > 0]
         for number, one in enumerate(waiting):

@@ -69,11 +69,8 @@ def load_engine(
     if measure is not None:
         settings = settings.with_pages(engine.num_pages)
     settings = settings.with_fused(engine.fused)
-    if config.engine.kernels == "auto" and settings.kernels.startswith("avx512") and dtype == "bfloat16":
-        others = [name for name in library.available() if name.startswith("avx512") and name != settings.kernels]
-        if faster := faster_than(settings.kernels, others):
-            remedy = f"pass --kernels {faster} to all engines of the namespace, and please report the CPU"
-            logger.warning("kernels_seem_slow", chosen=settings.kernels, faster=faster, remedy=remedy)
+    if config.engine.kernels == "auto" and dtype == "bfloat16":
+        _warn_if_slow(settings.kernels)
     logger.debug(
         "engine_loaded",
         seconds=round(time.monotonic() - began_s, 2),
@@ -95,6 +92,14 @@ def load_engine(
         **_heads_of(spec, settings),
     )
     return engine
+
+
+def _warn_if_slow(kernels: str) -> None:
+    """Log a warning if another variant of AVX-512 is much faster here than the chosen one."""
+    variants = [name for name in library.available() if name.startswith("avx512")]
+    if kernels in variants and (faster := faster_than(kernels, variants)):
+        remedy = f"pass --kernels {faster} to all engines of the namespace, and please report the CPU"
+        logger.warning("kernels_seem_slow", chosen=kernels, faster=faster, remedy=remedy)
 
 
 def _heads_of(spec: ModelSpec, settings: Settings) -> dict[str, int]:
