@@ -296,9 +296,8 @@ static void score(const Work *work, int64_t row, int64_t row_end, int64_t first,
     const Pages *pages = work->pages;
     const int lies_turned = pages->page_size >= KEY_GROUP;
     const int64_t size = size_of(pages->format);
-    int kind = in_pairs(pages) ? SCORE_PAIRS : SCORE_FLOATS;
-    if (lies_turned && !in_pairs(pages) && pages->format != FLOAT32)
-        kind = pages->format == FLOAT16 ? SCORE_HALVES : SCORE_WORDS;
+    static const int kinds[] = {[FLOAT32] = SCORE_FLOATS, [BFLOAT16] = SCORE_WORDS, [FLOAT16] = SCORE_HALVES};
+    const int kind = in_pairs(pages) ? SCORE_PAIRS : lies_turned ? kinds[pages->format] : SCORE_FLOATS;
     for (int64_t start = round_down(first, lies_turned ? KEY_GROUP : LANES), until; start < end; start = until) {
         until = least(end, start + work->turned);
         if (lies_turned)

@@ -37,6 +37,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #define GROUP 64
+
 #ifdef __AVX512BF16__
 #define PAIRS_OF_BFLOAT16 1
 #else

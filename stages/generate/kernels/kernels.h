@@ -37,8 +37,8 @@ typedef struct {
 #define KEY_GROUP 16
 
 // The keys and values of one layer, as they lie: [page][kv head][slot][head_dim]. But keys of pages with KEY_GROUP slots or
-// more: [page][kv head][slot / KEY_GROUP][head_dim][slot % KEY_GROUP], in bfloat16 with two dimensions side by side. Slots that were never written may hold
-// anything, even NaN, without any effect.
+// more: [page][kv head][slot / KEY_GROUP][head_dim][slot % KEY_GROUP], in bfloat16 with two dimensions side by side. Slots that
+// were never written may hold anything, even NaN, without any effect.
 typedef struct {
     const void *keys, *values;
     int64_t num_heads, num_kv_heads, head_dim, page_size;

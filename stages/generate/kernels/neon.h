@@ -161,7 +161,6 @@ INLINE int32x4_t low_of_four(int32x4_t a) {
 INLINE int32x4_t high_of_four(int32x4_t a) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
 INLINE Integers low_nibbles(Integers a) { return (Integers){low_of_four(a.low), low_of_four(a.high)}; }
 INLINE Integers high_nibbles(Integers a) { return (Integers){high_of_four(a.low), high_of_four(a.high)}; }
-INLINE Integers from_signed_bytes(Integers a) { return a; }
 INLINE Integers spread_integer(int32_t number) { return (Integers){vdupq_n_s32(number), vdupq_n_s32(number)}; }
 // A product is at most 128 * 127, which fits into 16 bits.
 INLINE int32x4_t add_bytes_of_four(int32x4_t sum, int32x4_t weights, int8x8_t x) {

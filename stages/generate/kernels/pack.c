@@ -15,14 +15,8 @@ typedef float Chunk[PANEL][CHUNK];
 
 int64_t NAME(panel_bytes)(Format format, int64_t inputs) {
     inputs = round_up(inputs, 2);
-    int64_t lines = inputs * PANEL;
     if (is_blocked(format)) return bytes_of_units(format, inputs);
-    switch (format) {
-    case FLOAT32:
-        return lines * 4;
-    default:
-        return lines * 2;
-    }
+    return panel_offset(format, inputs);
 }
 
 int64_t NAME(activation_bytes)(Format format, int64_t inputs) {
@@ -82,31 +76,31 @@ static void read_chunk(const void *const rows[PANEL], Format source, int64_t inp
     }
 }
 
-// The largest magnitude, as the bits of a float: those of a NaN are above all others.
-INLINE uint32_t largest(const float *numbers, int count) {
+// The largest magnitude of a group, as the bits of a float: those of a NaN are above all others.
+INLINE uint32_t largest(const float *numbers) {
     uint32_t found = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < BLOCK_GROUP; i++) {
         uint32_t magnitude = float_to_bits(numbers[i]) & 0x7fffffff;
         found = magnitude > found ? magnitude : found;
     }
     return found;
 }
 
-// number / scale as an integer from -most to most, ties to even.
-INLINE int32_t rounded_to(float most, float number, float scale) {
+// number / scale as an integer from -127 to 127, ties to even.
+INLINE int8_t rounded(float number, float scale) {
     float integer = number / scale;
-    integer = integer > most ? most : integer < -most ? -most : integer;
-    return (int32_t)float_to_bits(integer + 12582912.0f); // 1.5 * 2^23 leaves it in the low bits of the float
+    integer = integer > 127.0f ? 127.0f : integer < -127.0f ? -127.0f : integer;
+    return (int8_t)float_to_bits(integer + 12582912.0f); // 1.5 * 2^23 leaves it in the low bits of the float
 }
 
 // The scale of weights of which this is the largest: the least half whose 127-fold is not below it. NaN if there is none.
 static uint16_t scale_of(uint32_t largest_weight) {
-    float exact[8] = {bits_to_float(largest_weight) / 127.0f}, rounded[8];
+    float exact[8] = {bits_to_float(largest_weight) / 127.0f}, nearest[8];
     uint16_t scale[8];
     if (!(exact[0] <= 65504.0f)) return 0x7e00;
     floats_to_halves(exact, scale);
-    halves_to_floats(scale, rounded);
-    return (uint16_t)(scale[0] + (rounded[0] < exact[0]));
+    halves_to_floats(scale, nearest);
+    return (uint16_t)(scale[0] + (nearest[0] < exact[0]));
 }
 
 // Round the weights of a unit of Q8_0: each group has a scale.
@@ -114,13 +108,13 @@ static void pack_unit(const Chunk chunk, char *unit) {
     for (int output = 0; output < PANEL; output++)
         for (int group = 0; group < GROUP / BLOCK_GROUP; group++) {
             const float *weights = chunk[output] + group * BLOCK_GROUP;
-            uint16_t scale[8] = {scale_of(largest(weights, BLOCK_GROUP))};
+            uint16_t scale[8] = {scale_of(largest(weights))};
             float width[8];
             halves_to_floats(scale, width);
             ((uint16_t *)unit)[group * PANEL + output] = scale[0];
             int8_t *to = (int8_t *)unit + head_bytes(Q8_0) + group * BLOCK_GROUP * PANEL + output * 4;
             for (int i = 0; i < BLOCK_GROUP; i++)
-                to[i / 4 * 4 * PANEL + i % 4] = (int8_t)rounded_to(127.0f, weights[i], scale[0] ? width[0] : 1.0f);
+                to[i / 4 * 4 * PANEL + i % 4] = rounded(weights[i], scale[0] ? width[0] : 1.0f);
         }
 }
 
@@ -171,14 +165,14 @@ void NAME(pack)(Format format, const void *const rows[PANEL], Format source, int
 }
 
 // Round groups of 32 to int8, each with a scale of its own.
-INLINE void prepare_bytes(const Format format, const float *x, int64_t inputs, void *activations) {
+static void prepare_bytes(Format format, const float *x, int64_t inputs, void *activations) {
     GroupOfRow *group = (GroupOfRow *)((char *)activations + row_scale_offset(format, inputs));
     for (int64_t i = 0; i < inputs; i += BLOCK_GROUP, group++) {
-        float scale = bits_to_float(largest(x + i, BLOCK_GROUP)) / 127.0f, smallest = bits_to_float(1u << 23);
+        float scale = bits_to_float(largest(x + i)) / 127.0f, smallest = bits_to_float(1u << 23);
         if (scale < smallest) scale = smallest; // a NaN stays
         int32_t integers[BLOCK_GROUP], sums[2] = {0, 0};
         int8_t bytes[BLOCK_GROUP];
-        for (int k = 0; k < BLOCK_GROUP; k++) integers[k] = (int8_t)rounded_to(127.0f, x[i + k], scale);
+        for (int k = 0; k < BLOCK_GROUP; k++) integers[k] = rounded(x[i + k], scale);
         for (int k = 0; k < BLOCK_GROUP / 2; k++) sums[0] += integers[k], sums[1] += integers[BLOCK_GROUP / 2 + k];
         for (int k = 0; k < BLOCK_GROUP; k++) bytes[k] = (int8_t)integers[k];
         *group = (GroupOfRow){scale, scale * (float)(sums[0] + sums[1]), sums[0], sums[1]};
@@ -194,12 +188,8 @@ INLINE void prepare_bytes(const Format format, const float *x, int64_t inputs, v
 
 void NAME(prepare)(Format format, const float *x, int64_t inputs, void *activations) {
     inputs = round_up(inputs, ROW_MULTIPLE);
-    if (format == Q8_0) {
-        prepare_bytes(Q8_0, x, inputs, activations);
-        return;
-    }
     if (is_blocked(format)) {
-        prepare_bytes(Q4_0, x, inputs, activations);
+        prepare_bytes(format, x, inputs, activations);
         return;
     }
 #if PAIRS_OF_BFLOAT16

@@ -45,6 +45,7 @@ static struct {
     _Atomic uint64_t first_job; // what `Member.job` begins with
     _Atomic int threads;        // that may work
     int started;                // that exist, the caller among them
+    uint64_t renewed;           // the job before which the shares were renewed
 } pool = {.ticket = (uint64_t)1 << (2 * COUNT_BITS), .threads = 1, .started = 1};
 
 // Each thread has a share of the chunks of a job, chunks beside each other, which it takes before any others. So threads seldom
@@ -322,9 +323,10 @@ void pool_together(Together function, void *argument) {
         function(argument, &me);
         return;
     }
-    static uint64_t renewed;
-    for (; renewed >> 20 != me.job >> 20; renewed = me.job) // a share that is long empty would seem to be ahead
+    if (pool.renewed >> 20 != me.job >> 20) { // a share that is empty for 2^23 jobs would seem to be ahead
         for (int thread = 0; thread < MOST_THREADS; thread++) atomic_store(&shares[thread].ticket, ticket_of(me.job));
+        pool.renewed = me.job;
+    }
     atomic_store(&pool.function, function);
     atomic_store(&pool.argument, argument);
     atomic_store(&pool.is_open, 1);

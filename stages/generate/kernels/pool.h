@@ -1,9 +1,9 @@
 // Threads that compute together.
 //
 // They all run the same function, and in it they meet the same jobs in the same order. Each thread has a share of the chunks of
-// a job, and takes those of others when it has computed its own. So no thread leads, and one that Linux does not run for a while holds
-// nobody up: the others take its next chunks, compute the one that it holds a second time, and go on without it. When
-// it runs again, it skips the jobs that are done. Idle threads spin for some microseconds and then sleep.
+// a job, and takes those of others when it has computed its own. So no thread leads, and one that Linux does not run for a
+// while holds nobody up: the others take its next chunks, compute the one that it holds a second time, and go on without it.
+// When it runs again, it skips the jobs that are done. Idle threads spin for some microseconds and then sleep.
 #pragma once
 #include <stdint.h>
 

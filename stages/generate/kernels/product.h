@@ -101,7 +101,7 @@ INLINE void blocks(const int kind, const int rows, const int columns, int64_t ve
 
 #define ROWS(kind, rows, columns)                                                                                     \
     case rows:                                                                                                        \
-        blocks(kind, rows, columns, vectors, a, a_stride, b, b_stride, b_group, depth, scales, c, c_stride);                   \
+        blocks(kind, rows, columns, vectors, a, a_stride, b, b_stride, b_group, depth, scales, c, c_stride);          \
         break;
 
 #if LANES == 16
