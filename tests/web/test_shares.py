@@ -415,9 +415,12 @@ async def test_of_connections_that_are_cut_while_they_wait_for_their_turn_nothin
         await say_hello(scope, receive, send)
 
     async with clients_of(answer, most=100) as (server, clients):
-        for client in await clients.several(60):
+        several = await clients.several(60)
+        await until(lambda: server.config.connection_limit.num_open == len(several))
+        for client in several:
             client.writer.write(3 * get("/"))
         await until(lambda: begun > 3)
+        assert begun < 2 * len(several), "some still wait"
         for each in server.connections:
             if (one := each()) is not None:
                 one.cut()
