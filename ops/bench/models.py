@@ -128,7 +128,8 @@ def write(shape: Shape, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from stages.generate.model.spec import read_spec, tensor_shapes
+    from stages.generate.model.config import read_spec
+    from stages.generate.model.spec import tensor_shapes
 
     write_all_but_weights(shape, folder)
     generator = torch.Generator().manual_seed(SEED)
@@ -150,7 +151,8 @@ def write_nonsense(folder: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from stages.generate.model.spec import read_spec, tensor_shapes
+    from stages.generate.model.config import read_spec
+    from stages.generate.model.spec import tensor_shapes
 
     vocabulary = write_all_but_weights(NONSENSE, folder)
     wanted = [vocabulary[token] for token in (*string.ascii_lowercase, "Ġ", ".", ",", STOP)]

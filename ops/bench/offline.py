@@ -31,7 +31,8 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.process.config import ModelConfig
 from stages.generate.loop.flights import Forward, launching
 from stages.generate.model.checkpoint import model_id
-from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import ModelSpec, tensor_shapes
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.setup.config import EngineConfig
 

@@ -28,7 +28,7 @@ from stages.detokenize.worker import load_decoder
 from stages.generate.loop.flights import Forward
 from stages.generate.loop.worker import GenerateWorker, Loaded, load, serving_of
 from stages.generate.model.checkpoint import model_id
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 from stages.generate.ranks.children import loaded_with_ranks
 from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import resolve

@@ -250,7 +250,7 @@ def _check_keys(config: KeysConfig) -> None:
 
 def _check_ranks(config: EngineConfig, folder: Path) -> None:
     """Check that --tp can divide the model in *folder*, before anything starts. Raises ConfigError."""
-    from stages.generate.model.spec import read_spec
+    from stages.generate.model.config import read_spec
 
     if config.tp > 1:
         read_spec(folder).sharded(0, config.tp)

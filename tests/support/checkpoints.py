@@ -7,7 +7,9 @@ test of parity could fail on it.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +19,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     NoBadWordsLogitsProcessor,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from ops.bench.models import END as END
@@ -34,11 +40,28 @@ from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.setup.resolve import resolve_dtype
 
-Family = Literal["llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd"]
-FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd")
+Family = Literal["llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "smollm3", "odd"]
+FAMILIES: tuple[Family, ...] = (
+    *("llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "smollm3"),
+    "odd",
+)
 """`odd` is a Llama with biases and 6 query and 3 kv heads, in which nothing but the head is a multiple of 8."""
 WINDOW = 24
-"""Tokens that a token of the mistral model sees."""
+"""Tokens that a token of the mistral model sees, and one in the local layer of the gemma models."""
+LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 3.5, 5.0, 6.5, 8.0, 9.5],
+}
+LONGROPE_FROM = 12
+"""Context beyond which the phi3 model has its long factors: below that of every prompt of a test."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -95,10 +118,10 @@ def make_checkpoint(
 ) -> Path:
     """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
 
-    *tie* None: tied embeddings for qwen3, not for the others. *bias* gives the linear layers that may have one a bias:
-    those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
-    *rope* replaces the family's, *experts* changes what qwen3moe says of its. Weights of more than *shard_size* become
-    several files. *head_dim* replaces the family's, *sizes* other numbers of its config.
+    *tie* None: tied embeddings for qwen3, gemma and smollm3, not for the others. *bias* gives the linear layers that
+    may have one a bias: those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is
+    trained to, at most. *rope* replaces the family's, *experts* changes what qwen3moe says of its. Weights of more than
+    *shard_size* become several files. *head_dim* replaces the family's, *sizes* other numbers of its config.
     """
     tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
     tokenizer.save_pretrained(folder)
@@ -113,10 +136,12 @@ def make_checkpoint(
         "eos_token_id": eos_ids[0],
         "bos_token_id": tokenizer.bos_token_id,
         "attention_bias": bias,
-        "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
+        "tie_word_embeddings": architecture in ("qwen3", "gemma2", "gemma3", "smollm3") if tie is None else tie,
     }
-    default_rope = LLAMA3_ROPE if architecture == "llama3" else {"rope_type": "default", "rope_theta": 10_000.0}
-    common["rope_parameters"] = dict(rope or default_rope)
+    default_rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+    phi3_rope = LONGROPE if head_dim is None else default_rope | {"partial_rotary_factor": 0.75}
+    ropes: dict[str, Mapping[str, Any]] = {"llama3": LLAMA3_ROPE, "gemma3": GEMMA3_ROPES, "phi3": phi3_rope}
+    common["rope_parameters"] = copy.deepcopy(dict(rope or ropes.get(architecture, default_rope)))
     config = _config(architecture, common, bias=bias, experts=experts or {})
     if head_dim is not None:
         config.head_dim = head_dim
@@ -138,6 +163,20 @@ def _config(
 ) -> PreTrainedConfig:
     if architecture == "llama3":
         return LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
+    if architecture in ("gemma2", "gemma3"):
+        common |= {"hidden_size": 72, "intermediate_size": 96, "head_dim": 32, "query_pre_attn_scalar": 24}
+        kinds = itertools.islice(itertools.cycle(LOCAL_AND_GLOBAL), common["num_hidden_layers"])
+        common |= {"sliding_window": WINDOW, "layer_types": [*kinds]}
+        if architecture == "gemma3":
+            return Gemma3TextConfig(**common)
+        return Gemma2Config(attn_logit_softcapping=3.0, final_logit_softcapping=9.0, **common)
+    if architecture == "phi3":
+        del common["attention_bias"]
+        common |= {"original_max_position_embeddings": LONGROPE_FROM}
+        return Phi3Config(hidden_size=64, intermediate_size=96, sliding_window=40, pad_token_id=0, **common)
+    if architecture == "smollm3":
+        common |= {"no_rope_layer_interval": 2}
+        return SmolLM3Config(hidden_size=64, intermediate_size=96, pad_token_id=0, **common)
     if architecture == "odd":
         common |= {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}
         return LlamaConfig(hidden_size=90, intermediate_size=117, head_dim=24, **common)
@@ -181,11 +220,13 @@ def train_tokenizer(vocab_size: int, *, with_bos: bool) -> PreTrainedTokenizerFa
 
 
 def _scatter(model: torch.nn.Module) -> None:
-    """Norms are 1 and biases 0 in a new model: one left out or in the wrong place would go unseen."""
+    """Norms are 1 or 0 and biases 0 in a new model: one left out or in the wrong place would go unseen."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif "embed" in name and hasattr(model.config, "query_pre_attn_scalar"):
+                parameter.mul_(0.1)  # those of gemma are scaled: else each token would be its own successor
             elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)
 

@@ -152,7 +152,8 @@ class Wrapper:
     def need_kernels(self) -> None:
         given = self.given
         dtypes = (given.q_data_type, given.kv_data_type, given.q_data_type, torch.int32)
-        kernels = (self.options.backend, *dtypes, *(self.head_dim,) * 2, 0, given.window_left >= 0, False, False)
+        how = (0, given.window_left >= 0, bool(given.logits_soft_cap), False)
+        kernels = (self.options.backend, *dtypes, *(self.head_dim,) * 2, *how)
         if kernels not in self.library.loaded:
             self.library.late.append(kernels)
 
@@ -198,7 +199,7 @@ class Wrapper:
             parts = 1 if plan.disable_split_kv else max(1, MULTIPROCESSORS // len(lengths_B))
             self.library.parts.append(parts)
             pages = (indptr, indices, last_page_len, plan.page_size)
-            how = (scale, causal, plan.window_left, parts)
+            how = (scale, causal, plan.window_left, plan.logits_soft_cap or 0.0, parts)
             here(out_THD).copy_(_attend(here(q_THD), (k, v), qo_indptr, *pages, *how))
 
         self.library.stream.launch(compute)
@@ -275,6 +276,7 @@ def _attend(
     sm_scale: float,
     causal: bool,
     window_left: int,
+    cap: float,
     parts: int,
 ) -> Tensor:
     rows = []
@@ -288,7 +290,8 @@ def _attend(
             seen &= distance <= window_left
         groups = q_THD.shape[1] // len(k_KCD)
         q_HQD = q_THD[begin:end].transpose(0, 1).float() * sm_scale
-        scores_HQC = (q_HQD @ k_KCD.repeat_interleave(groups, 0).transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        scores_HQC = q_HQD @ k_KCD.repeat_interleave(groups, 0).transpose(1, 2)
+        scores_HQC = (cap * (scores_HQC / cap).tanh() if cap else scores_HQC).masked_fill(~seen, float("-inf"))
         most_HQ1 = scores_HQC.amax(-1, keepdim=True)
         p_HQC = (scores_HQC - most_HQ1).exp()
         o_HQD, sum_HQ1 = torch.zeros_like(q_HQD), torch.zeros_like(most_HQ1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.errors import RankLost
 from stages.generate.collectives import Collectives, GlooCollectives, NcclCollectives
 from stages.generate.forward.engine import Engine
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 from stages.generate.ranks.channel import PATIENCE_S, connect
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 

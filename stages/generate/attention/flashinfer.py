@@ -339,7 +339,8 @@ def options(shape: AttentionShape) -> dict[str, Any]:
     """Return the arguments that every plan takes by name. Without a dtype a plan would use float16."""
     return {
         "window_left": shape.window - 1,
-        "sm_scale": shape.head_dim**-0.5,
+        "sm_scale": shape.scale,
+        "logits_soft_cap": shape.cap,
         "q_data_type": shape.dtype,
         "kv_data_type": shape.dtype,
     }
@@ -403,7 +404,7 @@ def kernels_of(library: Any, shape: AttentionShape, backend: str = "fa2") -> Any
         shape.head_dim,
         0,  # no position encoding
         shape.window > 0,
-        False,  # no soft cap of the logits
+        shape.cap > 0,
         False,  # no sums in float16
     )
 

@@ -76,13 +76,13 @@ class OneShapeAttention:
     def _of_rows(self, rows: _Rows, q_RHD: Tensor, table_BN: Tensor, kv_2PKSD: Tensor) -> Tensor:
         """Return o_RHD: the running maximum, sum and product of a softmax over one block of tokens after the other."""
         shape = self._shape
-        q_RKGD = q_RHD.float().view(BLOCK_ROWS, shape.num_kv_heads, -1, shape.head_dim) * shape.head_dim**-0.5
+        q_RKGD = q_RHD.float().view(BLOCK_ROWS, shape.num_kv_heads, -1, shape.head_dim) * shape.scale
         o_RKGD = torch.zeros_like(q_RKGD)
         sum_RKG1 = o_RKGD[..., :1].clone()
         most_RKG1 = torch.full_like(sum_RKG1, float("-inf"))
         for block in range(rows.num_blocks):
             k_RKCD, v_RKCD, hidden_R11C = self._block(rows, block, table_BN, kv_2PKSD)
-            scores_RKGC = (q_RKGD @ k_RKCD.transpose(2, 3)).masked_fill(hidden_R11C, float("-inf"))
+            scores_RKGC = shape.capped(q_RKGD @ k_RKCD.transpose(2, 3)).masked_fill(hidden_R11C, float("-inf"))
             following_RKG1 = torch.maximum(most_RKG1, scores_RKGC.amax(-1, keepdim=True))
             p_RKGC = (scores_RKGC - following_RKG1).exp()
             kept_RKG1 = (most_RKG1 - following_RKG1).exp()

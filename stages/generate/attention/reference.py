@@ -51,7 +51,7 @@ class ReferenceAttention:
         num_queries, length = q_QHD.shape[0], kv_2KCD.shape[2]
         q_KGQD = q_QHD.float().reshape(num_queries, shape.num_kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
         k_KCD, v_KCD = kv_2KCD.unsqueeze(2)
-        scores_KGQC = q_KGQD @ k_KCD.transpose(-1, -2) * shape.head_dim**-0.5
+        scores_KGQC = shape.capped(q_KGQD @ k_KCD.transpose(-1, -2) * shape.scale)
         distance_QC = torch.arange(length - num_queries, length, device=device)[:, None] - torch.arange(
             length, device=device
         )

@@ -68,7 +68,6 @@ class TorchAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._scale = shape.head_dim**-0.5
 
     def plan(self, batch: ForwardBatch) -> Attend:
         """Compute where keys and values go, which pages the decode rows read, and which of their slots are hidden."""
@@ -126,14 +125,14 @@ class TorchAttention:
     def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
         k_PKSD, v_PKSD = kv_2PKSD
         shape = self._shape
-        q_BKGD = (q_BHD * self._scale).view(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
+        q_BKGD = (q_BHD * shape.scale).view(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
         scores_UKGS = torch.cat(
             [
                 torch.matmul(q_BKGD.index_select(0, plan.rows_U[part]), k_UKSD.transpose(2, 3))
                 for part, k_UKSD in self._gather(plan, k_PKSD)
             ]
         )
-        scores_UHS = scores_UKGS.flatten(1, 2)
+        scores_UHS = shape.capped(scores_UKGS.flatten(1, 2))
         scores_UHS[plan.num_whole :].masked_fill_(plan.hidden_E1S, float("-inf"))
         p_UHS = scores_UHS.softmax(2, dtype=torch.float32)  # each page on its own
         shares_UH = self._shares(plan, scores_UHS.amax(2).float(), 1 / p_UHS.amax(2))
@@ -181,7 +180,7 @@ class TorchAttention:
         num_queries = len(q_QHD)
         if num_queries == 1:  # the query heads of a kv head are queries that see the same tokens
             k_K1CD, v_K1CD = k_K1CD[:, :, -self._shape.window :], v_K1CD[:, :, -self._shape.window :]  # -0: all
-            o_K1GD = F.scaled_dot_product_attention(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, scale=self._scale)
+            o_K1GD = self._softmax(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, None)
             return o_K1GD.reshape(q_QHD.shape)
         if num_queries == plan.length and not 0 < self._shape.window < num_queries:
             o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None)
@@ -199,9 +198,19 @@ class TorchAttention:
         """Return o_KGQD. Without a mask the queries must be all tokens of the row."""
         groups = q_KGQD.shape[1]
         k_KGCD, v_KGCD = (tokens.expand(-1, groups, -1, -1) for tokens in (k_K1CD, v_K1CD))
-        return F.scaled_dot_product_attention(
-            q_KGQD, k_KGCD, v_KGCD, attn_mask=visible_QC, is_causal=visible_QC is None, scale=self._scale
-        )
+        return self._softmax(q_KGQD, k_KGCD, v_KGCD, visible_QC, is_causal=visible_QC is None)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool = False) -> Tensor:
+        """Return softmax(q k scale) v. torch's own function knows no cap."""
+        shape = self._shape
+        if not shape.cap:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=shape.scale)
+        if is_causal:
+            visible = self._visible(q.shape[-2], k.shape[-2])
+        scores = shape.capped(q @ k.transpose(-1, -2) * shape.scale)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
     def _tokens(self, plan: _ChunkPlan, pages_PKSD: Tensor) -> Tensor:
         """Return the row's keys or values, [K, 1, C, D]: its pages, one kv head after the other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, DeviceFull
-from stages.generate.attention import ATTENTION, Attention, AttentionShape
+from stages.generate.attention import ATTENTION, Attention
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
 from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
@@ -30,6 +30,7 @@ from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
+from stages.generate.model.attention import attention_shape
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
@@ -86,12 +87,17 @@ class TorchComputer:
     """The decoder and the attention in torch."""
 
     def __init__(
-        self, decoder: Decoder, attention: Attention, device: torch.device, graphs: DecodeGraphs | None = None
+        self,
+        decoder: Decoder,
+        attentions: Sequence[Attention],
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """*graphs*: of decode rows. A step's decode rows are then computed before its chunks: a chunk may read a page
-        that a decode row fills in the same step.
+        """*attentions*: of each kind of layer; the same object for kinds with equal ones. *graphs*: of decode rows. A
+        step's decode rows are then computed before its chunks: a chunk may read a page that a decode row fills in the
+        same step.
         """
-        self._decoder, self._attention, self._device, self._graphs = decoder, attention, device, graphs
+        self._decoder, self._attentions, self._device, self._graphs = decoder, attentions, device, graphs
 
     def forward(
         self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None
@@ -108,7 +114,8 @@ class TorchComputer:
         return torch.cat((self._graphs.forward(decode), self._layers(chunks, kv_L2PKSD))), batch.query_starts
 
     def _layers(self, batch: ForwardBatch, kv_L2PKSD: Tensor) -> Tensor:
-        return self._decoder.forward(batch, self._attention.plan(batch), kv_L2PKSD)
+        planned = {id(each): each.plan(batch) for each in dict.fromkeys(self._attentions)}
+        return self._decoder.forward(batch, [planned[id(each)] for each in self._attentions], kv_L2PKSD)
 
     @property
     def takes_masks(self) -> bool:
@@ -239,6 +246,7 @@ class Engine:
         self._threads = threads = torch.get_num_threads()
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
+        spec = spec.at(max_seq_len)
         packed = kernels != "torch" or packs(device, dtype)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
         if quantization not in ("none", "int8"):
@@ -259,14 +267,17 @@ class Engine:
         else:
             if packed:
                 pack_weights(weights)
-            heads = (shard.num_heads, shard.num_kv_heads, spec.head_dim)
-            fused = fused and not deterministic
-            shape = AttentionShape(*heads, page_size, spec.window, self.dtype, self.device, deterministic, fused)
-            backend = ATTENTION[attention](shape)
+            of_window = {}
+            for window in dict.fromkeys(kind.window for kind in spec.kinds):
+                shape = attention_shape(shard, page_size, dtype, device, window)
+                shape = replace(shape, deterministic=deterministic, fused=fused and not deterministic)
+                of_window[window] = ATTENTION[attention](shape)
+            backends = [of_window[kind.window] for kind in spec.kinds]
+            backend = backends[0]
             beside = backend.beside if isinstance(backend, FlashInferAttention) else IN_TORCH
             self.fused = beside.modules
             decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, beside.operations)
-            self._computer = TorchComputer(decoder, backend, device)
+            self._computer = TorchComputer(decoder, backends, device)
             if measure is not None:
                 self._measure(shard, measure, graphs=graph > 0)
         self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device)
@@ -278,7 +289,7 @@ class Engine:
             graphs = self._recorded(decoder, backend, graph, needed=needs_graph)
             if graphs is not None:
                 self.graph = graph
-                self._computer = TorchComputer(decoder, backend, device, graphs)
+                self._computer = TorchComputer(decoder, backends, device, graphs)
 
     @torch.inference_mode()
     def _recorded(

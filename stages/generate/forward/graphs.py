@@ -54,7 +54,8 @@ class DecodeGraphs:
                 run = attention.prepare(batch)  # once for each of its two sets of memory
 
             def step(batch: ForwardBatch = batch, run: Any = run) -> Tensor:
-                return decoder.forward(batch, attention.attending(run, batch.slots_T), kv_L2PKSD)
+                attend = attention.attending(run, batch.slots_T)
+                return decoder.forward(batch, [attend] * decoder.num_kinds, kv_L2PKSD)
 
             replay, x_RE, pool = record(step, self._device, pool)
             self._graphs[num_rows] = replay, x_RE

@@ -4,7 +4,7 @@
 // the size of a page. Tiles come in segments of SEGMENT tokens, or of one page if a page is larger. The order of the
 // operations of a row is fixed:
 //
-//   score    One FMA chain over the dimensions. The query includes the scale and log2 e. Where the CPU multiplies pairs
+//   score    One FMA chain over the dimensions. The query includes the scale and log2 e, or 1 / cap. Where the CPU multiplies pairs
 //            of bfloat16 and the pages have them, the query is rounded to bfloat16 and the chain is over pairs.
 //   tile     The greatest score so far is the reference. The sums and the output are scaled to it, then the tile is
 //            added: each lane sums every LANES-th weight, and each dimension is one FMA chain over the keys.
@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "lanes.h"
 #include "product.h"
+#include "vexp.h"
 #include <stdbool.h>
 #include <string.h>
 
@@ -103,7 +104,7 @@ int64_t NAME(attend_scratch)(const Pages *pages) {
 
 static void take_query(const Work *work, const float *q, int64_t row) {
     const Pages *pages = work->pages;
-    float *query = work->queries + row * work->width, factor = pages->scale * LOG2_E;
+    float *query = work->queries + row * work->width, factor = pages->cap ? pages->scale / pages->cap : pages->scale * LOG2_E;
     for (int64_t d = 0; d < pages->head_dim; d++)
         query[d] = q[d] * factor;
     if (in_pairs(pages)) {
@@ -321,11 +322,22 @@ static void score(const Work *work, int64_t row, int64_t row_end, int64_t first,
     }
 }
 
+// Cap the scores that a row sees, which come divided by the cap, and multiply them with log2 e.
+static void cap_scores(const Work *work, int64_t row) {
+    float *scores = work->scores + row * TILE;
+    const float factor = work->pages->cap * LOG2_E;
+    for (int32_t slot = work->first[row]; slot < work->end[row]; slot++)
+        scores[slot] = factor * tanh_of(scores[slot]);
+}
+
 // Find the references of the rows [row, row_end), and what their sums decay by.
 static void find_references(const Work *work, int64_t row, int64_t row_end) {
     float *most = work->segment.most;
-    for (int64_t r = row; r < row_end; r++)
+    for (int64_t r = row; r < row_end; r++) {
+        if (work->pages->cap)
+            cap_scores(work, r);
         work->reference[r] = greatest_score(work, r);
+    }
     for (int64_t r = round_down(row, LANES); r < row_end; r += LANES) {
         Lanes before = load(most + r), now = greater(before, load(work->reference + r));
         if (r < row || r + LANES > row_end)

@@ -104,7 +104,7 @@ void mix_experts(const Work *work, const Layer *layer) {
         pool_share(work->me, group_chunk, 0, &mixture, 1);
         prepare_for_all(work, x, model->hidden, work->pair_tokens, num_pairs, layer->mlp_norm, &layer->experts->gate_up,
                 work->pair_activations);
-        multiply_pairs(&mixture, layer, 0, SWIGLU, work->pair_inner, work->pair_inner_stride);
+        multiply_pairs(&mixture, layer, 0, GATE, work->pair_inner, work->pair_inner_stride);
         prepare_for_all(work, work->pair_inner, work->pair_inner_stride, 0, num_pairs, 0, &layer->experts->down,
                 work->pair_activations);
         multiply_pairs(&mixture, layer, 1, STORE, work->pair_out, work->pair_out_stride);

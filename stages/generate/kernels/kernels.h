@@ -44,7 +44,8 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, page_size;
     int64_t window; // a token sees this many tokens, itself included; 0: all before it
     Format format;  // FLOAT32, BFLOAT16 or FLOAT16
-    float scale;    // of the scores: 1 / sqrt(head_dim)
+    float scale;    // of the scores
+    float cap;      // scores become cap * tanh(score / cap); 0: they stay as they are
 } Pages;
 
 // Tokens of a row that are summed by themselves before they are merged, in order, with those before: a long row may be

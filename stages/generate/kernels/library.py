@@ -57,6 +57,7 @@ class Pages(ctypes.Structure):
         ("window", c_int64),
         ("format", c_int),
         ("scale", c_float),
+        ("cap", c_float),
     ]
 
 

@@ -108,6 +108,18 @@ void swiglu(const float *gate, const float *up, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = gate[i] / (1.0f + exp_of(-gate[i])) * up[i];
 }
 
+void geglu(const float *gate, const float *up, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++) {
+        float x = gate[i], cube = x * x * x;
+        float u = 0.79788456080286536f * __builtin_fmaf(0.044715f, cube, x); // sqrt(2 / pi)
+        out[i] = x / (1.0f + exp_of(-2.0f * u)) * up[i]; // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+    }
+}
+
+void soft_cap(float *x, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i++) x[i] = cap * tanh_of(x[i] / cap);
+}
+
 void add(const float *in, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] += in[i];
 }

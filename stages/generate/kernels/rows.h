@@ -23,6 +23,10 @@ void rotate(float *x, const float *cosines, const float *sines, int64_t half);
 void angles(int64_t position, const float *frequencies, int64_t half, float factor, float *cosines, float *sines);
 // out = gate / (1 + exp(-gate)) * up: SwiGLU (https://arxiv.org/abs/2002.05202).
 void swiglu(const float *gate, const float *up, int64_t count, float *out);
+// out = gelu(gate) * up, with tanh in place of the error function: GeGLU, there.
+void geglu(const float *gate, const float *up, int64_t count, float *out);
+// x = cap * tanh(x / cap)
+void soft_cap(float *x, int64_t count, float cap);
 // out += in
 void add(const float *in, int64_t count, float *out);
 // out += weight * in

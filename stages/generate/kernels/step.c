@@ -31,13 +31,14 @@ static void angles_chunk(void *job, int64_t chunk, int thread) {
     const Work *work = job;
     const Model *model = work->model;
     const Step *step = work->step;
-    int64_t half = model->head_dim / 2, end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
+    int64_t half = model->rotary_dim / 2, end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     (void)thread;
-    for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
-        const float *frequencies = step->frequencies ? step->frequencies + t * half : model->frequencies;
-        angles(work->positions[t], frequencies, half, model->rope_factor, work->cosines + t * half,
-               work->sines + t * half);
-    }
+    for (const Kind *kind = model->kinds; kind < model->kinds + model->num_kinds; kind++)
+        for (int64_t t = chunk * ROWS_AT_ONCE; t < end && kind->frequencies; t++) {
+            const float *frequencies = step->frequencies ? step->frequencies + t * half : kind->frequencies;
+            int64_t place = ((kind - model->kinds) * step->num_tokens + t) * half;
+            angles(work->positions[t], frequencies, half, kind->rope_factor, work->cosines + place, work->sines + place);
+        }
 }
 
 static void embed_chunk(void *job, int64_t chunk, int thread) {
@@ -52,6 +53,7 @@ static void embed_chunk(void *job, int64_t chunk, int thread) {
         if (row < 0 || row >= model->num_embeddings) memset(out, 0, (size_t)hidden * sizeof(float)); // another rank has it
         else if (!model->embedding) widen_output(&model->head, row, out);
         else widen_row(model->embedding_type, (const char *)model->embedding + row * bytes, hidden, out);
+        for (int64_t i = 0; i < hidden && model->embedding_scale != 1; i++) out[i] *= model->embedding_scale;
     }
     angles_chunk(job, chunk, thread);
 }
@@ -85,16 +87,16 @@ static void rope_chunk(void *job, int64_t chunk, int thread) {
     const Model *model = work->model;
     const Step *step = work->step;
     const Layer *layer = &model->layers[work->layer];
-    int64_t head_dim = model->head_dim, half = head_dim / 2;
+    int64_t head_dim = model->head_dim, half = model->rotary_dim / 2;
     int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     (void)thread;
     for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
-        const float *cosines = work->cosines + t * half, *sines = work->sines + t * half;
+        int64_t place = (layer->kind * step->num_tokens + t) * half;
         float *head = work->qkv + t * work->qkv_stride;
         for (int64_t h = 0; h < model->num_heads + model->num_kv_heads; h++, head += head_dim) {
             const float *norm = h < model->num_heads ? layer->q_norm : layer->k_norm;
             if (norm) rms_norm(head, norm, head_dim, model->eps, head);
-            rotate(head, cosines, sines, half);
+            if (kind_of(work)->frequencies) rotate(head, work->cosines + place, work->sines + place, half);
             int64_t kv_head = h - model->num_heads;
             if (kv_head >= 0) store_key(work, t, kv_head, head);
         }
@@ -105,14 +107,24 @@ static void rope_chunk(void *job, int64_t chunk, int thread) {
 
 // ---- the layers
 
+// Multiply by the last matrix of attention or MLP, and add the outputs to the sums, normalised if there is a *norm*. What
+// a rank of several adds is not normalised here, but once it is summed with that of the others.
+static void add_outputs(const Work *work, const Matrix *matrix, const char *rows, const float *norm) {
+    const Model *model = work->model;
+    int is_normed = norm && work->sums == work->step->x;
+    multiply(work, matrix, rows, work->step->num_tokens, is_normed ? STORE : ADD, is_normed ? work->added : work->sums,
+             model->hidden);
+    if (is_normed) add_normed(work, work->added, norm, work->sums);
+}
+
 static void dense(const Work *work, const Layer *layer) {
     const Model *model = work->model;
     int64_t num_tokens = work->step->num_tokens;
     const char *rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->mlp_norm, &layer->mlp.gate_up,
                                work->activations);
-    multiply(work, &layer->mlp.gate_up, rows, num_tokens, SWIGLU, work->inner, work->inner_stride);
+    multiply(work, &layer->mlp.gate_up, rows, num_tokens, GATE, work->inner, work->inner_stride);
     rows = prepare(work, work->inner, work->inner_stride, 0, num_tokens, 0, &layer->mlp.down, work->activations);
-    multiply(work, &layer->mlp.down, rows, num_tokens, ADD, work->sums, model->hidden);
+    add_outputs(work, &layer->mlp.down, rows, layer->norm_after_mlp);
 }
 
 static void compute_attention(const Work *work) {
@@ -128,7 +140,7 @@ static void compute_attention(const Work *work) {
     pool_share(work->me, rope_chunk, 0, (void *)work, parts(num_tokens, ROWS_AT_ONCE));
     attend(work);
     rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);
-    multiply(work, &layer->output, rows, num_tokens, ADD, work->sums, model->hidden);
+    add_outputs(work, &layer->output, rows, layer->norm_after_attention);
 }
 
 static void compute_mlp(const Work *work) {
@@ -183,6 +195,7 @@ API int kernels_forward(const Model *model, Step *step) {
 typedef struct {
     const Work *work;
     int64_t part;
+    const float *outputs; // the sum of all ranks, which is normalised and added to x; NULL: they are computed
 } Part;
 
 static void part_together(void *argument, Member *me) {
@@ -190,7 +203,10 @@ static void part_together(void *argument, Member *me) {
     Work work = *job->work;
     work.me = me;
     int64_t chunks = parts(work.step->num_tokens, ROWS_AT_ONCE);
-    if (job->part == 0) pool_share(me, embed_chunk, 0, &work, chunks);
+    if (job->outputs) {
+        const Layer *layer = &work.model->layers[work.layer];
+        add_normed(&work, job->outputs, job->part % 2 ? layer->norm_after_attention : layer->norm_after_mlp, work.step->x);
+    } else if (job->part == 0) pool_share(me, embed_chunk, 0, &work, chunks);
     else if (job->part % 2 == 0) compute_mlp(&work);
     else {
         pool_share(me, angles_chunk, 0, &work, chunks);
@@ -200,15 +216,16 @@ static void part_together(void *argument, Member *me) {
 
 // Compute one part of a step, for a rank of several. *sums*, [num_tokens][hidden], are zeros before, and are then what the
 // rank adds to `x`, which the caller does when it has those of all ranks. Part 0 is the embedding, which checks the step.
-// The parts after it are each layer's attention and MLP.
-API int kernels_part(const Model *model, Step *step, int64_t part, float *sums) {
+// The parts after it are each layer's attention and MLP. With *is_summed* the rank adds nothing: *sums* are those of all
+// ranks, and are normalised and added to `x` here.
+API int kernels_part(const Model *model, Step *step, int64_t part, float *sums, int is_summed) {
     Outcome outcome = part ? DONE : check(model, step);
     if (outcome || !step->num_tokens) return outcome;
     uint32_t before = begin(model->threads);
     Work work = {.model = model, .step = step, .layer = (part - 1) / 2, .sums = sums};
     outcome = begin_work(&work); // nothing stays from the part before: another model may have used the memory
     if (!outcome) {
-        Part job = {&work, part};
+        Part job = {&work, part, is_summed ? sums : 0};
         pool_together(part_together, &job);
     }
     end(before);
@@ -270,6 +287,7 @@ static void head_chunk(void *job, int64_t chunk, int thread) {
     for (int64_t r = 0; r < tile.count; r++) {
         int64_t row = tile.row + r, first = tile.first_panel * PANEL;
         float *logits = tile.out + r * tile.stride;
+        if (h->work->model->logits_cap) soft_cap(logits, tile.outputs, h->work->model->logits_cap);
         const uint32_t *allowed = h->allowed ? h->allowed[row] : 0;
         if (allowed && h->logits_rows[row] >= 0) logits = memcpy(tile.copy, logits, (size_t)tile.outputs * sizeof(float));
         int64_t found = best_of(logits, tile.outputs, allowed, first, &tile.best[r]);

@@ -9,32 +9,44 @@ typedef struct {
     Matrix down;
 } Mlp;
 
+// What layers may differ in.
+typedef struct {
+    int64_t window;           // a token sees this many tokens, itself included; 0: all before it
+    const float *frequencies; // [rotary_dim / 2]: radians per position; NULL: nothing is rotated
+    float rope_factor;        // of cosines and sines
+} Kind;
+
 typedef struct {
     const float *input_norm, *mlp_norm; // [hidden]
+    const float *norm_after_attention, *norm_after_mlp; // [hidden]: of their outputs; NULL: none
     const float *q_norm, *k_norm;       // [head_dim]; NULL: none
     Matrix qkv[3];      // q, k and v in one matrix, or in one each if their formats differ; the others have no outputs
     Matrix output;
     Mlp mlp;            // where there are no experts
     Matrix router;      // hidden -> num_experts
     const Mlp *experts; // [num_experts]; NULL: none
+    int64_t kind;       // its index in the model's
 } Layer;
 
 typedef struct {
     const Variant *variant;
-    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary, window;
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, vocabulary;
     int64_t num_experts, experts_per_token;
     // The embeddings that are here: those of the tokens from *first_token* on. Ranks that compute a model together each
     // have a part of them, of every head, MLP and expert, and of the head's outputs.
     int64_t first_token, num_embeddings;
     int32_t normalize; // the shares of a token's experts sum to 1
+    int32_t gelu;      // gates are GELU with tanh, else SiLU
     float eps;
+    float attention_scale, attention_cap; // of `Pages`
+    float logits_cap, embedding_scale;
     int embedding_type;    // a `ggml_type`
     const void *embedding; // [num_embeddings][hidden]; NULL: the weights of the head, which is of blocks
     const Layer *layers;
     const float *norm; // [hidden]
     Matrix head;
-    const float *frequencies; // [head_dim / 2]: radians per position
-    float rope_factor;        // of cosines and sines
+    const Kind *kinds;
+    int64_t num_kinds;
     int32_t threads;          // that compute, the caller among them
 } Model;
 
@@ -45,7 +57,7 @@ typedef struct {
     const int32_t *lengths;       // [num_rows]: tokens of the row after this step, those of the step being the last
     const int32_t *tables;        // [num_rows][table_width]: the pages of each row
     int64_t table_width;
-    const float *frequencies; // [num_tokens][head_dim / 2], or NULL: those of the model
+    const float *frequencies; // [num_tokens][rotary_dim / 2], or NULL: those of the kinds of layers
     void *pages;              // [layer][keys, values], each as in `Pages`
     int64_t num_pages, page_size;
     Format format; // of the pages

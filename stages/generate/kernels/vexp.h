@@ -1,4 +1,4 @@
-// exp without libm.
+// exp and tanh without libm.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -25,4 +25,15 @@ static inline __attribute__((always_inline)) float exp_of(float x) {
     p = x < -87.3365447505f ? 0.0f : p;
     p = x > 88.3762626647949f ? __builtin_inff() : p;
     return x != x ? x : p;
+}
+
+// tanh(x) to 3 units in the last place. The polynomial near 0 is that of Cephes' tanhf.
+static inline __attribute__((always_inline)) float tanh_of(float x) {
+    float size = __builtin_fabsf(x), z = x * x, e = exp_of(-2.0f * size), p = -5.70498872745e-3f;
+    p = __builtin_fmaf(p, z, 2.06390887954e-2f);
+    p = __builtin_fmaf(p, z, -5.37397155531e-2f);
+    p = __builtin_fmaf(p, z, 1.33314422036e-1f);
+    p = __builtin_fmaf(p, z, -3.33332819422e-1f);
+    p = __builtin_fmaf(p * z, size, size);
+    return __builtin_copysignf(size < 0.625f ? p : (1.0f - e) / (1.0f + e), x);
 }

@@ -40,35 +40,35 @@ static Pages pages_of(const Work *work) {
     const Step *step = work->step;
     int64_t plane = step->num_pages * model->num_kv_heads * step->page_size * model->head_dim * bytes_of(step->format);
     char *keys = (char *)step->pages + work->layer * 2 * plane;
-    float scale = 1.0f / __builtin_sqrtf((float)model->head_dim);
-    return (Pages){keys,          keys + plane,     model->num_heads, model->num_kv_heads, model->head_dim,
-                   step->page_size, model->window, step->format,     scale};
+    return (Pages){keys,           keys + plane, model->num_heads, model->num_kv_heads,    model->head_dim,
+                   step->page_size, kind_of(work)->window, step->format, model->attention_scale, model->attention_cap};
 }
 
-// ---- what attention computes in a step: the same in every layer
+// ---- what attention computes in a step: the same in every layer of a kind
 
-static int64_t first_segment(const Work *work, int64_t position) {
-    int64_t window = work->model->window, begin = window ? most(0, position + 1 - window) : 0;
+static int64_t first_segment(const Work *work, const Kind *kind, int64_t position) {
+    int64_t begin = kind->window ? most(0, position + 1 - kind->window) : 0;
     return begin / segment_tokens(work->step->page_size);
 }
 
 // List the segments that a query sees as chunks of their own, whose parts are merged.
-static void list_segments(Work *work, int64_t row, int32_t token, int64_t position, int64_t head, int64_t *num_parts) {
-    int64_t group = work->model->num_heads / work->model->num_kv_heads, first = first_segment(work, position);
+static void list_segments(const Work *work, const Kind *kind, int64_t row, int32_t token, int64_t position, int64_t head,
+                          AttentionList *list) {
+    int64_t group = work->model->num_heads / work->model->num_kv_heads, first = first_segment(work, kind, position);
     int64_t end = position / segment_tokens(work->step->page_size) + 1;
     AttentionChunk merge = {(int32_t)row, token, 1, (int32_t)head, 1, (int32_t)(end - first),
-                            *num_parts * group * work->part_floats};
-    if (work->merges) work->merges[work->num_merges] = merge;
-    work->num_merges++;
-    for (int64_t segment = first; segment < end; segment++, ++*num_parts, work->num_attention++) {
+                            list->num_parts * group * work->part_floats};
+    if (list->merges) list->merges[list->num_merges] = merge;
+    list->num_merges++;
+    for (int64_t segment = first; segment < end; segment++, list->num_parts++, list->num_chunks++) {
         AttentionChunk chunk = {(int32_t)row, token, 1, (int32_t)head, 1, (int32_t)segment,
-                                *num_parts * group * work->part_floats};
-        if (work->attention) work->attention[work->num_attention] = chunk;
+                                list->num_parts * group * work->part_floats};
+        if (list->chunks) list->chunks[list->num_chunks] = chunk;
     }
 }
 
 // List the chunks of all rows, or count them where there is no list yet. Later queries come first: they cost more.
-static void list_attention(Work *work, int64_t *num_parts) {
+static void list_attention(const Work *work, const Kind *kind, AttentionList *list) {
     const Model *model = work->model;
     const Step *step = work->step;
     Pages pages = pages_of(work);
@@ -78,13 +78,13 @@ static void list_attention(Work *work, int64_t *num_parts) {
         blocks += parts(step->starts[row + 1] - step->starts[row], at_once);
     int64_t heads_at_once = blocks >= 8 * threads ? heads : 1;
     int splits = threads > 1 && blocks * heads < 4 * threads;
-    work->num_attention = work->num_merges = *num_parts = 0;
+    list->num_chunks = list->num_merges = list->num_parts = 0;
     for (int64_t row = 0; row < step->num_rows; row++) {
         int32_t start = step->starts[row], count = step->starts[row + 1] - start;
         if (splits && count <= FEW_QUERIES && step->lengths[row] > segment_tokens(step->page_size)) {
             for (int64_t i = 0; i < count * heads; i++)
-                list_segments(work, row, start + (int32_t)(i / heads), step->lengths[row] - count + i / heads, i % heads,
-                              num_parts);
+                list_segments(work, kind, row, start + (int32_t)(i / heads), step->lengths[row] - count + i / heads,
+                              i % heads, list);
             continue;
         }
         for (int64_t block = parts(count, at_once) - 1; block >= 0; block--)
@@ -92,10 +92,14 @@ static void list_attention(Work *work, int64_t *num_parts) {
                 AttentionChunk chunk = {(int32_t)row, (int32_t)(start + block * at_once),
                                         (int32_t)least(at_once, count - block * at_once), (int32_t)head,
                                         (int32_t)least(heads_at_once, heads - head), -1, 0};
-                if (work->attention) work->attention[work->num_attention] = chunk;
-                work->num_attention++;
+                if (list->chunks) list->chunks[list->num_chunks] = chunk;
+                list->num_chunks++;
             }
     }
+}
+
+static const AttentionList *list_of(const Work *work) {
+    return &work->attention[work->model->layers[work->layer].kind];
 }
 
 // Where the outputs of a chunk wait in the memory of a thread.
@@ -111,7 +115,7 @@ static int64_t outputs_of_token(const Model *model, const AttentionChunk *chunk)
 static void attention_chunk(void *job, int64_t index, int thread) {
     const Work *work = job;
     const Model *model = work->model;
-    const AttentionChunk *chunk = &work->attention[index];
+    const AttentionChunk *chunk = &list_of(work)->chunks[index];
     Pages pages = pages_of(work);
     int64_t group = model->num_heads / model->num_kv_heads, position = work->positions[chunk->token];
     const int32_t *table = work->step->tables + chunk->row * work->step->table_width;
@@ -131,7 +135,7 @@ static void attention_chunk(void *job, int64_t index, int thread) {
 static void publish_attention(void *job, int64_t index, int thread) {
     const Work *work = job;
     const Model *model = work->model;
-    const AttentionChunk *chunk = &work->attention[index];
+    const AttentionChunk *chunk = &list_of(work)->chunks[index];
     int64_t group = model->num_heads / model->num_kv_heads, outputs = outputs_of_token(model, chunk);
     const float *o = outputs_of(work, thread);
     if (chunk->segment >= 0) {
@@ -145,7 +149,7 @@ static void publish_attention(void *job, int64_t index, int thread) {
 
 static void merge_chunk(void *job, int64_t index, int thread) {
     const Work *work = job;
-    const AttentionChunk *merge = &work->merges[index];
+    const AttentionChunk *merge = &list_of(work)->merges[index];
     Pages pages = pages_of(work);
     int64_t group = work->model->num_heads / work->model->num_kv_heads;
     float *o = work->attended + merge->token * work->attended_stride + merge->first_head * group * work->model->head_dim;
@@ -154,8 +158,9 @@ static void merge_chunk(void *job, int64_t index, int thread) {
 }
 
 void attend(const Work *work) {
-    pool_share(work->me, attention_chunk, publish_attention, (void *)work, work->num_attention);
-    if (work->num_merges) pool_share(work->me, merge_chunk, 0, (void *)work, work->num_merges);
+    const AttentionList *list = list_of(work);
+    pool_share(work->me, attention_chunk, publish_attention, (void *)work, list->num_chunks);
+    if (list->num_merges) pool_share(work->me, merge_chunk, 0, (void *)work, list->num_merges);
 }
 
 // ---- memory
@@ -185,9 +190,11 @@ static int64_t lay_out_experts(Work *work, char *base, int64_t taken) {
     return taken;
 }
 
-static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
+// *most* has the largest number of each of all kinds of layers.
+static int64_t lay_out(Work *work, char *base, const AttentionList *largest) {
     const Model *model = work->model;
-    int64_t taken = 0, tokens = work->step->num_tokens, half = model->head_dim / 2, inner = 0, bytes = 0;
+    int64_t taken = 0, tokens = work->step->num_tokens, inner = 0, bytes = 0;
+    int64_t angles = model->num_kinds * tokens * model->rotary_dim / 2, size = (int64_t)sizeof(AttentionChunk);
     int64_t widest = most(model->hidden, model->num_heads * model->head_dim);
     for (int64_t l = 0; l < model->num_layers; l++) {
         const Layer *layer = &model->layers[l];
@@ -205,18 +212,22 @@ static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
     work->inner_stride = padded(inner);
     work->positions = take(base, &taken, tokens * 4);
     work->rows = take(base, &taken, tokens * 4);
-    work->cosines = take(base, &taken, tokens * half * 4);
-    work->sines = take(base, &taken, tokens * half * 4);
+    work->cosines = take(base, &taken, angles * 4);
+    work->sines = take(base, &taken, angles * 4);
+    work->added = model->layers->norm_after_mlp ? take(base, &taken, tokens * model->hidden * 4) : 0;
     work->qkv = take(base, &taken, tokens * work->qkv_stride * 4);
     work->attended = take(base, &taken, tokens * work->attended_stride * 4);
     work->inner = take(base, &taken, tokens * work->inner_stride * 4);
     work->activations = take(base, &taken, tokens * bytes);
     work->own_bytes = least(tokens, ROWS_AT_ONCE) * bytes;
     work->own = take(base, &taken, work->own_bytes * pool_threads());
-    work->attention = take(base, &taken, work->num_attention * (int64_t)sizeof(AttentionChunk));
-    work->merges = take(base, &taken, work->num_merges * (int64_t)sizeof(AttentionChunk));
+    work->attention = take(base, &taken, model->num_kinds * (int64_t)sizeof(AttentionList));
+    for (int64_t kind = 0; kind < model->num_kinds; kind++) {
+        AttentionList list = {take(base, &taken, largest->num_chunks * size), take(base, &taken, largest->num_merges * size)};
+        if (base) work->attention[kind] = list;
+    }
     work->attention_parts =
-        take(base, &taken, num_parts * model->num_heads / model->num_kv_heads * work->part_floats * 4);
+        take(base, &taken, largest->num_parts * model->num_heads / model->num_kv_heads * work->part_floats * 4);
     taken = lay_out_experts(work, base, taken);
     int64_t outputs = least(tokens, model->variant->queries(&pages)) * model->num_heads * model->head_dim;
     outputs = most(outputs, model->num_heads / model->num_kv_heads * work->part_floats);
@@ -229,14 +240,22 @@ static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
 
 Outcome begin_work(Work *work) {
     const Step *step = work->step;
+    const Model *model = work->model;
     Pages pages = pages_of(work);
-    int64_t num_parts;
-    work->part_floats = work->model->variant->part_floats(&pages);
-    list_attention(work, &num_parts);
-    int64_t bytes = lay_out(work, 0, num_parts);
+    AttentionList largest = {0};
+    work->part_floats = model->variant->part_floats(&pages);
+    for (const Kind *kind = model->kinds; kind < model->kinds + model->num_kinds; kind++) {
+        AttentionList list = {0};
+        list_attention(work, kind, &list);
+        largest.num_chunks = most(largest.num_chunks, list.num_chunks);
+        largest.num_merges = most(largest.num_merges, list.num_merges);
+        largest.num_parts = most(largest.num_parts, list.num_parts);
+    }
+    int64_t bytes = lay_out(work, 0, &largest);
     if (!has_memory(bytes)) return NO_MEMORY;
-    lay_out(work, memory, num_parts);
-    list_attention(work, &num_parts);
+    lay_out(work, memory, &largest);
+    for (int64_t kind = 0; kind < model->num_kinds; kind++)
+        list_attention(work, &model->kinds[kind], &work->attention[kind]);
     for (int64_t row = 0; row < step->num_rows; row++)
         for (int32_t t = step->starts[row]; t < step->starts[row + 1]; t++) {
             work->rows[t] = (int32_t)row;
@@ -307,6 +326,28 @@ const char *prepare(const Work *work, const float *in, int64_t in_stride, const 
     return job.out;
 }
 
+typedef struct {
+    const Work *work;
+    const float *outputs, *norm;
+    float *x;
+} Addition;
+
+static void add_normed_chunk(void *job, int64_t chunk, int thread) {
+    const Addition *a = job;
+    const Model *model = a->work->model;
+    int64_t hidden = model->hidden, end = least((chunk + 1) * ROWS_AT_ONCE, a->work->step->num_tokens);
+    float *row = scratch_of(a->work, thread);
+    for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
+        rms_norm(a->outputs + t * hidden, a->norm, hidden, model->eps, row);
+        add(row, hidden, a->x + t * hidden);
+    }
+}
+
+void add_normed(const Work *work, const float *outputs, const float *norm, float *x) {
+    Addition job = {work, outputs, norm, x};
+    pool_share(work->me, add_normed_chunk, 0, &job, parts(work->step->num_tokens, ROWS_AT_ONCE));
+}
+
 // ---- products
 
 Product product_of(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
@@ -335,7 +376,7 @@ static Tile tile_of(const Product *p, int64_t chunk, int thread) {
     tile.num_panels = least(p->tile_panels, parts(p->matrix->outputs, PANEL) - tile.first_panel);
     tile.stride = tile.num_panels * PANEL;
     tile.in = scratch_of(p->work, thread);
-    tile.out = p->out + tile.first * p->stride + tile.first_panel * PANEL / (p->then == SWIGLU ? 2 : 1);
+    tile.out = p->out + tile.first * p->stride + tile.first_panel * PANEL / (p->then == GATE ? 2 : 1);
     return tile;
 }
 
@@ -344,18 +385,19 @@ void product_chunk(void *job, int64_t chunk, int thread) {
     Tile tile = tile_of(p, chunk, thread);
     const char *rows = p->rows + tile.first * row_bytes(p->work, p->matrix);
     p->work->model->variant->multiply(p->matrix, rows, tile.count, tile.first_panel, tile.num_panels, tile.in, tile.stride);
-    if (p->then != SWIGLU) return;
+    if (p->then != GATE) return;
+    void (*gate)(const float *, const float *, int64_t, float *) = p->work->model->gelu ? geglu : swiglu;
     for (int64_t r = 0; r < tile.count; r++) {
         float *in = tile.in + r * tile.stride;
         for (int64_t panel = 0; panel < tile.num_panels; panel += 2)
-            swiglu(in + panel * PANEL, in + (panel + 1) * PANEL, PANEL, in + panel / 2 * PANEL);
+            gate(in + panel * PANEL, in + (panel + 1) * PANEL, PANEL, in + panel / 2 * PANEL);
     }
 }
 
 void publish_product(void *job, int64_t chunk, int thread) {
     const Product *p = job;
     Tile tile = tile_of(p, chunk, thread);
-    int64_t outputs = p->then == SWIGLU ? tile.stride / 2 : least(tile.stride, p->matrix->outputs - tile.first_panel * PANEL);
+    int64_t outputs = p->then == GATE ? tile.stride / 2 : least(tile.stride, p->matrix->outputs - tile.first_panel * PANEL);
     for (int64_t r = 0; r < tile.count; r++) {
         const float *in = tile.in + r * tile.stride;
         float *out = tile.out + r * p->stride;

@@ -5,8 +5,8 @@
 
 #define API __attribute__((visibility("default")))
 
-// What happens to a product: it is stored, added to what is there, or gate and up become one (SwiGLU).
-typedef enum { STORE, ADD, SWIGLU } Then;
+// What happens to a product: it is stored, added to what is there, or gate and up become one.
+typedef enum { STORE, ADD, GATE } Then;
 
 // One product that all threads share, as one job or, for experts, as one of several in a job.
 typedef struct {
@@ -25,6 +25,12 @@ typedef struct {
     int64_t part;    // where the parts of a segment go, in floats
 } AttentionChunk;
 
+// What the attention of the layers of a kind computes in a step.
+typedef struct {
+    AttentionChunk *chunks, *merges;
+    int64_t num_chunks, num_merges, num_parts;
+} AttentionList;
+
 // Each thread has a copy. The memory that it names is the same.
 typedef struct Work {
     const Model *model;
@@ -33,14 +39,15 @@ typedef struct Work {
     int64_t layer;
     float *sums; // [num_tokens][hidden]: the embedding, and each layer's attention and MLP, are added here; x, or a rank's part
     int32_t *positions, *rows; // [num_tokens]: of each token, in its row; and which row that is
-    float *cosines, *sines;    // [num_tokens][head_dim / 2]
+    float *cosines, *sines;    // [num_kinds][num_tokens][rotary_dim / 2]
+    float *added;              // [num_tokens][hidden]: outputs that are normalised before they are added; NULL: none are
     float *qkv, *attended, *inner;
     int64_t qkv_stride, attended_stride, inner_stride; // in floats, multiples of ROW_MULTIPLE; what is beyond is zero
     char *activations; // prepared rows
     char *own;         // a few of them, for each thread
     int64_t own_bytes;
-    AttentionChunk *attention, *merges;
-    int64_t num_attention, num_merges, part_floats;
+    AttentionList *attention; // [num_kinds]
+    int64_t part_floats;
     int64_t attend_bytes; // of a thread's scratch memory; behind them a chunk's outputs wait to be published
     float *attention_parts;
     // experts: pairs of a token and one of its experts, those of an expert side by side
@@ -62,6 +69,9 @@ typedef struct Work {
 
 static inline int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 static inline int64_t padded(int64_t count) { return round_up(count, ROW_MULTIPLE); }
+static inline const Kind *kind_of(const Work *work) {
+    return &work->model->kinds[work->model->layers[work->layer].kind];
+}
 static inline float *scratch_of(const Work *work, int thread) {
     return (float *)(work->scratch + thread * work->scratch_bytes);
 }
@@ -90,6 +100,9 @@ void product_chunk(void *job, int64_t chunk, int thread);
 void publish_product(void *job, int64_t chunk, int thread);
 void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
               int64_t stride);
+
+// Add outputs of attention or MLP, [num_tokens][hidden], normalised, to x.
+void add_normed(const Work *work, const float *outputs, const float *norm, float *x);
 
 // All rows' attention of a layer: from `qkv` and the pages to `attended`.
 void attend(const Work *work);

@@ -38,9 +38,9 @@ from stages.generate.loop.pace import Budget, Pace
 from stages.generate.loop.suspects import Suspects
 from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
+from stages.generate.model.config import GENERATION_CONFIG
 from stages.generate.model.ends import end_tokens
 from stages.generate.model.recommended import read_recommended
-from stages.generate.model.spec import GENERATION_CONFIG
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.recorded import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, RecordedSchedule
 from stages.generate.schedule.request import NewRequest

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stages.generate.batch import ForwardBatch
+from stages.generate.model.spec import ModelSpec
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, 2 = keys and values
 
@@ -25,7 +26,7 @@ CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Properties of the attention that are the same in every layer and every step."""
+    """Properties of the attention that are the same in every step, and in every layer of a kind."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,10 +40,32 @@ class AttentionShape:
     """Whether the bits of a token must not depend on the batch, nor on how its prompt is divided."""
     fused: bool = False
     """Whether FlashInfer, if it computes attention, also computes what it can of the rest of a layer (`fused.py`)."""
+    given_scale: float = 0.0
+    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
+    cap: float = 0.0
+    """Scores become cap * tanh(score / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118); 0: they stay."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.given_scale or self.head_dim**-0.5
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return *scores*, which include the factor, after the cap."""
+        return (scores / self.cap).tanh() * self.cap if self.cap else scores
+
+
+def attention_shape(
+    spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device, window: int
+) -> AttentionShape:
+    """Return the attention of the layers of *spec* with this window."""
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    scale, cap = spec.attention_scale, spec.attention_cap
+    return AttentionShape(*heads, page_size, window, dtype, device, given_scale=scale, cap=cap)
 
 
 class Attention(Protocol):
-    """Causal grouped-query attention over pages; softmax(q k / sqrt(D)) v with the sums in float32."""
+    """Causal grouped-query attention over pages; softmax(q k scale) v with the sums in float32."""
 
     def plan(self, batch: ForwardBatch) -> Attend:
         """Do the work that all layers of a step share, once, and return the function that the layers call."""

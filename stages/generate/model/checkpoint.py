@@ -7,15 +7,17 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
 from stages.generate.model import gguf
+from stages.generate.model.config import read_json, read_spec
 from stages.generate.model.foreign import refuse_other_weights, tokenizer_missing
-from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
+from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
 """Folder of the demo model, the default of `--model`. ops/demo_model/ makes it."""
@@ -25,6 +27,15 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 TENSOR_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2}
+PARTS: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices that some checkpoints have in one, and their names apart."""
+FUSED: Final = re.compile(rf"\.({'|'.join(PARTS)})\.")
+SIGHT: Final = (
+    *("vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+)
+"""What a model that also sees has beside its language model."""
+LANGUAGE: Final = re.compile(r"^(?:language_model\.(?:model\.|(lm_head\.))|model\.language_model\.)")
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library itself
 
 
@@ -132,7 +143,36 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
         for name, shard in _weight_map(folder / INDEX_FILE).items():
             if name not in tensors or tensors[name].file.name != shard:
                 raise ConfigError(f"{folder / shard}: {name} is missing; {INDEX_FILE} says that it is there")
-    return tensors
+    return _apart(_of_text(tensors), folder)
+
+
+def _of_text(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of the language model of one that also sees, under the names of a model that only reads."""
+    if not any(name.startswith(SIGHT) for name in tensors):
+        return dict(tensors)
+    names = {name: LANGUAGE.sub(lambda found: "lm_head." if found[1] else "model.", name) for name in tensors}
+    return {names[name]: entry for name, entry in tensors.items() if not name.startswith(SIGHT)}
+
+
+def _apart(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEntry]:
+    """Return the tensors with the parts of those that are fused in the file, such as q|k|v, in their place."""
+    if not any(FUSED.search(name) for name in tensors):
+        return tensors
+    shapes, apart = tensor_shapes(read_spec(folder)), dict(tensors)
+    for name, entry in tensors.items():
+        if (found := FUSED.search(name)) is None:
+            continue
+        names = [name.replace(found[1], part) for part in PARTS[found[1]]]
+        rows = [shapes[part][0] for part in names if part in shapes]
+        if len(rows) < len(names) or sum(rows) != entry.shape[0]:
+            continue  # `_check_tensors` says what is wrong
+        del apart[name]
+        begin = entry.begin
+        for part, count in zip(names, rows, strict=True):
+            end = begin + count * entry.row_bytes
+            apart[part] = replace(entry, shape=(count, *entry.shape[1:]), begin=begin, end=end)
+            begin = end
+    return apart
 
 
 def has_weights(folder: Path) -> bool:

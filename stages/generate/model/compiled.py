@@ -24,7 +24,7 @@ from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.spec import LayerKind, ModelSpec, mlp_norm_of
 from stages.generate.sampling.compiled import addresses
 from stages.generate.sampling.draws import make_draws
 from stages.generate.sampling.sampler import best as best_of
@@ -101,10 +101,13 @@ class _Mlp(ctypes.Structure):
     _fields_: ClassVar = [("gate_up", Matrix), ("down", Matrix)]
 
 
+class _Kind(ctypes.Structure):
+    _fields_: ClassVar = [("window", c_int64), ("frequencies", c_void_p), ("rope_factor", c_float)]
+
+
 class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
-        ("input_norm", c_void_p),
-        ("mlp_norm", c_void_p),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "norm_after_attention", "norm_after_mlp")),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("qkv", Matrix * 3),
@@ -112,23 +115,27 @@ class _Layer(ctypes.Structure):
         ("mlp", _Mlp),
         ("router", Matrix),
         ("experts", POINTER(_Mlp)),
+        ("kind", c_int64),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         ("variant", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocabulary")),
-        *((name, c_int64) for name in ("window", "num_experts", "experts_per_token", "first_token", "num_embeddings")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("rotary_dim", "vocabulary", "num_experts", "experts_per_token")),
+        ("first_token", c_int64),
+        ("num_embeddings", c_int64),
         ("normalize", c_int32),
-        ("eps", c_float),
+        ("gelu", c_int32),
+        *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "logits_cap", "embedding_scale")),
         ("embedding_type", c_int),
         ("embedding", c_void_p),
         ("layers", POINTER(_Layer)),
         ("norm", c_void_p),
         ("head", Matrix),
-        ("frequencies", c_void_p),
-        ("rope_factor", c_float),
+        ("kinds", POINTER(_Kind)),
+        ("num_kinds", c_int64),
         ("threads", c_int32),
     ]
 
@@ -200,9 +207,9 @@ class KernelDecoder:
         embedding_VE = weights.pop(EMBEDDING)
         is_tied = HEAD not in weights
         head_VE = weights.pop(HEAD, embedding_VE)
-        self._rope = make_rope(spec.rope, spec.head_dim, torch.device("cpu"))
+        kinds = (_Kind * len(spec.kinds))(*map(self._kind, spec.kinds))
         layers = (_Layer * spec.num_layers)(*(self._layer(index, weights) for index in range(spec.num_layers)))
-        self._kept.append(layers)
+        self._kept += [layers, kinds]
         self._model = _Model(
             variant=self._variant,
             num_layers=spec.num_layers,
@@ -210,20 +217,25 @@ class KernelDecoder:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            rotary_dim=spec.rotary_dim,
             vocabulary=spec.vocab_size,
-            window=spec.window,
             num_experts=spec.experts.num_experts,
             experts_per_token=spec.experts.experts_per_token,
             first_token=spec.rank * spec.vocab_rows,
             num_embeddings=spec.vocab_rows,
             normalize=int(spec.experts.normalize),
+            gelu=int(spec.activation != "silu"),
             eps=spec.norm_eps,
+            attention_scale=spec.attention_scale,
+            attention_cap=spec.attention_cap,
+            logits_cap=spec.logits_cap,
+            embedding_scale=_rounded(spec.embedding_scale, embedding_VE),
             **({} if is_tied and isinstance(embedding_VE, BlockMatrix) else self._embedding(embedding_VE)),
             layers=layers,
-            norm=self._floats(weights.pop("model.norm.weight")),
+            norm=self._norm(weights, "model.norm"),
             head=self._pack(head_VE),
-            frequencies=self._floats(self._rope.freq_F),
-            rope_factor=spec.rope.attention_factor,
+            kinds=kinds,
+            num_kinds=len(kinds),
             threads=threads,
         )
         self._no_logits_0V = torch.empty(0, spec.vocab_rows)
@@ -250,7 +262,7 @@ class KernelDecoder:
     @property
     def computes_several(self) -> bool:
         """Whether `several` can be called: not with several ranks, nor where the rope depends on a row's length."""
-        return self._collectives.size == 1 and self._spec.rope.kind != "dynamic"
+        return self._collectives.size == 1 and not self._spec.has_dynamic_rope
 
     def several(
         self,
@@ -416,17 +428,23 @@ class KernelDecoder:
         x_TE.zero_()
         for part in range(1 + 2 * self._spec.num_layers):
             added_TE = torch.zeros_like(x_TE)
-            if outcome := self._functions.kernels_part(model, ctypes.byref(step), part, added_TE.data_ptr()):
+            if outcome := self._functions.kernels_part(model, ctypes.byref(step), part, added_TE.data_ptr(), 0):
                 return int(outcome)
-            x_TE += self._collectives.all_reduce(added_TE)
+            added_TE = self._collectives.all_reduce(added_TE)
+            if not self._spec.norms_after or part == 0:
+                x_TE += added_TE
+            elif outcome := self._functions.kernels_part(model, ctypes.byref(step), part, added_TE.data_ptr(), 1):
+                return int(outcome)
         return _DONE
 
     def _frequencies(self, starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray | None:
         """Return freq_TF where a token has its own frequencies: a dynamic rope beyond the context of the training."""
-        if self._spec.rope.kind != "dynamic" or max(lengths) <= self._spec.rope.original_max_positions:
+        rope = self._spec.kinds[0].rope
+        if rope is None or rope.kind != "dynamic" or max(lengths) <= rope.original_max_positions:
             return None
         ends_T = np.repeat(np.subtract(lengths, starts[1:]), np.diff(starts))
-        return dynamic_frequencies(self._rope, torch.from_numpy(np.arange(starts[-1]) + ends_T)).numpy()
+        made = make_rope(rope, self._spec.rotary_dim, torch.device("cpu"))
+        return dynamic_frequencies(made, torch.from_numpy(np.arange(starts[-1]) + ends_T)).numpy()
 
     def _layer(self, index: int, weights: dict[str, Any]) -> _Layer:
         spec, prefix = self._spec, f"model.layers.{index}"
@@ -447,14 +465,18 @@ class KernelDecoder:
         is_fused = f"{prefix}.self_attn.qkv_proj.weight" in weights
         apart = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
         layer = _Layer(
-            input_norm=self._floats(weights.pop(f"{prefix}.input_layernorm.weight")),
-            mlp_norm=self._floats(weights.pop(f"{prefix}.post_attention_layernorm.weight")),
+            input_norm=self._norm(weights, f"{prefix}.input_layernorm"),
+            mlp_norm=self._norm(weights, f"{prefix}.{mlp_norm_of(spec)}"),
+            kind=spec.kind_of[index],
             qkv=(Matrix * 3)(*(linear(f"{prefix}.self_attn.{name}") for name in apart)),
             output=linear(f"{prefix}.self_attn.o_proj"),
         )
+        if spec.norms_after:
+            layer.norm_after_attention = self._norm(weights, f"{prefix}.post_attention_layernorm")
+            layer.norm_after_mlp = self._norm(weights, f"{prefix}.post_feedforward_layernorm")
         if spec.qk_norm:
-            layer.q_norm = self._floats(weights.pop(f"{prefix}.self_attn.q_norm.weight"))
-            layer.k_norm = self._floats(weights.pop(f"{prefix}.self_attn.k_norm.weight"))
+            layer.q_norm = self._norm(weights, f"{prefix}.self_attn.q_norm")
+            layer.k_norm = self._norm(weights, f"{prefix}.self_attn.k_norm")
         if index in spec.experts.layers:
             layer.router = self._pack(weights.pop(f"{prefix}.mlp.gate.weight"), quantized=False)
             experts = [mlp(f"{prefix}.mlp.experts.{expert}") for expert in range(spec.experts.num_experts)]
@@ -510,8 +532,14 @@ class KernelDecoder:
         self._kept.append(rows)
         return {"embedding_type": number, "embedding": rows.ctypes.data}
 
-    def _floats(self, values: Tensor) -> int:
-        return self._keep(values.float().contiguous())
+    def _kind(self, kind: LayerKind) -> _Kind:
+        if kind.rope is None:
+            return _Kind(window=kind.window)
+        frequencies_F = make_rope(kind.rope, self._spec.rotary_dim, torch.device("cpu")).freq_F
+        return _Kind(kind.window, self._keep(frequencies_F.contiguous()), kind.rope.attention_factor)
+
+    def _norm(self, weights: dict[str, Any], name: str) -> int:
+        return self._keep(weights.pop(f"{name}.weight").float().contiguous() + self._spec.norm_offset)
 
     def _keep(self, tensor: Tensor) -> int:
         """Return the address of *tensor*, which the decoder keeps alive."""
@@ -523,7 +551,7 @@ class KernelDecoder:
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
         functions.kernels_steps.argtypes = [*(POINTER(_Model), POINTER(_Step), c_void_p, c_void_p, POINTER(_Several))]
-        functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
+        functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p, c_int]
         functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
         functions.kernels_packed_bytes.restype = c_int64
@@ -541,6 +569,11 @@ class KernelDecoder:
         functions.kernels_pack.restype = None
         functions.kernels_pack_blocks.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]
         functions.kernels_pack_blocks.restype = None
+
+
+def _rounded(scale: float, embedding: Tensor | BlockMatrix) -> float:
+    """Return the scale of embeddings as transformers has it: in their dtype."""
+    return float(torch.tensor(scale, dtype=embedding.dtype)) if isinstance(embedding, Tensor) else scale
 
 
 def _address(numbers: array[int]) -> int:

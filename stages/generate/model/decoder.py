@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,9 +17,9 @@ from stages.generate.model.layers.blocks import by_rows
 from stages.generate.model.layers.experts import Experts, GroupedExperts
 from stages.generate.model.layers.linear import Linear
 from stages.generate.model.layers.mlp import FeedForward, Mlp
-from stages.generate.model.layers.operations import TORCH, Operations
-from stages.generate.model.layers.rope import make_rope
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.layers.operations import TORCH, Operations, suited_to
+from stages.generate.model.layers.rope import Rope, make_rope
+from stages.generate.model.spec import ModelSpec, mlp_norm_of
 
 # T = packed tokens, R = rows that sample, E = hidden size, H = query heads, K = kv heads, D = head dim, V = vocabulary,
 # L = layers, P = pages, S = slots of a page, N = H + K
@@ -28,12 +29,16 @@ from stages.generate.model.spec import ModelSpec
 class Layer:
     """The weights of one layer."""
 
+    kind: int
+    """Index of its kind (`ModelSpec.kinds`)."""
     qkv: Linear
     qk_norm_ND: Tensor | None
     """Norm of each query head, then of each kv head; None if the architecture has none."""
     output: Linear
+    norm_after_attention_E: Tensor | None
     mlp_norm_E: Tensor
     mlp: FeedForward
+    norm_after_mlp_E: Tensor | None
     next_norm_E: Tensor | None
     """Norm at the input of the next layer; None for the last one."""
 
@@ -54,6 +59,15 @@ class Decoder:
         *block_rows*: compute all but attention for this many tokens at a time (`by_rows`).
         """
 
+        operations = suited_to(spec, operations)
+
+        def norm(name: str) -> Tensor:
+            weight_E = weights.pop(f"{name}.weight")
+            return weight_E.float() + spec.norm_offset if spec.norm_offset else weight_E
+
+        def norm_after(name: str) -> Tensor | None:
+            return norm(name) if spec.norms_after else None
+
         def linear(name: str) -> Linear:
             return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
 
@@ -69,46 +83,66 @@ class Decoder:
             return Experts(linear(f"{name}.gate"), each, *how, one_shape=block_rows > 0)
 
         def qk_norm(name: str) -> Tensor:
-            q_norm_D, k_norm_D = (weights.pop(f"{name}.{kind}_norm.weight") for kind in "qk")
+            q_norm_D, k_norm_D = (norm(f"{name}.{kind}_norm") for kind in "qk")
             return torch.cat((q_norm_D.expand(spec.num_heads, -1), k_norm_D.expand(spec.num_kv_heads, -1)))
 
         self._spec, self._collectives, self._block_rows, self._operations = spec, collectives, block_rows, operations
         self._embedding_VE = weights.pop("model.embed_tokens.weight")
         prefixes = [f"model.layers.{layer}" for layer in range(spec.num_layers)]
-        input_norms = [weights.pop(f"{prefix}.input_layernorm.weight") for prefix in prefixes]
+        input_norms = [norm(f"{prefix}.input_layernorm") for prefix in prefixes]
         self._first_norm_E = input_norms[0]
         self._layers = [
             Layer(
+                kind=spec.kind_of[layer],
                 qkv=linear(f"{prefix}.self_attn.qkv_proj"),
                 qk_norm_ND=qk_norm(f"{prefix}.self_attn") if spec.qk_norm else None,
                 output=linear(f"{prefix}.self_attn.o_proj"),
-                mlp_norm_E=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
+                norm_after_attention_E=norm_after(f"{prefix}.post_attention_layernorm"),
+                mlp_norm_E=norm(f"{prefix}.{mlp_norm_of(spec)}"),
                 mlp=(experts if layer in spec.experts.layers else mlp)(f"{prefix}.mlp"),
+                norm_after_mlp_E=norm_after(f"{prefix}.post_feedforward_layernorm"),
                 next_norm_E=next_norm_E,
             )
             for layer, (prefix, next_norm_E) in enumerate(zip(prefixes, [*input_norms[1:], None], strict=True))
         ]
-        self._norm_E = weights.pop("model.norm.weight")
+        self._norm_E = norm("model.norm")
         self._head = linear("lm_head") if "lm_head.weight" in weights else Linear(self._embedding_VE, None)
-        self._rope = make_rope(spec.rope, spec.head_dim, self._embedding_VE.device)
+        device = self._embedding_VE.device
+        self._ropes = [
+            None if kind.rope is None else make_rope(kind.rope, spec.rotary_dim, device) for kind in spec.kinds
+        ]
+        self._scale = float(torch.tensor(spec.embedding_scale, dtype=self._embedding_VE.dtype))  # as transformers
         assert not weights, f"unused weights: {', '.join(weights)}"
 
-    def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
-        """Return x_TE, the last layer's output for each token; write the keys and values of all rows."""
+    @property
+    def num_kinds(self) -> int:
+        """Number of kinds of layers."""
+        return len(self._ropes)
+
+    def forward(self, batch: ForwardBatch, attends: Sequence[Attend], kv_L2PKSD: Tensor) -> Tensor:
+        """Return x_TE, the last layer's output for each token; write the keys and values of all rows.
+
+        *attends*: the attention of each kind of layer.
+        """
         x_TE = self._collectives.all_reduce(self._embed(batch.token_ids_T))
-        tables, dtype = self._operations.rope_tables, x_TE.dtype
-        rope = by_rows(self._block_rows, lambda positions_T: tables(self._rope, positions_T, dtype), batch.positions_T)
+        if self._spec.scales_embeddings:
+            x_TE = x_TE * self._scale
+        ropes = [self._tables(rope, batch.positions_T, x_TE.dtype) for rope in self._ropes]
         (y_TE,) = by_rows(self._block_rows, partial(self._norm, self._first_norm_E), x_TE)
         for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
-            q_THD, k_TKD, v_TKD = by_rows(self._block_rows, partial(self._project, layer), y_TE, *rope)
-            o_TX = attend(q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1)
+            project = partial(self._project, layer)
+            q_THD, k_TKD, v_TKD = by_rows(self._block_rows, project, y_TE, *ropes[layer.kind])
+            o_TX = attends[layer.kind](q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1)
             x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_TX)
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return logits_RV in float32 for some of the tokens that `forward` returned; only rank 0's are complete."""
         (logits_RV,) = by_rows(self._block_rows, self._logits, x_RE)
-        return self._collectives.gather_to_0(logits_RV.float())[:, : self._spec.vocab_size].contiguous()
+        cap, logits_RV = self._spec.logits_cap, logits_RV.float()
+        if cap:
+            logits_RV = (logits_RV / cap).tanh() * cap
+        return self._collectives.gather_to_0(logits_RV)[:, : self._spec.vocab_size].contiguous()
 
     def _logits(self, x_RE: Tensor) -> tuple[Tensor]:
         return (self._head(self._operations.norm(x_RE, self._norm_E, self._spec.norm_eps)),)
@@ -121,6 +155,13 @@ class Decoder:
         others_T = (rows_T < 0) | (rows_T >= self._spec.vocab_rows)
         return F.embedding(rows_T.masked_fill(others_T, 0), self._embedding_VE).masked_fill_(others_T[:, None], 0)
 
+    def _tables(self, rope: Rope | None, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what `rotate` needs; nothing without a rope."""
+        if rope is None:
+            return ()
+        tables = self._operations.rope_tables
+        return by_rows(self._block_rows, lambda positions_T: tables(rope, positions_T, dtype), positions_T)
+
     def _norm(self, weight_E: Tensor, x_TE: Tensor) -> tuple[Tensor]:
         return (self._operations.norm(x_TE, weight_E, self._spec.norm_eps),)
 
@@ -131,13 +172,23 @@ class Decoder:
         qk_TND, v_TKD = heads[:, :num_qk], heads[:, num_qk:]
         if layer.qk_norm_ND is not None:
             qk_TND = operations.norm_heads(qk_TND, layer.qk_norm_ND, spec.num_heads, spec.norm_eps)
-        return *operations.rotate(qk_TND, spec.num_heads, *rope), v_TKD
+        if not rope:
+            return qk_TND[:, : spec.num_heads], qk_TND[:, spec.num_heads :], v_TKD
+        cos, sin = rope
+        return *operations.rotate(qk_TND, spec.num_heads, cos, sin), v_TKD
+
+    def _added(self, part_TE: Tensor, norm_E: Tensor | None) -> Tensor:
+        """Return what attention or MLP adds: the sum of the ranks' parts, normalised if the architecture does that."""
+        sum_TE = self._collectives.all_reduce(part_TE)
+        return sum_TE if norm_E is None else self._operations.norm(sum_TE, norm_E, self._spec.norm_eps)
 
     def _after_attention(self, layer: Layer, x_TE: Tensor, o_TX: Tensor) -> tuple[Tensor, Tensor]:
         """Return x_TE after the layer and, unless it is the last one, its norm for the next layer; X = H * D."""
-        sum_of_ranks, add_norm, eps = self._collectives.all_reduce, self._operations.add_norm, self._spec.norm_eps
-        x_TE, y_TE = add_norm(x_TE, sum_of_ranks(layer.output(o_TX)), layer.mlp_norm_E, eps)
-        added_TE = sum_of_ranks(layer.mlp(y_TE))
+        add_norm, eps = self._operations.add_norm, self._spec.norm_eps
+        x_TE, y_TE = add_norm(
+            x_TE, self._added(layer.output(o_TX), layer.norm_after_attention_E), layer.mlp_norm_E, eps
+        )
+        added_TE = self._added(layer.mlp(y_TE), layer.norm_after_mlp_E)
         if layer.next_norm_E is None:
             return x_TE + added_TE, y_TE
         return add_norm(x_TE, added_TE, layer.next_norm_E, eps)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
+from stages.generate.model.config import GENERATION_CONFIG
 from stages.generate.model.gguf import MOST_EXPERTS, ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
 from stages.generate.model.gguf_tokenizer import write_tokenizer
-from stages.generate.model.spec import GENERATION_CONFIG
 
 ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",

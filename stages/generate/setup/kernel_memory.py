@@ -46,7 +46,12 @@ def step_bytes(
             return _up(_up(inputs) * (5 if as_shorts else 3) // 2) + 64
         return _up(inputs) * (2 if narrow else 4) + 64
 
-    of_token = 4 * (hidden + 2 + spec.head_dim + _up(queries + 2 * spec.num_kv_heads * spec.head_dim))
+    of_token = 4 * (
+        hidden * (1 + spec.norms_after)
+        + 2
+        + spec.rotary_dim * len(spec.kinds)
+        + _up(queries + 2 * spec.num_kv_heads * spec.head_dim)
+    )
     of_token += 4 * (_up(queries) + _up(inner))
     of_token += 4 * hidden * (spec.num_ranks + 1) if spec.num_ranks > 1 else 0
     widest_prepared = max(prepared(hidden, quantized=not experts.layers), prepared(queries), prepared(inner))
@@ -57,9 +62,9 @@ def step_bytes(
         of_pair += max(prepared(hidden), prepared(experts.intermediate_size))
         total += tokens * (4 * _up(experts.num_experts) + experts.experts_per_token * of_pair)
     blocks = num_rows + num_tokens // max(1, SHARED_ROWS // group)
-    total += CHUNK_BYTES * blocks * spec.num_kv_heads
+    total += CHUNK_BYTES * blocks * spec.num_kv_heads * len(spec.kinds)
     parts = FEW_QUERIES * 4 * threads * -(-max_seq_len // max(SEGMENT, page_size)) if threads > 1 else 0
-    total += parts * (group * (width + 2) * 4 + CHUNK_BYTES)
+    total += parts * (group * (width + 2) * 4 + CHUNK_BYTES * len(spec.kinds))
     rows = max(SHARED_ROWS, group)
     attention = 4 * rows * (3 * width + TILE + 2 * LANES + 8) + 8 * TILE * (width + 2)
     attention += 4 * max(min(num_tokens, max(1, SHARED_ROWS // group)) * queries, group * (width + 2))

@@ -17,6 +17,7 @@ from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
+from stages.generate.model.attention import attention_shape
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
@@ -74,6 +75,8 @@ class Settings:
     """Whether torch, too, computes the same bits for a row in any batch."""
     gpu: str = ""
     """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
+    rope: str = ""
+    """`long` or `short` if the served context decides which divisors the rope has (LongRoPE); else empty."""
     fused: tuple[str, ...] = ()
     """Modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
 
@@ -89,7 +92,8 @@ class Settings:
         With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal numerics
         compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance. These guarantee
         equal bits only if torch is deterministic; then the page size and the GPU are added. FlashInfer's operations in
-        the layers add the names of their modules. Several ranks add their number at the end.
+        the layers add the names of their modules. LongRoPE adds whether it is long or short, several ranks their
+        number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -103,6 +107,8 @@ class Settings:
             parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
         if self.fused:
             parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
+        if self.rope:
+            parts.append(f"{self.rope}-rope")
         if self.num_ranks > 1:
             parts.append(f"ranks-{self.num_ranks}")
         return "/".join(parts)
@@ -152,7 +158,7 @@ def resolve(
     threads = resolve_threads(config, kernels, ranks_here, share)
     dtype = resolve_dtype(spec, config.dtype, slow_bfloat16=kernels == "torch" and not cuda and bfloat16_is_slow())
     page_size = config.page_size or (16 if cuda else 64)
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, dtype, device)
+    shape = attention_shape(spec, page_size, dtype, device, spec.kinds[0].window)
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
     wanted = config.max_seq_len or spec.max_positions
     max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
@@ -211,6 +217,7 @@ def resolve(
         commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
         deterministic=config.deterministic,
         gpu=_gpu(config, attention, device),
+        rope=spec.long_or_short(limits.context),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
 
@@ -416,6 +423,8 @@ def resolve_graph(
         reason = "--deterministic computes without graphs"
     elif config.tp > 1:
         reason = "several ranks (--tp) compute without graphs"
+    elif len({kind.window for kind in spec.kinds}) > 1:
+        reason = "layers of this model see different windows, and only one of them can be planned for a graph"
     elif spec.experts.layers and not can_group(dtype, device, spec.hidden_size, spec.experts.intermediate_size):
         reason = f"experts in {str(dtype).removeprefix('torch.')} wait for the device here, which cannot be recorded"
     elif config.graph > config.max_running_requests:

@@ -34,7 +34,7 @@ from ops.bench.offline import (
 )
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
 
 RUNS = 2

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from ops.bench.models import Shape, write_config
 from stages.generate.forward.weights import dummy_weights
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 folder = Path(tempfile.mkdtemp())
 write_config(Shape(64, 1, 4, 2, 16, 96, 512, 10_000.0, 64), folder)
 weights = dummy_weights(read_spec(folder), dtype=torch.float32, device=torch.device("cpu"))

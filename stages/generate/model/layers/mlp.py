@@ -23,9 +23,15 @@ def gated(gate_up_TO: Tensor) -> Tensor:
     return F.silu(gate_TI) * up_TI
 
 
+def gated_by_gelu(gate_up_TO: Tensor) -> Tensor:
+    """Return gelu(gate) * up, y_TI, with tanh in place of the error function."""
+    gate_TI, up_TI = gate_up_TO.chunk(2, dim=-1)
+    return F.gelu(gate_TI, approximate="tanh") * up_TI
+
+
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Gate and up in one matrix, down in the other: SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """Gate and up in one matrix, down in the other: SwiGLU or GeGLU (https://arxiv.org/abs/2002.05202)."""
 
     gate_up: Linear
     down: Linear

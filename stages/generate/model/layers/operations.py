@@ -5,19 +5,25 @@ which launch fewer kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from stages.generate.model.layers.mlp import gated
+from stages.generate.model.layers.mlp import gated, gated_by_gelu
 from stages.generate.model.layers.rope import Rope, apply_rope, rope_tables
+from stages.generate.model.spec import ModelSpec
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return *x* normalised over its last dimension, in float32, times *weight*, which may have a row for each head."""
+    """Return *x* normalised over its last dimension, in float32, times *weight*.
+
+    *weight* may have a row for each head, and be in float32 where *x* is not.
+    """
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight, eps).to(x.dtype)
     if weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
@@ -63,3 +69,14 @@ class Operations:
 
 
 TORCH: Final = Operations()
+
+
+def suited_to(spec: ModelSpec, operations: Operations) -> Operations:
+    """Return *operations* with torch's in place of those that do not compute what *spec* asks for."""
+    if spec.norm_offset:
+        operations = replace(operations, norm=TORCH.norm, add_norm=TORCH.add_norm, norm_heads=TORCH.norm_heads)
+    if spec.activation != "silu":
+        operations = replace(operations, gated=gated_by_gelu)
+    if spec.rotary_dim < spec.head_dim:
+        operations = replace(operations, rope_tables=TORCH.rope_tables, rotate=TORCH.rotate)
+    return operations

@@ -29,7 +29,8 @@ class Rope:
 
 
 def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
-    """Return the rope of a model whose heads have *head_dim*."""
+    """Return a rope that rotates *head_dim* dimensions of each head."""
+    assert spec.kind != "longrope", "`RopeSpec.at` chooses its divisors"
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     freq_F = 1.0 / spec.theta**exponent_F
     if spec.kind == "linear":
@@ -64,7 +65,12 @@ def angles(rope: Rope, positions_T: Tensor) -> Tensor:
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of each head, the pairing of the Hugging Face checkpoints."""
+    """Rotate pairs (i, i + D/2) of each head, the pairing of the Hugging Face checkpoints.
+
+    If the tables have fewer dimensions than a head, only so many are rotated, the first ones.
+    """
+    if (rotary_dim := cos_T1D.shape[-1]) < x_THD.shape[-1]:
+        return torch.cat((apply_rope(x_THD[..., :rotary_dim], cos_T1D, sin_T1D), x_THD[..., rotary_dim:]), dim=-1)
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, dims=-1), sin_T1D)
 
 

@@ -214,7 +214,7 @@ def test_the_long_plan_is_made_once_for_each_number_of_rows_and_set_of_memory(li
 
 @pytest.mark.parametrize("rows", [DECODE, CHUNK], ids=["decode", "prefill"])
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["window_left", "sm_scale", "q_data_type", "kv_data_type"])
+@pytest.mark.parametrize("name", ["window_left", "sm_scale", "logits_soft_cap", "q_data_type", "kv_data_type"])
 def test_an_argument_with_another_name_is_refused(
     library: Double, monkeypatch: pytest.MonkeyPatch, name: str, version: str, rows: list[tuple[int, int]]
 ) -> None:

@@ -24,9 +24,9 @@ from pipeline.events import SamplingParams
 from stages.generate.attention import flashinfer
 from stages.generate.forward import engine as engine_module
 from stages.generate.forward.engine import Engine
+from stages.generate.model.config import read_spec
 from stages.generate.model.layers import linear
 from stages.generate.model.layers.blocks import BLOCK_ROWS
-from stages.generate.model.spec import read_spec
 from stages.generate.schedule.request import NewRequest
 
 PAGE_SIZE, CONTEXT = 16, 1024

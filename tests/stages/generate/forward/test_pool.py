@@ -10,7 +10,8 @@ from support.checkpoints import make_checkpoint
 
 from pipeline.errors import ConfigError
 from stages.generate.forward.pool import GIB, allocate, available_memory_bytes, num_pages_for, page_bytes
-from stages.generate.model.spec import ModelSpec, read_spec
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import ModelSpec
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,8 @@ from support.selection import rest_at_night
 import stages.generate.forward.weights as weights_module
 from stages.generate.forward.weights import dummy_weights, load_weights
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, INDEX_FILE, WEIGHTS_FILE
-from stages.generate.model.spec import read_spec, tensor_shapes
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import tensor_shapes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
@@ -235,7 +236,7 @@ import sys, json
 from pathlib import Path
 import torch
 from stages.generate.forward.weights import load_weights
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 
 def memory(field):
     lines = Path("/proc/self/status").read_text().splitlines()

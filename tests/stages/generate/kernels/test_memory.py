@@ -21,8 +21,8 @@ from pipeline.events import SamplingParams
 from stages.generate.collectives import sum_in_order
 from stages.generate.kernels import build, library
 from stages.generate.model import compiled as decoder
+from stages.generate.model.config import read_spec
 from stages.generate.model.folder import model_folder
-from stages.generate.model.spec import read_spec
 from stages.generate.sampling import compiled as sampling
 from stages.generate.sampling.draws import make_draws
 from stages.generate.schedule.plan import Sample

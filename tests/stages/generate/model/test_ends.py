@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from stages.generate.model.checkpoint import DEMO_FOLDER
+from stages.generate.model.config import read_spec
 from stages.generate.model.ends import end_tokens
-from stages.generate.model.spec import read_spec
 
 SPEC = dataclasses.replace(read_spec(DEMO_FOLDER), vocab_size=6, eos_ids=(0,))
 ADDED = {"content": "<|im_end|>", "special": True}

@@ -13,10 +13,11 @@ import pytest
 from support.raw_gguf import FIELDS, PIECES, TENSORS, Tensors, gguf_bytes
 
 from pipeline.errors import ConfigError
+from stages.generate.model.config import read_spec
 from stages.generate.model.folder import model_folder
 from stages.generate.model.gguf import read_gguf
 from stages.generate.model.gguf_folder import ARCHITECTURES, ENDS, config_of
-from stages.generate.model.spec import ExpertsSpec, RopeSpec, read_spec
+from stages.generate.model.spec import ExpertsSpec, RopeSpec
 
 MOE_TENSORS: Final[Tensors] = {
     **{name: one for name, one in TENSORS.items() if ".ffn_" not in name or "norm" in name},
@@ -106,7 +107,7 @@ def test_another_architecture_is_named_beside_those_that_are_supported(architect
 )
 def test_each_rope_is_that_of_the_file(fields: dict[str, Any], rope: RopeSpec, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(fields_of("llama", **fields)))
-    assert read_spec(model_folder(str(tmp_path / "m.gguf"))).rope == rope
+    assert read_spec(model_folder(str(tmp_path / "m.gguf"))).kinds[0].rope == rope
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,8 @@ def test_factors_of_the_rope_are_read(tmp_path: Path) -> None:
     raw = bytearray(gguf_bytes(FIELDS, {**TENSORS, "rope_freqs.weight": ("F32", (8,))}))
     raw[-32:] = struct.pack("<8f", *range(1, 9))
     (tmp_path / "m.gguf").write_bytes(raw)
-    assert read_spec(model_folder(str(tmp_path / "m.gguf"))).rope.factors == tuple(map(float, range(1, 9)))
+    rope = read_spec(model_folder(str(tmp_path / "m.gguf"))).kinds[0].rope
+    assert rope is not None and rope.factors == tuple(map(float, range(1, 9)))
     raw[-4:] = struct.pack("<f", float("nan"))
     (tmp_path / "m.gguf").write_bytes(raw)
     with pytest.raises(ConfigError, match="factors"):

@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import BOS, END, FAMILIES, STOP, Family, make_checkpoint
 from transformers import PreTrainedTokenizerFast
 
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
+from stages.generate.model.config import GENERATION_CONFIG
 from stages.generate.model.recommended import read_recommended
-from stages.generate.model.spec import GENERATION_CONFIG
 
 
 def write(folder: Path, text: str) -> Path:

@@ -11,7 +11,8 @@ from support.checkpoints import FAMILIES, make_checkpoint
 
 from pipeline.errors import ConfigError
 from stages.generate.forward.weights import kv_heads, parts_of
-from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 
 @pytest.fixture(scope="module")

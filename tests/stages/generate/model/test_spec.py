@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from stages.generate.model.spec import ExpertsSpec, RopeSpec, read_spec, tensor_shapes
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import ExpertsSpec, RopeSpec, tensor_shapes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,6 +38,12 @@ MOE: dict[str, Any] = {
 LLAMA3_ROPE = RopeSpec("llama3", 500_000.0, 8.0, 1.0, 4.0, 256)
 
 
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+
+
 def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     if generation is not None:
@@ -47,7 +54,7 @@ def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any
 def test_absent_and_null_fields_have_the_defaults_of_the_architecture(tmp_path: Path) -> None:
     spec = read_spec(write(tmp_path, head_dim=None, num_key_value_heads=None))
     assert (spec.head_dim, spec.num_kv_heads, spec.qk_norm, spec.tie_embeddings) == (16, 4, False, False)
-    assert (spec.rope, spec.dtype) == (RopeSpec("default", 10_000.0), "float32")
+    assert (spec.kinds[0].rope, spec.dtype) == (RopeSpec("default", 10_000.0), "float32")
     spec = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
     assert (spec.head_dim, spec.qk_norm) == (128, True)
     spec = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
@@ -68,7 +75,7 @@ def test_absent_and_null_fields_have_the_defaults_of_the_architecture(tmp_path: 
 def test_both_spellings_of_rope_are_read_and_without_scaling_it_is_default(
     tmp_path: Path, config: dict[str, Any], rope: RopeSpec
 ) -> None:
-    assert read_spec(write(tmp_path, **config)).rope == rope
+    assert read_spec(write(tmp_path, **config)).kinds[0].rope == rope
 
 
 @pytest.mark.parametrize(
@@ -112,13 +119,26 @@ def test_eos_ids_are_those_of_both_files(
         ({"architectures": None}, "architectures says null"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "expected a list of 2"),
+        ({**SMOLLM3, "no_rope_layers": [1, 0, 1]}, "no_rope_layers is [1, 0, 1]; expected a list of 2"),
+        ({**SMOLLM3, "no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]; expected a list of 2, 1 where there is"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "bidirectional_attention is True",
+        ),
+        ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation is 'relu'; supported: silu, gelu_pytorch_tanh"),
+        ({**GEMMA2, "final_logit_softcapping": -1}, "final_logit_softcapping is -1"),
+        ({**PHI3, "partial_rotary_factor": 0.2}, "3 of 16 dimensions are rotated; expected an even number"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "the rope has long_factor None"),
+        ({**PHI3, "rope_scaling": LONG}, "the rope has 1 factors; expected 8"),
         (
             {"quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head"]}},
             'quantization_config has quant_method "awq"',
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quantization_config has quant_method null"),
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling has rope_type 'longrope'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling has rope_type 'ntk'"),
         ({"layer_types": 5}, "layer_types is 5"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf"),
         ({"rope_scaling": {**YARN, "factor": float("nan")}}, "factor is nan"),
@@ -131,13 +151,17 @@ def test_eos_ids_are_those_of_both_files(
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "yarn has beta_fast 1.0, not above beta_slow 2.0"),
         ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": {"type": "llama3", **SCALING, "low_freq_factor": 4.0}}, "not below high_freq_factor"),
-        ({"rope_parameters": {"full_attention": {}}}, "expected one flat object"),
+        ({"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention is 5; expected one flat object"),
+        ({"rope_parameters": {"other": {}}}, "expected one flat object, or one for each layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of 3"),
-        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "a dynamic rope needs at least 4"),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "a dynamic rope needs a head_dim of at least 4",
+        ),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
@@ -171,9 +195,10 @@ def test_biases_and_a_head_of_its_own_are_tensors_of_the_checkpoint(tmp_path: Pa
 
 def test_a_window_is_read_where_the_architecture_has_one(tmp_path: Path) -> None:
     mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
-    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=4096)).window == 4096
-    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=None)).window == 0
-    assert read_spec(write(tmp_path, architectures=qwen2, sliding_window=4096, use_sliding_window=False)).window == 0
+    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=4096)).kinds[0].window == 4096
+    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=None)).kinds[0].window == 0
+    folder = write(tmp_path, architectures=qwen2, sliding_window=4096, use_sliding_window=False)
+    assert read_spec(folder).kinds[0].window == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pipeline.errors import RankLost
 from stages.generate.collectives import ALONE, NcclCollectives
-from stages.generate.model.spec import read_spec
+from stages.generate.model.config import read_spec
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind
 from stages.generate.ranks.links import RankLinks, connect_gpus, connect_nccl

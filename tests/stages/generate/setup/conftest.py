@@ -9,7 +9,8 @@ import torch
 from support.checkpoints import make_checkpoint
 from support.resolving import H100, Kernels
 
-from stages.generate.model.spec import ModelSpec, read_spec
+from stages.generate.model.config import read_spec
+from stages.generate.model.spec import ModelSpec
 from stages.generate.setup import resolve as resolve_module
 
 

@@ -12,10 +12,10 @@ from support.pretend_cuda import CUDA, OnDevice, Waited, pretend_cuda
 
 from stages.generate.forward import weights
 from stages.generate.forward.weights import load_weights
+from stages.generate.model.config import read_spec
 from stages.generate.model.layers.experts import Experts, GroupedExperts, can_group
 from stages.generate.model.layers.linear import Linear
 from stages.generate.model.layers.mlp import Mlp
-from stages.generate.model.spec import read_spec
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 6
 

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from stages.generate.model.config import read_spec
 from stages.generate.model.layers.rope import Rope, make_rope, rope_tables
-from stages.generate.model.spec import read_spec
 
 CPU = torch.device("cpu")
 REACH = 64
@@ -57,7 +57,9 @@ def config_of(rope: dict[str, Any]) -> LlamaConfig:
 def ours(folder: Path, config: LlamaConfig, **more: Any) -> Rope:
     (folder / "config.json").write_text(json.dumps(config.to_dict() | more))
     spec = read_spec(folder)
-    return make_rope(spec.rope, spec.head_dim, CPU)
+    rope = spec.kinds[0].rope
+    assert rope is not None
+    return make_rope(rope, spec.head_dim, CPU)
 
 
 def unsigned(sin_T1D: torch.Tensor) -> torch.Tensor:
