@@ -26,6 +26,7 @@ WITH_TORCH = (
     "stages.generate.collectives",
     "stages.generate.forward",
     "stages.generate.model.attention",
+    "stages.generate.model.by_transformers",
     "stages.generate.model.compiled",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",
@@ -133,8 +134,9 @@ def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     assert not offences((*everybody_else, *served), ("torch",))
 
 
-def test_transformers_is_for_the_tokenizer_alone() -> None:
-    everybody_else = tuple(name for name in all_imports() if not within(name, "stages.tokenize", "ops"))
+def test_transformers_is_for_the_tokenizer_and_for_models_that_it_computes() -> None:
+    using = ("stages.tokenize", "stages.generate.model.by_transformers", "ops")
+    everybody_else = tuple(name for name in all_imports() if not within(name, *using))
     assert not offences(everybody_else, ("transformers",))
 
 

@@ -35,9 +35,10 @@ TESTS_NEED: Final = ("packaging", "pytest", "pytest-timeout", "hypothesis", "htt
 HOPPER: Final = "fa"
 """Its kernels compile for minutes, so it runs by name only."""
 FORWARD: Final = "tests/stages/generate/forward"
+MODEL: Final = "tests/stages/generate/model"
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the budget cuts off the end
     "attention": ("tests/stages/generate/attention",),  # its first test compiles what the others use
-    "models": (f"{FORWARD}/test_engine.py", "tests/stages/generate/model/test_decoder.py"),
+    "models": (f"{FORWARD}/test_engine.py", f"{MODEL}/test_decoder.py", f"{MODEL}/test_families.py"),
     "engine": (f"{FORWARD}/test_on_each_device.py",),
     "deterministic": (f"{FORWARD}/test_deterministic.py",),
     "sampling": ("tests/stages/generate/sampling/test_exact_sampling.py",),

@@ -52,8 +52,8 @@ class LLM:
         """
         quieten_logs()
         config = _config(fspath(model), options)
-        of_model, dummy = config.model, config.engine.dummy_weight
-        self.folder = model_folder(of_model.model, tokenizer=of_model.tokenizer, dummy=dummy)
+        of_model, loading = config.model, config.engine.loading
+        self.folder = model_folder(of_model.model, tokenizer=of_model.tokenizer, loading=loading)
         """The model's folder."""
         self._stages = Stages(config, self.folder, wrap_engine)
         self._end = weakref.finalize(self, self._stages.stop_soon)

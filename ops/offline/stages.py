@@ -27,8 +27,7 @@ from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import load_decoder
 from stages.generate.loop.flights import Forward
 from stages.generate.loop.worker import GenerateWorker, Loaded, load, serving_of
-from stages.generate.model.checkpoint import model_id
-from stages.generate.model.config import read_spec
+from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.ranks.children import loaded_with_ranks
 from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import resolve
@@ -179,7 +178,7 @@ def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:
     engine = config.engine
     if engine.mixed_prefill_length or engine.target_itl_ms:
         return config
-    limits = resolve(engine, read_spec(folder)).limits
+    limits = resolve(engine, check_folder(folder, engine.loading)).limits
     return dataclasses.replace(
         config, engine=dataclasses.replace(engine, mixed_prefill_length=limits.max_prefill_length)
     )

@@ -44,7 +44,7 @@ def local_engine(
     """
     quieten_logs()
     defaults = parse_config("stage generate", GenerateConfig, [], {})
-    folder = model_folder(model.model, tokenizer=model.tokenizer, dummy=engine.dummy_weight)
+    folder = model_folder(model.model, tokenizer=model.tokenizer, loading=engine.loading)
     with contextlib.closing(Stages(dataclasses.replace(defaults, model=model, engine=engine), folder, wrap)) as stages:
 
         def check() -> None:

@@ -179,7 +179,7 @@ def _computed_here(
 
     model, settings = engine
     try:
-        model_folder(model.model, tokenizer=model.tokenizer, dummy=settings.dummy_weight)
+        model_folder(model.model, tokenizer=model.tokenizer, loading=settings.loading)
     except ConfigError as error:
         made = dict.fromkeys(_model_of(history) for history in histories)
         raise ConfigError(f"{error}; recorded: {', '.join(made)}") from error

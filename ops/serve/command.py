@@ -19,6 +19,7 @@ from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from pipeline.process.config import ModelConfig
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.detokenize.config import DetokenizeConfig
+from stages.generate.model.spec import Loading
 from stages.generate.setup.config import EngineConfig, GenerateConfig
 from stages.generate.setup.contradictions import check_flags
 from stages.tokenize.config import TokenizeConfig
@@ -70,7 +71,7 @@ def serve(config: ServerConfig) -> int:
     _check_origins(config)
     check_flags(config.engine)
     config = with_nodes(config)
-    folder = model_folder(config.model.model, tokenizer=config.model.tokenizer, dummy=config.engine.dummy_weight)
+    folder = model_folder(config.model.model, tokenizer=config.model.tokenizer, loading=config.engine.loading)
     _check_ranks(config.engine, folder)
     shares = shares_of(config.engine, config.serve.dp, "--dp")
     config = _with_archive(_with_budget(config))
@@ -139,9 +140,9 @@ def run_stage(config: StageConfig, stage: str) -> int:
                 processes.add(stage, stage_flags(config, stage))
         else:
             text_alone = stage != GENERATE
-            dummy = isinstance(config, GenerateConfig) and config.engine.dummy_weight
+            loading = config.engine.loading if isinstance(config, GenerateConfig) else Loading()
             model = config.model
-            folder = model_folder(model.model, tokenizer=model.tokenizer, text_alone=text_alone, dummy=dummy)
+            folder = model_folder(model.model, tokenizer=model.tokenizer, text_alone=text_alone, loading=loading)
             config = _with_model(config, folder)
             if isinstance(config, GenerateConfig):
                 _check_ranks(config.engine, folder)
@@ -250,10 +251,10 @@ def _check_keys(config: KeysConfig) -> None:
 
 def _check_ranks(config: EngineConfig, folder: Path) -> None:
     """Check that --tp can divide the model in *folder*, before anything starts. Raises ConfigError."""
-    from stages.generate.model.config import read_spec
+    from stages.generate.model.checkpoint import check_folder
 
     if config.tp > 1:
-        read_spec(folder).sharded(0, config.tp)
+        check_folder(folder, config.loading).sharded(0, config.tp)
 
 
 def _check_origins(config: ServerConfig | WebStageConfig) -> None:

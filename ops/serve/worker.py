@@ -125,5 +125,5 @@ def _folder(config: TokenizeConfig | GenerateConfig | DetokenizeConfig) -> Path:
     from stages.generate.model.folder import model_folder
 
     if isinstance(config, GenerateConfig):
-        return model_folder(model.model, tokenizer=model.tokenizer, dummy=config.engine.dummy_weight)
+        return model_folder(model.model, tokenizer=model.tokenizer, loading=config.engine.loading)
     return model_folder(model.model, tokenizer=model.tokenizer, text_alone=True)

@@ -25,6 +25,7 @@ from pipeline.process import failpoints
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
 from pipeline.stage.supervisor import Job, Supervisor
+from stages.generate.model.spec import Loading
 from stages.generate.setup.config import GenerateConfig
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     from stages.generate.model.checkpoint import check_folder
     from stages.generate.setup.resolve import resolve
 
-    spec = check_folder(folder, dummy=True)
+    spec = check_folder(folder, Loading(dummy=True))
     settings = resolve(config.engine, spec)
     engine = ChainEngine(
         num_pages=settings.num_pages,

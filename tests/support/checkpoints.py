@@ -37,7 +37,8 @@ from ops.bench.models import END as END
 from ops.bench.models import START as START
 from ops.bench.models import STOP as STOP
 from stages.generate.forward.engine import Engine
-from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.checkpoint import USUAL, check_folder
+from stages.generate.model.spec import Loading
 from stages.generate.setup.resolve import resolve_dtype
 
 Family = Literal["llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "smollm3", "odd"]
@@ -114,7 +115,7 @@ def make_checkpoint(
     experts: Mapping[str, Any] | None = None,
     shard_size: str = "1GB",
     head_dim: int | None = None,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
 
@@ -142,7 +143,7 @@ def make_checkpoint(
     phi3_rope = LONGROPE if head_dim is None else default_rope | {"partial_rotary_factor": 0.75}
     ropes: dict[str, Mapping[str, Any]] = {"llama3": LLAMA3_ROPE, "gemma3": GEMMA3_ROPES, "phi3": phi3_rope}
     common["rope_parameters"] = copy.deepcopy(dict(rope or ropes.get(architecture, default_rope)))
-    config = _config(architecture, common, bias=bias, experts=experts or {})
+    config = _config(architecture, common, bias=bias, experts=experts or {}, sizes=sizes or {})
     if head_dim is not None:
         config.head_dim = head_dim
     for name, size in (sizes or {}).items():
@@ -159,7 +160,12 @@ def make_checkpoint(
 
 
 def _config(
-    architecture: Family, common: dict[str, Any], *, bias: bool, experts: Mapping[str, Any]
+    architecture: Family,
+    common: dict[str, Any],
+    *,
+    bias: bool,
+    experts: Mapping[str, Any],
+    sizes: Mapping[str, Any],
 ) -> PreTrainedConfig:
     if architecture == "llama3":
         return LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
@@ -173,7 +179,8 @@ def _config(
     if architecture == "phi3":
         del common["attention_bias"]
         common |= {"original_max_position_embeddings": LONGROPE_FROM}
-        return Phi3Config(hidden_size=64, intermediate_size=96, sliding_window=40, pad_token_id=0, **common)
+        common |= {"hidden_size": 64, "intermediate_size": 96, "sliding_window": 40, "pad_token_id": 0}
+        return Phi3Config(**(common | dict(sizes)))  # it counts the factors of the rope
     if architecture == "smollm3":
         common |= {"no_rope_layer_interval": 2}
         return SmolLM3Config(hidden_size=64, intermediate_size=96, pad_token_id=0, **common)
@@ -235,9 +242,9 @@ KERNELS, DEVICE = "torch", torch.device("cpu")
 """What computes in `make_engine`, and where, unless it is told; a test module sets them to each kind in turn."""
 
 
-def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **more: Any) -> Engine:
+def make_engine(folder: Path, dtype: str = "auto", *, loading: Loading = USUAL, **more: Any) -> Engine:
     """Return an engine whose unused memory is NaN, so that whoever reads it is found out."""
-    spec = check_folder(folder, dummy=dummy)
+    spec = check_folder(folder, loading)
     sizes = {"num_pages": 128, "page_size": 4, "max_running_requests": 4, "max_seq_len": 160}
     options: dict[str, Any] = {
         "device": DEVICE,
@@ -247,7 +254,7 @@ def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **mor
         **sizes,
     }
     options |= more
-    engine = Engine(spec, folder, dummy=dummy, **options)
+    engine = Engine(spec, folder, loading=loading, **options)
     engine.kv_L2PKSD.fill_(float("nan"))
     return engine
 

@@ -152,8 +152,8 @@ class Wrapper:
     def need_kernels(self) -> None:
         given = self.given
         dtypes = (given.q_data_type, given.kv_data_type, given.q_data_type, torch.int32)
-        how = (0, given.window_left >= 0, bool(given.logits_soft_cap), False)
-        kernels = (self.options.backend, *dtypes, *(self.head_dim,) * 2, *how)
+        kinds = (0, given.window_left >= 0, bool(given.logits_soft_cap), False)
+        kernels = (self.options.backend, *dtypes, *(self.head_dim,) * 2, *kinds)
         if kernels not in self.library.loaded:
             self.library.late.append(kernels)
 
@@ -199,8 +199,8 @@ class Wrapper:
             parts = 1 if plan.disable_split_kv else max(1, MULTIPROCESSORS // len(lengths_B))
             self.library.parts.append(parts)
             pages = (indptr, indices, last_page_len, plan.page_size)
-            how = (scale, causal, plan.window_left, plan.logits_soft_cap or 0.0, parts)
-            here(out_THD).copy_(_attend(here(q_THD), (k, v), qo_indptr, *pages, *how))
+            how = scale, causal, plan.window_left, plan.logits_soft_cap or 0.0
+            here(out_THD).copy_(_attend(here(q_THD), (k, v), qo_indptr, *pages, *how, parts=parts))
 
         self.library.stream.launch(compute)
         return out_THD

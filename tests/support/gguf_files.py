@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from support.checkpoints import Family, make_checkpoint
+from support.checkpoints import LOCAL_AND_GLOBAL, LONGROPE, LONGROPE_FROM, Family, make_checkpoint
 
 SMALL = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
 """Types of blocks of 32 weights."""
@@ -26,6 +27,10 @@ ARCHITECTURES: Final[Mapping[Family, str]] = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
 """Sizes that blocks of 256 divide."""
@@ -111,6 +116,7 @@ def mixed(name: str) -> str:
 
 
 def _model_fields(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    rope = config["rope_parameters"]
     fields: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -121,8 +127,31 @@ def _model_fields(config: Mapping[str, Any], architecture: str) -> dict[str, Any
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
     }
+    if architecture in ("gemma2", "gemma3"):
+        fields |= {
+            "attention.key_length": config["query_pre_attn_scalar"],  # llama.cpp knows no other scale
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": 2,
+        }
+    if architecture == "gemma2":
+        fields |= {name: config[name] for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if architecture == "gemma3":
+        local, every = (rope[kind] for kind in LOCAL_AND_GLOBAL)
+        fields |= {
+            "rope.freq_base_swa": float(local["rope_theta"]),
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": float(every["factor"]),
+        }
+    if architecture == "phi3":
+        original, reach = LONGROPE_FROM, config["max_position_embeddings"]
+        fields |= {
+            "attention.sliding_window": config["sliding_window"],
+            "rope.dimension_count": 48,
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(reach / original) / math.log(original)),
+        }
     if architecture == "qwen3moe":
         fields |= {
             "expert_count": config.get("num_experts") or config["num_local_experts"],
@@ -149,7 +178,7 @@ def make_gguf(
     kind_of: Callable[[str], str],
     *,
     fields: Mapping[str, Any] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Path:
     """Write a GGUF file of a made checkpoint with random blocks; return a folder of the hub with the same weights.
@@ -157,10 +186,21 @@ def make_gguf(
     *kind_of* says the type of each matrix by its name in the file; norms and biases are F32. *fields* replace metadata;
     those that are None are left out. *sizes* replace some of `WIDE`.
     """
-    # In these files every layer of a mixture has experts, and no token of an architecture called llama has a window.
+    # In these files every layer of a mixture has experts, no token of an architecture called llama has a window, every
+    # fourth layer of a SmolLM3 has no rope, and the scale of a Gemma is that of its head_dim.
+    if family == "smollm3":
+        more |= {"num_layers": 4}
+        sizes = {"no_rope_layers": [1, 1, 1, 0], **(sizes or {})}
+    if family in ("gemma2", "gemma3"):
+        sizes = {"query_pre_attn_scalar": 64, **(sizes or {})}
+    if family == "phi3":
+        factors = [1.0 + 0.1 * number for number in range(24)]
+        more |= {"rope": LONGROPE | {"short_factor": factors[::-1], "long_factor": factors}}
     more |= {"experts": {"mlp_only_layers": []}} if family == "qwen3moe" else {}
     folder = make_checkpoint(path.parent / f"{path.stem}-original", family, sizes={**WIDE, **(sizes or {})}, **more)
-    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
+    config = json.loads((folder / "config.json").read_text())
+    if family == "mistral":
+        config["sliding_window"] = None
     (folder / "config.json").write_text(json.dumps(config))
     architecture, generator = ARCHITECTURES[family], np.random.default_rng(7)
     weights = load_file(folder / "model.safetensors")
@@ -169,15 +209,24 @@ def make_gguf(
     write_fields(writer, {name: value for name, value in every.items() if value is not None})
     if family == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_factors(config["rope_parameters"], config["head_dim"]))
+    if family == "phi3":
+        for kind in ("short", "long"):
+            divisors = np.array(config["rope_parameters"][f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     experts: dict[str, list[NDArray[np.uint8]]] = {}
     for name, weight in weights.items():
         module, suffix = name.rsplit(".", 1)
-        turned = heads.get(module.split(".")[-1], 0) if architecture == "llama" else 0
+        turned = heads.get(module.split(".")[-1], 0) if architecture in ("llama", "smollm3") else 0
         stored = f"{names.get_name(re.sub(r'experts.[0-9]+', 'experts', module))}.{suffix}"
         assert not stored.startswith("None"), name
         kind = kind_of(stored) if weight.dim() == 2 else "F32"
+        if architecture.startswith("gemma") and stored == "token_embd.weight" and kind in SUPER:
+            kind = "Q8_0"  # random blocks are too wide: each token would be its own successor
+        if architecture.startswith("gemma") and module.endswith("norm"):
+            _add(writer, stored, (weight + 1).numpy(), kind)
+            continue
         quantized = _stored(_turned(weight.float().numpy(), turned), kind, generator)
         wide = _turned_back(dequantized(kind, quantized), turned)
         weights[name] = torch.from_numpy(wide.reshape(weight.shape).copy())

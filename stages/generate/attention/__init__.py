@@ -12,7 +12,7 @@ from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.attention.torch import TorchAttention
 from stages.generate.model.attention import Attend, Attention, AttentionShape
 
-__all__ = ["ATTENTION", "DETERMINISTIC", "Attend", "Attention", "AttentionShape"]
+__all__ = ["ATTENTION", "DETERMINISTIC", "WITH_SINKS", "Attend", "Attention", "AttentionShape"]
 
 ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
     "fa,fi": partial(FlashInferAttention, prefill="fa3"),
@@ -20,5 +20,7 @@ ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
     "reference": ReferenceAttention,
     "torch": lambda shape: (OneShapeAttention if shape.deterministic else TorchAttention)(shape),
 }
+WITH_SINKS: Final = ("reference", "torch")
+"""Backends that know sinks (`Attend`)."""
 DETERMINISTIC: Final = ("fi", "torch")
 """Backends that can be deterministic (`AttentionShape.deterministic`)."""

@@ -27,14 +27,24 @@ class ReferenceAttention:
         """Return the function for the layers. Nothing is worth computing ahead."""
         return partial(self._attend, batch)
 
-    def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+    def _attend(
+        self,
+        batch: ForwardBatch,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        kv_2PKSD: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         write_pages(kv_2PKSD, k_TKD, v_TKD, places_of(batch.slots_T, self._shape.page_size))
         o_THD = torch.empty_like(q_THD)
         for row in range(len(batch.seq_lens)):
-            self._attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
+            self._attend_row(batch, row, q_THD, kv_2PKSD, o_THD, sinks_H)
         return o_THD
 
-    def _attend_row(self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor) -> None:
+    def _attend_row(
+        self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor, sinks_H: Tensor | None
+    ) -> None:
         """Compute the queries of one row into their places in *o_THD*. Their keys and values are in the pages."""
         seq_len = batch.seq_lens[row]
         first, end = batch.query_starts[row], batch.query_starts[row + 1]
@@ -43,9 +53,9 @@ class ReferenceAttention:
         for begin in range(first, end, BLOCK):
             stop = min(begin + BLOCK, end)
             length = seq_len - (end - stop)
-            o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length])
+            o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length], sinks_H)
 
-    def _attend_block(self, q_QHD: Tensor, kv_2KCD: Tensor) -> Tensor:
+    def _attend_block(self, q_QHD: Tensor, kv_2KCD: Tensor, sinks_H: Tensor | None) -> Tensor:
         """Return o_QHD. The queries are the last ones of the C tokens."""
         shape, device = self._shape, q_QHD.device
         num_queries, length = q_QHD.shape[0], kv_2KCD.shape[2]
@@ -58,5 +68,9 @@ class ReferenceAttention:
         hidden_QC = distance_QC < 0
         if shape.window:
             hidden_QC |= distance_QC >= shape.window
-        o_KGQD: Tensor = scores_KGQC.masked_fill(hidden_QC, float("-inf")).softmax(-1) @ v_KCD
+        scores_KGQC = scores_KGQC.masked_fill(hidden_QC, float("-inf"))
+        if sinks_H is not None:
+            sinks_KGQ1 = sinks_H.float().view(len(q_KGQD), -1, 1, 1).expand(*scores_KGQC.shape[:-1], 1)
+            scores_KGQC = torch.cat((scores_KGQC, sinks_KGQ1), dim=-1)
+        o_KGQD: Tensor = scores_KGQC.softmax(-1)[..., :length] @ v_KCD
         return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_QHD.dtype)

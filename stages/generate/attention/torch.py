@@ -76,16 +76,18 @@ class TorchAttention:
         decode = self._plan_decode(batch) if num_decode_rows else None
         chunks = [self._plan_chunk(batch, row) for row in range(num_decode_rows, len(batch.seq_lens))]
 
-        def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        def attend(
+            q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor, sinks_H: Tensor | None = None
+        ) -> Tensor:
             for pages_PKSD, new_TKD in zip(kv_2PKSD, (k_TKD, v_TKD), strict=True):
                 pages_PKSD.view(-1, self._shape.head_dim).index_copy_(0, places, new_TKD.flatten(0, 1))
             if decode is not None and not chunks:
-                return self._decode(decode, q_THD, kv_2PKSD)
+                return self._decode(decode, q_THD, kv_2PKSD, sinks_H)
             o_THD = torch.empty_like(q_THD)
             if decode is not None:
-                o_THD[:num_decode_rows] = self._decode(decode, q_THD[:num_decode_rows], kv_2PKSD)
+                o_THD[:num_decode_rows] = self._decode(decode, q_THD[:num_decode_rows], kv_2PKSD, sinks_H)
             for chunk in chunks:
-                o_THD[chunk.queries] = self._chunk(chunk, q_THD[chunk.queries], kv_2PKSD)
+                o_THD[chunk.queries] = self._chunk(chunk, q_THD[chunk.queries], kv_2PKSD, sinks_H)
             return o_THD
 
         return attend
@@ -122,7 +124,7 @@ class TorchAttention:
             on_device(hidden_US[order_U[num_whole:], None], device),
         )
 
-    def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+    def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor, sinks_H: Tensor | None) -> Tensor:
         k_PKSD, v_PKSD = kv_2PKSD
         shape = self._shape
         q_BKGD = (q_BHD * shape.scale).view(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
@@ -135,7 +137,7 @@ class TorchAttention:
         scores_UHS = shape.capped(scores_UKGS.flatten(1, 2))
         scores_UHS[plan.num_whole :].masked_fill_(plan.hidden_E1S, float("-inf"))
         p_UHS = scores_UHS.softmax(2, dtype=torch.float32)  # each page on its own
-        shares_UH = self._shares(plan, scores_UHS.amax(2).float(), 1 / p_UHS.amax(2))
+        shares_UH = self._shares(plan, scores_UHS.amax(2).float(), 1 / p_UHS.amax(2), sinks_H)
         p_UKGS = p_UHS.to(q_BHD.dtype).view_as(scores_UKGS)
         o_BHD = q_BHD.new_zeros(q_BHD.shape, dtype=torch.float32)
         for part, v_UKSD in self._gather(plan, v_PKSD):
@@ -144,7 +146,7 @@ class TorchAttention:
             o_BHD.index_add_(0, plan.rows_U[part], o_UHD * shares_UH[part, :, None])
         return o_BHD.to(q_BHD.dtype)
 
-    def _shares(self, plan: _DecodePlan, most_UH: Tensor, sum_UH: Tensor) -> Tensor:
+    def _shares(self, plan: _DecodePlan, most_UH: Tensor, sum_UH: Tensor, sinks_H: Tensor | None) -> Tensor:
         """Return the share of its row's softmax that each page has; *sum_UH* sums exp(score - *most_UH*) over the page.
 
         The caller found that sum from the page's own softmax, in which the best score has probability 1 / sum.
@@ -154,6 +156,8 @@ class TorchAttention:
         most_BH.scatter_reduce_(0, rows_UH, most_UH, "amax")
         weight_UH = (most_UH - most_BH.gather(0, rows_UH)).exp_() * sum_UH
         total_BH = torch.zeros_like(most_BH).scatter_add_(0, rows_UH, weight_UH)
+        if sinks_H is not None:
+            total_BH += (sinks_H.float() - most_BH).exp_()
         return weight_UH / total_BH.gather(0, rows_UH)
 
     def _gather(self, plan: _DecodePlan, pages_PKSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -174,43 +178,53 @@ class TorchAttention:
         pages_N = batch.page_table_BN[row, first_page : -(-end // page_size)].long()
         return _ChunkPlan(queries, pages_N, end - first_page * page_size)
 
-    def _chunk(self, plan: _ChunkPlan, q_QHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+    def _chunk(self, plan: _ChunkPlan, q_QHD: Tensor, kv_2PKSD: Tensor, sinks_H: Tensor | None) -> Tensor:
         q_KGQD = q_QHD.reshape(len(q_QHD), self._shape.num_kv_heads, -1, self._shape.head_dim).permute(1, 2, 0, 3)
         k_K1CD, v_K1CD = (self._tokens(plan, pages_PKSD) for pages_PKSD in kv_2PKSD)
         num_queries = len(q_QHD)
+        sinks_KG1 = None if sinks_H is None else sinks_H.view(len(q_KGQD), -1, 1)
         if num_queries == 1:  # the query heads of a kv head are queries that see the same tokens
             k_K1CD, v_K1CD = k_K1CD[:, :, -self._shape.window :], v_K1CD[:, :, -self._shape.window :]  # -0: all
-            o_K1GD = self._softmax(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, None)
+            sinks_K1G = None if sinks_KG1 is None else sinks_KG1.transpose(1, 2)
+            o_K1GD = self._softmax(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, None, sinks_K1G)
             return o_K1GD.reshape(q_QHD.shape)
         if num_queries == plan.length and not 0 < self._shape.window < num_queries:
-            o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None)
+            o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None, sinks_KG1)
             return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
         o_QHD = torch.empty_like(q_QHD)
         for begin in range(0, num_queries, BLOCK):
             end = min(begin + BLOCK, num_queries)
             length = plan.length - num_queries + end
             visible_QC = self._visible(end - begin, length)
-            o_KGQD = self._attend(q_KGQD[:, :, begin:end], k_K1CD[:, :, :length], v_K1CD[:, :, :length], visible_QC)
+            o_KGQD = self._attend(
+                q_KGQD[:, :, begin:end], k_K1CD[:, :, :length], v_K1CD[:, :, :length], visible_QC, sinks_KG1
+            )
             o_QHD[begin:end] = o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
         return o_QHD
 
-    def _attend(self, q_KGQD: Tensor, k_K1CD: Tensor, v_K1CD: Tensor, visible_QC: Tensor | None) -> Tensor:
+    def _attend(
+        self, q_KGQD: Tensor, k_K1CD: Tensor, v_K1CD: Tensor, visible_QC: Tensor | None, sinks_KG1: Tensor | None
+    ) -> Tensor:
         """Return o_KGQD. Without a mask the queries must be all tokens of the row."""
         groups = q_KGQD.shape[1]
         k_KGCD, v_KGCD = (tokens.expand(-1, groups, -1, -1) for tokens in (k_K1CD, v_K1CD))
-        return self._softmax(q_KGQD, k_KGCD, v_KGCD, visible_QC, is_causal=visible_QC is None)
+        return self._softmax(q_KGQD, k_KGCD, v_KGCD, visible_QC, sinks_KG1, is_causal=visible_QC is None)
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool = False) -> Tensor:
-        """Return softmax(q k scale) v. torch's own function knows no cap."""
+    def _softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
+        """Return softmax(q k scale) v. torch's own function knows neither cap nor sinks."""
         shape = self._shape
-        if not shape.cap:
+        if not shape.cap and sinks is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=shape.scale)
         if is_causal:
             visible = self._visible(q.shape[-2], k.shape[-2])
         scores = shape.capped(q @ k.transpose(-1, -2) * shape.scale)
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))
-        return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[..., None].expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1)
+        return scores.softmax(-1, dtype=torch.float32)[..., : v.shape[-2]].to(v.dtype) @ v
 
     def _tokens(self, plan: _ChunkPlan, pages_PKSD: Tensor) -> Tensor:
         """Return the row's keys or values, [K, 1, C, D]: its pages, one kv head after the other."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, DeviceFull
-from stages.generate.attention import ATTENTION, Attention
+from stages.generate.attention import ATTENTION, WITH_SINKS, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
 from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
@@ -31,16 +31,17 @@ from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.model.attention import attention_shape
-from stages.generate.model.checkpoint import EMBEDDING, HEAD
+from stages.generate.model.by_transformers import ForeignDecoder, tried_tokens
+from stages.generate.model.checkpoint import EMBEDDING, HEAD, USUAL
 from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.linear import can_pack, pack
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.spec import Loading, ModelSpec
 from stages.generate.sampling.masks import mask_of
 from stages.generate.sampling.sampler import AGAIN, best, draw, draw_again, is_drawn_again
 from stages.generate.sampling.scores import blocks_of, score
-from stages.generate.schedule.plan import BatchPlan, Computed, Sample, Words
+from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample, Words
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
 
@@ -88,7 +89,7 @@ class TorchComputer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | ForeignDecoder,
         attentions: Sequence[Attention],
         device: torch.device,
         graphs: DecodeGraphs | None = None,
@@ -213,7 +214,7 @@ class Engine:
         deterministic: bool = False,
         fused: bool = True,
         measure: Measure | None = None,
-        dummy: bool = False,
+        loading: Loading = USUAL,
         collectives: Collectives = ALONE,
         progress: Progress = lambda done_bytes, total_bytes: None,
     ) -> None:
@@ -221,8 +222,7 @@ class Engine:
 
         *threads* 0 leaves torch's number. *kernels* is torch, or a variant that this machine can use. With a variant,
         *attention* is ignored, *quantization* may be int8 or the formats of GGUF files, and torch itself gets one
-        thread, because its sums depend on the number. With *dummy* the weights are random, and only config.json of the
-        folder is read.
+        thread, because its sums depend on the number. *loading* may ask for random weights; they need only config.json.
 
         *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
         most *num_pages*. `num_pages` has the result.
@@ -249,17 +249,25 @@ class Engine:
         spec = spec.at(max_seq_len)
         packed = kernels != "torch" or packs(device, dtype)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
-        if quantization not in ("none", "int8"):
-            weights: dict[str, Any] = dict(load_blocks(spec, folder, shard=shard, progress=progress))
+        if spec.by == "transformers":
+            weights: dict[str, Any] = {}
+        elif quantization not in ("none", "int8"):
+            weights = dict(load_blocks(spec, folder, shard=shard, progress=progress))
         else:
-            load = _loader(spec, folder, dummy=dummy, map_tied=packed)
+            load = _loader(spec, folder, dummy=loading.dummy, map_tied=packed)
             weights = load(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()
         """Modules of FlashInfer that compute parts of the layers."""
         self._computer: Computer
-        if kernels != "torch":
+        if spec.by == "transformers":
+            foreign = ForeignDecoder(spec, folder, loading, dtype, device)
+            attentions = self._attentions_of(foreign, attention, page_size)
+            self._try(foreign, attentions, page_size)
+            self._computer = TorchComputer(foreign, attentions, device)
+            progress(1, 1)
+        elif kernels != "torch":
             self._computer = KernelDecoder(
                 shard, weights, variant=kernels, quantization=quantization, threads=threads, collectives=collectives
             )
@@ -290,6 +298,44 @@ class Engine:
             if graphs is not None:
                 self.graph = graph
                 self._computer = TorchComputer(decoder, backends, device, graphs)
+
+    def _attentions_of(self, foreign: ForeignDecoder, name: str, page_size: int) -> list[Attention]:
+        """Return the attention of each layer of a model that transformers computes; equal ones are one object."""
+        if foreign.has_sinks and name not in WITH_SINKS:
+            logger.warning(
+                "attention_is_slow", attention="torch", reason=f"{name} knows no sinks, which this model has"
+            )
+            name = "torch"
+        made: dict[AttentionShape, Attention] = {}
+        for shape in foreign.shapes:
+            shape = replace(shape, page_size=page_size, dtype=self.dtype, device=self.device)
+            if shape not in made:
+                made[shape] = ATTENTION[name](shape)
+        return [
+            made[replace(each, page_size=page_size, dtype=self.dtype, device=self.device)] for each in foreign.shapes
+        ]
+
+    @torch.inference_mode()
+    def _try(self, foreign: ForeignDecoder, attentions: Sequence[Attention], page_size: int) -> None:
+        """Compute the rows of the trial in two steps, the later one on pages of the first, and compare the result."""
+        every = tried_tokens(self._vocab_size).values()
+        num_pages = [-(-len(tokens) // page_size) for tokens in every]
+        firsts = [*accumulate(num_pages, initial=0)]
+        tables = PageTables(len(num_pages), max(num_pages) * page_size, page_size)
+        kv_L2PKSD = allocate(foreign.spec, firsts[-1], page_size, self.dtype, self.device)
+        kv_L2PKSD.fill_(float("nan"))  # whatever reads a slot that was not written is found out
+        batches = []
+        for step in range(2):
+            rows = []
+            for table, tokens in enumerate(every):
+                half = len(tokens) // 2
+                pages = tuple(range(firsts[table], firsts[table + 1])) if step == 0 else ()
+                part = tuple(tokens[half:] if step else tokens[:half])
+                rows.append(PlanRow(table, half if step else 0, part, pages, 0, None))
+            plan = BatchPlan(step, tuple(rows), 0)
+            tables.update(plan.rows)
+            batches.append(build_batch(plan, tables, self.device))
+        foreign.check_against_transformers(attentions, batches, kv_L2PKSD)
 
     @torch.inference_mode()
     def _recorded(

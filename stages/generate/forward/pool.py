@@ -36,6 +36,8 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
 
 def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
     """Return the bytes of the weights in memory; with int8, tied embeddings are there twice."""
+    if spec.by == "transformers":
+        return spec.num_weights * dtype.itemsize
     shapes = tensor_shapes(spec)
     if quantization not in ("none", "int8"):
         sizes = (size / BLOCKS[kind][2] * PACKED_BYTES.get(kind, BLOCKS[kind][2]) for kind, size in spec.blocks.items())

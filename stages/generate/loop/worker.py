@@ -526,7 +526,7 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         ConfigError: Folder, flags and machine do not fit together.
     """
     assert config.engine.tp == 1, "ranks are loaded together"
-    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    spec = check_folder(folder, config.engine.loading)
     settings = resolve(config.engine, spec, share=config.share)
     engine = load_engine(config, spec, folder, settings, report)
     if settings.device.type == "cuda":

@@ -14,11 +14,13 @@ from stages.generate.model.spec import ModelSpec
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, 2 = keys and values
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer) -> o_THD.
+Attend: TypeAlias = Callable[..., Tensor]
+"""(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer, sinks_H) -> o_THD.
 
 Writes all k and v to the batch's slots before it reads any page: a row may read what another row writes in the same
 step. Only the positions below a row's length matter. The rest of its pages may hold anything, even NaN.
+
+*sinks_H*, which some backends know: for each query head a score that counts in the sum of a softmax and adds no value.
 """
 
 CPU: Final = torch.device("cpu")

@@ -15,15 +15,16 @@ from typing import Any, Final
 
 from pipeline.errors import ConfigError
 from stages.generate.model import gguf
-from stages.generate.model.config import read_json, read_spec
+from stages.generate.model.config import knows_architecture, read_json, read_spec
 from stages.generate.model.foreign import refuse_other_weights, tokenizer_missing
-from stages.generate.model.spec import ModelSpec, tensor_shapes
+from stages.generate.model.spec import Loading, ModelSpec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
 """Folder of the demo model, the default of `--model`. ops/demo_model/ makes it."""
 DEMO_ID: Final = "minisgl-demo"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+USUAL: Final = Loading()
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 TENSOR_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2}
@@ -57,22 +58,44 @@ class TensorEntry:
         return (self.end - self.begin) // self.shape[0]
 
 
-def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
-    """Return the spec of the model in *folder* if its files are complete and consistent; *dummy* needs no weights.
+def check_folder(folder: Path, loading: Loading = USUAL) -> ModelSpec:
+    """Return the spec of the model in *folder* if its files are complete and consistent.
 
     Raises:
         ConfigError: The message is one line with the name of the file, or of the file and the tensor.
     """
     check_is_folder(folder)
-    if not has_weights(folder) and not (dummy and (folder / "config.json").is_file()):
+    if not has_weights(folder) and not (loading.dummy and (folder / "config.json").is_file()):
         refuse_other_weights(folder)
+    if not _is_native(folder, loading):
+        return _check_foreign(folder, loading)
     spec = read_spec(folder)
     check_tokenizer(folder)
-    if not dummy:
+    if not loading.dummy:
         tensors = read_tensors(folder)
         _check_tensors(folder, tensors, spec)
         _check_tied(tensors, spec)
     return spec
+
+
+def _is_native(folder: Path, loading: Loading) -> bool:
+    """Return whether our decoder computes the model. It does that for GGUF files in any case."""
+    if loading.by != "auto" or is_gguf(folder):
+        if loading.by == "transformers" and is_gguf(folder):
+            raise ConfigError("--model-impl transformers: GGUF files are computed by our decoder alone; leave it out")
+        return loading.by != "transformers"
+    return knows_architecture(folder)
+
+
+def _check_foreign(folder: Path, loading: Loading) -> ModelSpec:
+    """Check a model that transformers computes: which tensors it has, only its own code knows."""
+    from stages.generate.model.by_transformers import foreign_spec
+
+    spec = foreign_spec(folder, loading)
+    check_tokenizer(folder)
+    if loading.dummy:
+        return spec
+    return replace(spec, num_weights=sum(math.prod(entry.shape) for entry in read_tensors(folder).values()))
 
 
 def model_id(folder: Path) -> str:
@@ -156,7 +179,7 @@ def _of_text(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def _apart(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEntry]:
     """Return the tensors with the parts of those that are fused in the file, such as q|k|v, in their place."""
-    if not any(FUSED.search(name) for name in tensors):
+    if not any(FUSED.search(name) for name in tensors) or not knows_architecture(folder):
         return tensors
     shapes, apart = tensor_shapes(read_spec(folder)), dict(tensors)
     for name, entry in tensors.items():
@@ -164,8 +187,10 @@ def _apart(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEnt
             continue
         names = [name.replace(found[1], part) for part in PARTS[found[1]]]
         rows = [shapes[part][0] for part in names if part in shapes]
-        if len(rows) < len(names) or sum(rows) != entry.shape[0]:
+        if len(rows) < len(names):
             continue  # `_check_tensors` says what is wrong
+        if sum(rows) != entry.shape[0]:
+            raise ConfigError(f"{entry.file}: {name} has {entry.shape[0]} rows; config.json means {sum(rows)}")
         del apart[name]
         begin = entry.begin
         for part, count in zip(names, rows, strict=True):
@@ -190,11 +215,11 @@ def _read_gguf(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a GGUF file under their names on the hub."""
     config = read_json(path.with_name("config.json"))
     heads: dict[str, int] = {}
-    if config["architectures"] == ["LlamaForCausalLM"]:
+    if config["architectures"][0] in ("LlamaForCausalLM", "SmolLM3ForCausalLM"):
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     entries: dict[str, TensorEntry] = {}
     for stored, whole in _gguf_header(path, path.stat().st_mtime_ns)[0].items():
-        for name, tensor in gguf.named(stored, whole).items():
+        for name, tensor in gguf.named(stored, whole, config.get("gguf_architecture", "")).items():
             place = tensor.begin, tensor.begin + tensor.size, heads.get(name.rpartition(".")[0].rpartition(".")[2], 0)
             entries[name] = TensorEntry(path, tensor.type, tensor.shape, *place)
     return entries

@@ -94,6 +94,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 }
 
 
+def knows_architecture(folder: Path) -> bool:
+    """Return whether our decoder knows the architecture of the model in *folder*."""
+    names = read_json(folder / "config.json").get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name in ARCHITECTURES for name in names)
+
+
 def read_spec(folder: Path) -> ModelSpec:
     """Read the config of the model in *folder*.
 
@@ -174,9 +180,7 @@ def _kinds(
         for name, has_rope in zip(types, rotated, strict=True)
     ]
     kinds = tuple(dict.fromkeys(of_layers))
-    rotary_dim = int(head_dim * (config.number("partial_rotary_factor", _partial(config)) if row.partial_rotary else 1))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ConfigError(f"{config.path}: {rotary_dim} of {head_dim} dimensions are rotated; expected an even number")
+    rotary_dim = _rotary_dim(config, row, head_dim)
     for rope, _ in ropes.values():
         for factors in filter(None, (rope.factors, rope.long_factors)):
             if len(factors) != rotary_dim // 2:
@@ -225,10 +229,16 @@ def _rope_fields(config: _Config) -> tuple[str, Mapping[str, Any]]:
     return name, config.fields.get(name) or {}
 
 
-def _partial(config: _Config) -> float:
-    """Return the part of a head that is rotated, if the rope says it."""
-    fields = _rope_fields(config)[1]
-    return _Config(config.path, fields if isinstance(fields, dict) else {}).number("partial_rotary_factor", 1.0)
+def _rotary_dim(config: _Config, row: Architecture, head_dim: int) -> int:
+    """Return how many dimensions of a head are rotated."""
+    if not row.partial_rotary:
+        return head_dim
+    _, given = _rope_fields(config)
+    of_rope = _Config(config.path, given if isinstance(given, dict) else {}).number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * config.number("partial_rotary_factor", of_rope) + 1e-6)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(f"{config.path}: {rotary_dim} of {head_dim} dimensions are rotated; expected an even number")
+    return rotary_dim
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -269,7 +279,7 @@ class _Config:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         value = self.fields.get(name)
-        if not isinstance(value, list) or not all(isinstance(one, (int, float)) and one > 0 for one in value):
+        if not isinstance(value, list) or not all(type(one) in (int, float) and 0 < one < math.inf for one in value):
             raise ConfigError(f"{self.path}: the rope has {name} {value!r:.80}; expected positive numbers")
         return tuple(map(float, value))
 
@@ -297,7 +307,7 @@ def _architecture(path: Path, fields: Mapping[str, Any]) -> tuple[str, Architect
         if isinstance(name, str) and name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
     seen = json.dumps(names)
-    raise ConfigError(f"{path}: architectures says {seen}; supported: {', '.join(ARCHITECTURES)}")
+    raise ConfigError(f"{path}: architectures says {seen}; --model-impl native knows {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_quantized(config: _Config) -> None:

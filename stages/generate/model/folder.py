@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder, check_tokenizer, has_weights
+from stages.generate.model.checkpoint import DEMO_FOLDER, USUAL, check_folder, check_tokenizer, has_weights
 from stages.generate.model.foreign import refuse_name
 from stages.generate.model.gguf import SPLIT
 from stages.generate.model.gguf_folder import gguf_folder
 from stages.generate.model.hub import fetch, fetch_gguf, hub_model
 from stages.generate.model.named import fetch_named, is_named
+from stages.generate.model.spec import Loading
 
 
-def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, dummy: bool = False) -> Path:
+def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, loading: Loading = USUAL) -> Path:
     """Return the checked folder of *model*: a folder, a GGUF file or a folder with one, a model or such a file of the
     hub, or smollm2, which are fetched, or "" for the demo model.
 
     *tokenizer*: a folder or a model of the hub whose tokenizer a GGUF file gets in place of its own. *text_alone*: only
-    the tokenizer is needed. *dummy*: no weights are needed.
+    the tokenizer is needed.
 
     Raises:
         ConfigError: The folder lacks what is needed; the message names the file or tensor.
@@ -30,14 +31,14 @@ def model_folder(model: str, *, tokenizer: str = "", text_alone: bool = False, d
     elif not model:
         folder = DEMO_FOLDER
     elif (on_hub := hub_model(model)) is not None:
-        folder = fetch(on_hub, weights=not text_alone and not dummy)
+        folder = fetch(on_hub, weights=not text_alone and not loading.dummy)
     else:
         refuse_name(model)
         folder = Path(model).expanduser().absolute()
     if text_alone:
         check_tokenizer(folder)
     else:
-        check_folder(folder, dummy=dummy)
+        check_folder(folder, loading)
     return folder
 
 

@@ -242,16 +242,28 @@ _WHOLE: Final = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_GEMMA: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MODULES_OF: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+"""Modules that an architecture has beside `_MODULES`, or instead."""
 ROPE_FACTORS: Final = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 """Divisors of the frequencies of the rope. They become a part of the config."""
 
 
-def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+def named(name: str, tensor: GgufTensor, architecture: str = "") -> dict[str, GgufTensor]:
     """Return a tensor under its name on the hub; all experts of a layer are one tensor, and become one for each.
 
-    Unknown names are kept.
+    *architecture*: `general.architecture`. Unknown names are kept.
     """
-    if name == ROPE_FACTORS:
+    if name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
         return {}
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if found is None:
@@ -266,4 +278,5 @@ def named(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
             )
             for expert in range(count)
         }
-    return {f"{prefix}.{_MODULES[module]}.{kind}" if module in _MODULES else name: tensor}
+    modules = {**_MODULES, **_MODULES_OF.get(architecture, {})}
+    return {f"{prefix}.{modules[module]}.{kind}" if module in modules else name: tensor}

@@ -9,14 +9,23 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
-from stages.generate.model.config import GENERATION_CONFIG
-from stages.generate.model.gguf import MOST_EXPERTS, ROPE_FACTORS, GgufFile, GgufTensor, parts_of, read_gguf
+from stages.generate.model.config import FULL, GENERATION_CONFIG, LOCAL
+from stages.generate.model.gguf import (
+    LONG_FACTORS,
+    MOST_EXPERTS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GgufFile,
+    GgufTensor,
+    parts_of,
+    read_gguf,
+)
 from stages.generate.model.gguf_tokenizer import write_tokenizer
 
 ARCHITECTURES: Final = {
@@ -24,9 +33,13 @@ ARCHITECTURES: Final = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """`general.architecture`, and what it is on the hub."""
-MADE_BY: Final = 2
+MADE_BY: Final = 3
 """Changes when a folder is made in another way: older ones are not used then."""
 SAMPLING: Final = {
     "temperature": "temp",
@@ -129,7 +142,9 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", hidden // heads if heads else 0)
     metadata.refuse_unless("attention.value_length", head_dim)
-    metadata.refuse_unless("rope.dimension_count", head_dim)
+    rotary_dim = metadata.integer("rope.dimension_count", head_dim)
+    if name != "phi3":
+        metadata.refuse_unless("rope.dimension_count", head_dim)
     types = sorted({tensor.type for tensor in tensors.values() if len(tensor.shape) > 1})
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[name]],
@@ -144,11 +159,17 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": name == "llama" and "blk.0.attn_output.bias" in tensors,
-        "rope_parameters": _rope(metadata, files, head_dim),
+        "rope_parameters": _rope(metadata, files, rotary_dim),
         "eos_token_id": _ends(fields, num_rows),
         "dtype": next((kind for key, kind in _DTYPES.items() if types == [key]), "bfloat16"),
         "gguf": _bytes_of_types(tensors),
+        "gguf_architecture": name,
     }
+    if name == "phi3":
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+        config["sliding_window"] = metadata.get("attention.sliding_window")  # 0 and none: there is no window
+    if name in ("gemma2", "gemma3"):
+        config |= _of_gemma(metadata, name, hidden // heads, head_dim)
     if name == "qwen3moe":
         if metadata.integer("expert_count") * num_layers > MOST_EXPERTS:
             raise metadata.wrong("expert_count", f"at most {MOST_EXPERTS} in {num_layers} layers")
@@ -158,6 +179,26 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
             "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
             "norm_topk_prob": True,  # as llama.cpp does for this architecture
         }
+    return config
+
+
+def _of_gemma(metadata: _Metadata, name: str, hidden_of_head: int, head_dim: int) -> dict[str, Any]:
+    """Return what only Gemma's config has. As in llama.cpp, the number of layers says which scale the scores have."""
+    is_27b = metadata.integer("block_count") == {"gemma2": 46, "gemma3": 62}[name]
+    window = metadata.get("attention.sliding_window")
+    config: dict[str, Any] = {
+        "sliding_window": window,
+        "query_pre_attn_scalar": hidden_of_head if is_27b else head_dim,
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple):
+        config["layer_types"] = [LOCAL if is_local else FULL for is_local in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
+    if name == "gemma3":
+        config["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
     return config
 
 
@@ -206,17 +247,33 @@ class _Metadata:
         return ConfigError(f"{self.path}: {self.architecture}.{name} is {seen}; expected {expected}")
 
 
-def _rope(metadata: _Metadata, files: Iterable[GgufFile], head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters`. Llama 3 has divisors of the frequencies in a tensor, which are read here."""
-    theta = metadata.number("rope.freq_base", 10_000.0)
+def _factors(files: Iterable[GgufFile], name: str, rotary_dim: int) -> list[float]:
+    """Return the divisors of the frequencies of a rope, which the tensor *name* has; empty: there is none."""
     for file in files:
-        if (tensor := file.tensors.get(ROPE_FACTORS)) is not None:
-            if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
-                raise ConfigError(f"{file.path}: {ROPE_FACTORS} is {tensor.type} {tensor.shape}; expected one F32 row")
+        if (tensor := file.tensors.get(name)) is not None:
+            if tensor.type != "F32" or tensor.shape != (rotary_dim // 2,):
+                raise ConfigError(f"{file.path}: {name} is {tensor.type} {tensor.shape}; expected one F32 row")
             with file.path.open("rb") as opened:
                 opened.seek(tensor.begin)
-                factors = memoryview(opened.read(tensor.size)).cast("f").tolist()
-            return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
+                return list(map(float, memoryview(opened.read(tensor.size)).cast("f")))
+    return []
+
+
+def _rope(metadata: _Metadata, files: Sequence[GgufFile], rotary_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters`. Llama 3 and Phi-3 have divisors of the frequencies in tensors, which are read here."""
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    if factors := _factors(files, ROPE_FACTORS, rotary_dim):
+        return {"rope_type": "factors", "rope_theta": theta, "factors": factors}
+    short, long = (_factors(files, name, rotary_dim) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if short or long:
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+            "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
+        }
     metadata.refuse_unless("rope.scale_linear", 1.0)  # what old files call the factor
     kind = metadata.get("rope.scaling.type") or ("none" if metadata.get("rope.scaling.factor") is None else "linear")
     if kind == "none":

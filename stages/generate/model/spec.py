@@ -62,6 +62,18 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """How a model is loaded."""
+
+    dummy: bool = False
+    """With random weights: the folder needs none."""
+    by: Literal["auto", "native", "transformers"] = "auto"
+    """What computes it; auto: our decoder if it knows the architecture, else transformers."""
+    trusts_code: bool = False
+    """Whether Python files of the folder may run."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """The mixture of experts that some layers have instead of an MLP."""
 
@@ -121,6 +133,10 @@ class ModelSpec:
     """Scores become cap * tanh(score / cap); 0: they stay as they are."""
     logits_cap: float = 0.0
     """The same for logits."""
+    by: Literal["native", "transformers"] = "native"
+    """What computes it: our decoder, or transformers' own class. The latter needs only the sizes above."""
+    num_weights: int = 0
+    """Number of weights of a model that transformers computes."""
     blocks: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the tensors of each type in GGUF files, where the weights are such files."""
     rank: int = 0

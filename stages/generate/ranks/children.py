@@ -53,7 +53,7 @@ def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[R
         RankLost: Another rank has ended.
     """
     size = config.engine.tp
-    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    spec = check_folder(folder, config.engine.loading)
     settings = resolve(config.engine, spec)
     with _other_ranks(config, folder) as store:
         links = connect_links(store, 0, size, device=settings.device)
@@ -128,7 +128,7 @@ def main() -> int:
 
 def _follow(config: GenerateConfig, store: str) -> None:
     rank, size, folder = config.ranks.rank, config.engine.tp, Path(config.model.model)
-    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    spec = check_folder(folder, config.engine.loading)
     settings = resolve(config.engine, spec, rank)
     sys.stdout.buffer.write(READY)
     sys.stdout.flush()

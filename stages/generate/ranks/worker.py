@@ -77,7 +77,7 @@ def run(config: GenerateConfig, open_log: Callable[[], RedisLog], folder: Path) 
 
 def _resolved(config: GenerateConfig, folder: Path) -> tuple[ModelSpec, Settings, Terms]:
     """Return the model, the settings of this rank, and the terms that must be the same on all ranks."""
-    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    spec = check_folder(folder, config.engine.loading)
     here = len(config.nodes.ranks_here(config.engine.tp))
     settings = resolve(config.engine, spec, config.ranks.rank, ranks_here=here, share=config.share)
     length = config.engine.max_seq_len or spec.max_positions  # a rank has no memory for longer requests

@@ -6,11 +6,12 @@ import argparse
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, cast
 
 from pipeline.flags import at_least, auto_or, flag, one_of, page_size, share, yes_or_no
 from pipeline.log.config import LogConfig
 from pipeline.process.config import ModelConfig, WorkerConfig
+from stages.generate.model.spec import Loading
 
 
 def group_name(text: str) -> str:
@@ -89,6 +90,21 @@ class EngineConfig:
         default=False,
         parse=yes_or_no,
         help="use random weights; the model folder needs no weights, only its config and tokenizer",
+    )
+    model_impl: str = flag(
+        "--model-impl",
+        default="auto",
+        choices=("auto", "native", "transformers"),
+        help=(
+            "what computes the model: native, which knows some architectures, or transformers' own class with our "
+            "attention, which is slower on a CPU; auto: native where it can"
+        ),
+    )
+    trust_remote_code: bool = flag(
+        "--trust-remote-code",
+        default=False,
+        parse=yes_or_no,
+        help="with transformers: run Python files of the model's folder; they can do whatever this user can",
     )
     device: str = flag(
         "--device",
@@ -230,6 +246,12 @@ class EngineConfig:
         parse=auto_or(2),
         help="maximum prompt and output tokens of one request together [the model's]",
     )
+
+    @property
+    def loading(self) -> Loading:
+        """How the model is loaded."""
+        by = cast(Literal["auto", "native", "transformers"], self.model_impl)
+        return Loading(self.dummy_weight, by, self.trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def load_engine(
         needs_graph=config.engine.graph > 0,
         deterministic=settings.deterministic,
         measure=measure,
-        dummy=config.engine.dummy_weight,
+        loading=config.engine.loading,
         collectives=collectives,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
     )

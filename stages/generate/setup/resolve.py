@@ -75,6 +75,8 @@ class Settings:
     """Whether torch, too, computes the same bits for a row in any batch."""
     gpu: str = ""
     """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
+    by: str = ""
+    """Library that computes the layers, and its version; empty: our own decoder."""
     rope: str = ""
     """`long` or `short` if the served context decides which divisors the rope has (LongRoPE); else empty."""
     fused: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class Settings:
         if self.kernels != "torch":
             by = f"{self.kernels}/{VERSION}/{self.page_size}/{by_torch}"
         else:
-            by = f"{by_torch}/{self.attention}"
+            by = "/".join(filter(None, (self.by, by_torch, self.attention)))
         parts = [str(self.dtype).removeprefix("torch."), self.quantization, by, f"sampler-{sampler.VERSION}"]
         parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
         if self.deterministic and self.kernels == "torch":
@@ -143,6 +145,8 @@ def resolve(
         ConfigError: Flags, model and machine do not fit together.
     """
     check_flags(config)
+    if spec.by == "transformers":
+        config = for_transformers(config)
     ranks_here = ranks_here or config.tp
     device = resolve_device(config.device)
     cuda = device.type == "cuda"
@@ -217,9 +221,28 @@ def resolve(
         commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
         deterministic=config.deterministic,
         gpu=_gpu(config, attention, device),
+        by=f"transformers-{metadata.version('transformers')}" if spec.by == "transformers" else "",
         rope=spec.long_or_short(limits.context),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
+
+
+def for_transformers(config: EngineConfig) -> EngineConfig:
+    """Return the flags of an engine whose model transformers computes.
+
+    Raises:
+        ConfigError: One of them is only possible with our own decoder.
+    """
+    given = {
+        f"--kernels {config.kernels}": config.kernels not in ("auto", "torch"),
+        f"--quantization {config.quantization}": config.quantization == "int8",
+        f"--tp {config.tp}": config.tp > 1,
+        "--deterministic": config.deterministic,
+        f"--graph {config.graph}": config.graph > 0,
+    }
+    if wrong := [flag for flag, is_wrong in given.items() if is_wrong]:
+        raise ConfigError(f"{wrong[0]}: transformers computes this model, which cannot do that; leave it out")
+    return replace(config, kernels="torch", graph=0)
 
 
 def resolve_targets(config: EngineConfig, kernels: str, device: torch.device) -> Targets | None:

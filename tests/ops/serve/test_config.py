@@ -60,7 +60,8 @@ HTTP |= flags("--disconnect-grace --max-body-bytes --max-log-bytes --pages --tru
 FILES = flags("--to --retain --max-bytes --leave")
 LOG = flags("--redis-url --namespace --retention --response-retention --journal-bytes --lease")
 ENGINE = flags(
-    "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --device --threads --kernels "
+    "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --model-impl --trust-remote-code "
+    "--device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
     "--target-itl --max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic "
     "--page-size --num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
@@ -113,7 +114,7 @@ TEXTS = pairs(
     "--generation-config none --host :: --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d --limits /l.toml "
     "--admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu --kernels avx2 --attn fa,fi "
     "--cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 --from 7-1200 --user ann "
-    "--url http://h:1 --tokenizer /t --prompt Hi --plot /p.png"
+    "--url http://h:1 --tokenizer /t --prompt Hi --plot /p.png --model-impl native"
 )
 NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
@@ -126,8 +127,8 @@ MEASURES = pairs(
     "--response-retention 9 --background-timeout 8 --interval 0.5 --speed 2.5 --timeout 7"
 )
 SWITCHES = (
-    "--repair --strict-model-names --leave --dummy-weight --deterministic --json --once --shell --compare "
-    "--client-clock"
+    "--repair --strict-model-names --leave --dummy-weight --trust-remote-code --deterministic --json --once --shell "
+    "--compare --client-clock"
 )
 SEVERAL = {
     "--served-model-name": "a b",

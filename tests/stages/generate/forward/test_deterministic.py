@@ -27,6 +27,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.model.config import read_spec
 from stages.generate.model.layers import linear
 from stages.generate.model.layers.blocks import BLOCK_ROWS
+from stages.generate.model.spec import Loading
 from stages.generate.schedule.request import NewRequest
 
 PAGE_SIZE, CONTEXT = 16, 1024
@@ -46,7 +47,7 @@ def differences(
     many = sum(-(-(length + num_tokens) // PAGE_SIZE) + 1 for length in lengths)
     few = sum(-(-length // PAGE_SIZE) for length in lengths) + 1
     sizes: dict[str, Any] = {"num_pages": many, "page_size": PAGE_SIZE, "max_running_requests": len(lengths)}
-    engine = Engine(spec, folder, max_seq_len=CONTEXT, dummy=True, **sizes, **how)
+    engine = Engine(spec, folder, max_seq_len=CONTEXT, loading=Loading(dummy=True), **sizes, **how)
 
     def logits_of(running: int, budget: int, num_pages: int) -> tuple[Rows, int]:
         """Return the logits from which each token was chosen, and how often a request was preempted."""

@@ -22,7 +22,7 @@ from stages.generate.model.checkpoint import (
     read_header,
     read_tensors,
 )
-from stages.generate.model.spec import tensor_shapes
+from stages.generate.model.spec import Loading, tensor_shapes
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
@@ -286,12 +286,12 @@ def test_the_fingerprint_covers_every_shard(sharded: Path) -> None:
 def test_a_dummy_needs_no_weights_and_its_fingerprint_says_so(folder: Path) -> None:
     real = fingerprint(folder)
     (folder / WEIGHTS_FILE).unlink()
-    assert check_folder(folder, dummy=True).tie_embeddings
+    assert check_folder(folder, Loading(dummy=True)).tie_embeddings
     assert fingerprint(folder, dummy=True).startswith("dummy-")
     assert not real.startswith("dummy-")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        check_folder(folder, dummy=True)
+        check_folder(folder, Loading(dummy=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
+from stages.generate.model.spec import Loading
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -102,7 +103,7 @@ def test_experts_give_the_logits_of_transformers(tmp_path: Path, changes: dict[s
 @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "odd"])
 def test_dummy_weights_neither_repeat_a_token_nor_forget_the_prompt(tmp_path: Path, family: Family) -> None:
     folder = make_checkpoint(tmp_path, family)
-    engine = make_engine(folder, "bfloat16", dummy=True)
+    engine = make_engine(folder, "bfloat16", loading=Loading(dummy=True))
 
     def generated(prompt: list[int]) -> list[int]:
         tokens = list(prompt)

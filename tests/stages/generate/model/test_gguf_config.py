@@ -62,7 +62,13 @@ def test_each_architecture_is_that_of_the_hub(architecture: str, tmp_path: Path)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = dict(TENSORS)
     if architecture == "qwen2":
         tensors |= {f"blk.0.attn_{one}.bias": ("F32", (rows,)) for one, rows in (("q", 32), ("k", 16), ("v", 16))}
-    if architecture.startswith("qwen3"):
+    if architecture.startswith("gemma"):
+        tensors |= {f"blk.0.{name}.weight": ("F32", (32,)) for name in ("post_attention_norm", "post_ffw_norm")}
+    if architecture == "phi3":
+        fused = {"blk.0.attn_qkv.weight": ("F32", (64, 32)), "blk.0.ffn_up.weight": ("F32", (128, 32))}
+        apart = {f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ffn_gate")}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in apart} | fused
+    if architecture.startswith("qwen3") or architecture == "gemma3":
         tensors |= {f"blk.0.attn_{letter}_norm.weight": ("F32", (16,)) for letter in "qk"}
     is_moe = architecture == "qwen3moe"
     fields = fields_of(architecture, **(experts if is_moe else {}))
@@ -77,7 +83,7 @@ def test_each_architecture_is_that_of_the_hub(architecture: str, tmp_path: Path)
     assert spec.experts == (ExpertsSpec((0,), 4, 2, 32, True) if is_moe else ExpertsSpec((), 0, 0, 0, False))
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "", 7, ["llama"], None])
+@pytest.mark.parametrize("architecture", ["gemma4", "", 7, ["llama"], None])
 def test_another_architecture_is_named_beside_those_that_are_supported(architecture: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=", ".join(ARCHITECTURES)) as caught:
         config(tmp_path, {**FIELDS, "general.architecture": architecture})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import FAMILIES as EVERY
 from support.checkpoints import Family, make_engine, reference_model, reference_tokens
 from support.gguf_files import BLOCK_TYPES, make_gguf, mixed
 from support.kernel_variants import VARIANTS
@@ -15,7 +16,7 @@ from support.plans import Request, generate, plan, shuffled_pages
 from stages.generate.model.folder import model_folder
 from stages.generate.model.recommended import read_recommended
 
-FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe")
+FAMILIES: tuple[Family, ...] = tuple(family for family in EVERY if family != "odd")
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +26,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROMPT = random.Random(3).choices(range(4, 480), k=40)
 COUNT = 16
+SEEDS: dict[Family, int] = {"gemma2": 1}
+"""Of models that would repeat themselves with the usual one."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_widened_weights_give_the_tokens_of_transformers(family: Family, tmp_path: Path) -> None:
-    original = make_gguf(tmp_path / "model.gguf", family, mixed)
+    original = make_gguf(tmp_path / "model.gguf", family, mixed, seed=SEEDS.get(family, 0))
     expected, smallest_gap = reference_tokens(original, PROMPT, COUNT)
     assert smallest_gap > 1e-3
     assert len(set(expected)) > COUNT // 3, "a model that repeats itself proves nothing"
@@ -47,8 +50,9 @@ def test_blocks_give_nearly_the_logits_of_their_weights(family: Family, kernels:
         expected_V = reference_model(original)(torch.tensor([PROMPT])).logits[0, -1]
     engine = make_engine(model_folder(str(tmp_path / "model.gguf")), "float32", kernels=kernels, quantization="q4_k")
     logits_V = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))[0]
-    # Activations are rounded to 8 bits for 9 products one after the other, each of which is half a per cent off.
-    assert (logits_V - expected_V).norm() < 0.05 * expected_V.norm()
+    # Activations are rounded to 8 bits for 9 products one after the other, each of which is half a per cent off. A
+    # SmolLM3 has four layers here, and 17 products.
+    assert (logits_V - expected_V).norm() < (0.12 if family == "smollm3" else 0.05) * expected_V.norm()
 
 
 @pytest.mark.parametrize("kernels", VARIANTS)

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine, TorchComputer
 from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder
+from stages.generate.model.spec import Loading
 from stages.generate.ranks.frame import (
     HEADER,
     LONG_LIST,
@@ -149,10 +150,10 @@ def test_a_frame_whose_counts_do_not_add_up_is_our_bug() -> None:
 
 def test_a_rank_with_only_page_tables_computes_what_rank_0_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes the same keys and values, and asks for the logits of the same tokens."""
-    spec = replace(check_folder(DEMO_FOLDER, dummy=True), num_layers=1)
+    spec = replace(check_folder(DEMO_FOLDER, Loading(dummy=True)), num_layers=1)
     sizes = {"num_pages": 12, "page_size": 4, "max_running_requests": 16, "max_seq_len": 48}
     how: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, **sizes}
-    leader, follower = (Engine(spec, DEMO_FOLDER, dummy=True, **how) for _ in range(2))
+    leader, follower = (Engine(spec, DEMO_FOLDER, loading=Loading(dummy=True), **how) for _ in range(2))
     for engine in (leader, follower):
         engine.kv_L2PKSD.zero_()
     asked: list[torch.Tensor] = []

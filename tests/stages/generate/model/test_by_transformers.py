@@ -1,0 +1,255 @@
+"""Models of architectures that we do not know are computed by transformers, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import LONGROPE, make_engine, reference_model, train_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    Exaone4Config,
+    FalconConfig,
+    Glm4Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    SeedOssConfig,
+    StableLmConfig,
+    Starcoder2Config,
+)
+
+from minisgl import LLM, SamplingParams
+from pipeline.errors import ConfigError
+from stages.generate.forward import engine as engine_module
+from stages.generate.model import by_transformers
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.spec import Loading
+from stages.generate.setup.config import EngineConfig
+from stages.generate.setup.resolve import resolve
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+KV = {"num_key_value_heads": 2, "intermediate_size": 96}
+TWO_KINDS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "num_key_value_heads": 2}
+SCALED = {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+FLAT = {"rope_type": "default", "rope_theta": 10_000.0}
+CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+    "cohere2": (Cohere2Config, {**KV, **TWO_KINDS}),
+    "starcoder2": (Starcoder2Config, {**KV, "sliding_window": 20}),
+    "glm4": (Glm4Config, {**KV, "head_dim": 16}),
+    "gpt-oss": (GptOssConfig, {**EXPERTS, **TWO_KINDS, "head_dim": 16, "rope_parameters": FLAT}),
+    "seed-oss": (SeedOssConfig, {**KV, "head_dim": 16}),
+    "exaone4": (Exaone4Config, {**KV, **TWO_KINDS}),
+    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 96}),
+    "mixtral": (MixtralConfig, EXPERTS),
+    "olmo2": (Olmo2Config, KV),
+    "granite": (GraniteConfig, {**KV, **SCALED}),
+}
+MORE: dict[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+    "stablelm": (StableLmConfig, KV),
+    "llama": (LlamaConfig, KV),
+    "falcon": (FalconConfig, {}),
+    "bloom": (BloomConfig, {}),
+    "llama4": (
+        Llama4TextConfig,
+        {**KV, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8},
+    ),
+    "mamba": (MambaConfig, {}),
+    "longrope": (Phi3Config, {**KV, "original_max_position_embeddings": 12, "rope_parameters": LONGROPE}),
+}
+THROUGH = Loading(by="transformers")
+NUM_TOKENS = 20
+CHANCE = random.Random(8)
+PREFIX = CHANCE.choices(range(4, 300), k=33)
+PROMPTS = [
+    *([*PREFIX, *CHANCE.choices(range(4, 300), k=count)] for count in (1, 4, 9, 20, 26, 31)),
+    *(CHANCE.choices(range(4, 300), k=count) for count in (1, 3, 17, 32, 47, 60)),
+]
+
+
+def make(folder: Path, name: str) -> Path:
+    """Write a small model of an architecture."""
+    config_class, more = (CONFIGS | MORE)[name]
+    train_tokenizer(320, with_bos=False).save_pretrained(folder)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config_class(**(SIZES | dict(more))))
+    with torch.no_grad():
+        for each, parameter in model.named_parameters():  # each class draws its weights in its own way
+            parameter.normal_(1.0 if each.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder, made = tmp_path_factory.mktemp("foreign"), set[str]()
+
+    def model(name: str) -> Path:
+        if name not in made:
+            make(folder / name, name)
+            made.add(name)
+        return folder / name
+
+    return model
+
+
+def expected(folder: Path) -> list[list[int]]:
+    """Return what transformers generates greedily after each prompt, alone."""
+    model, answers = reference_model(folder), []
+    model.generation_config.eos_token_id = None
+    for prompt in PROMPTS:
+        with torch.inference_mode():
+            found = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_TOKENS)
+        answers.append(found[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_twelve_requests_at_once_get_the_tokens_of_transformers(models: Callable[[str], Path], name: str) -> None:
+    """Their prompts come in chunks and share pages, and there are so few pages that some are preempted."""
+    folder = models(name)
+    answers = expected(folder)
+    assert len({token for answer in answers for token in answer}) > 40, "a model that repeats itself proves nothing"
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "page_size": 16, "num_pages": 14, "max_prefill_length": 24}
+    with LLM(folder, **settings) as llm:
+        completions = llm.generate(PROMPTS, greedy, progress=False)
+        assert [list(each.token_ids) for each in completions] == answers
+        assert "/transformers-" in llm.settings.numerics and not llm.settings.batch_invariant
+        again = llm.generate(PROMPTS[:6], greedy, progress=False)
+        assert [list(each.token_ids) for each in again] == answers[:6]
+        assert max(each.cached_tokens for each in again) >= 32
+
+
+@pytest.mark.parametrize("name", ["stablelm", "llama"])
+def test_what_transformers_says_of_a_class_does_not_decide(models: Callable[[str], Path], name: str) -> None:
+    """StableLM says that it does not support other attentions, and does; and a model that we know may go this way."""
+    engine = make_engine(models(name), loading=THROUGH, kernels="torch")
+    assert engine.num_pages
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("falcon", "cannot be computed through transformers: TypeError: unsupported operand"),
+        ("bloom", "0 of its 2 layers call transformers' AttentionInterface; all must"),
+        ("llama4", "it has layers of type chunked_attention; supported: full_attention, sliding_attention"),
+        ("mamba", "cannot be computed through transformers: it"),
+        ("longrope", "its rope is of type longrope, where a token depends on the length of its row"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(models: Callable[[str], Path], name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_engine(models(name), loading=THROUGH, kernels="torch")
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_attention_that_computes_something_else_is_found_by_the_trial(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = by_transformers._attention
+
+    def wrong(module: Any, query: Any, *arguments: Any, **named: Any) -> Any:
+        return right(module, query * 1.1, *arguments, **named)
+
+    monkeypatch.setattr(by_transformers, "_attention", wrong)
+    with pytest.raises(ConfigError, match=r"a trial of 64 tokens gave other logits than transformers alone"):
+        make_engine(models("olmo2"), loading=THROUGH, kernels="torch")
+
+
+def test_an_argument_that_is_not_known_here_is_named(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = by_transformers._attention
+
+    def more(*arguments: Any, **named: Any) -> Any:
+        return right(*arguments, position_bias=torch.ones(1), **named)
+
+    monkeypatch.setattr(by_transformers, "_attention", more)
+    with pytest.raises(ConfigError, match="arguments that are not known here: position_bias"):
+        make_engine(models("olmo2"), loading=THROUGH, kernels="torch")
+
+
+def test_a_window_that_is_in_a_mask_alone_is_refused(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = by_transformers._attention
+
+    def without(*arguments: Any, sliding_window: Any = None, **named: Any) -> Any:
+        return right(*arguments, **named)
+
+    monkeypatch.setattr(by_transformers, "_attention", without)
+    with pytest.raises(ConfigError, match="layer 0 is of type sliding_attention, and its window is in a mask alone"):
+        make_engine(models("cohere2"), loading=THROUGH, kernels="torch")
+    with pytest.raises(ConfigError, match="its config has a sliding_window, which is in a mask alone"):
+        make_engine(models("starcoder2"), loading=THROUGH, kernels="torch")
+
+
+def test_sinks_are_computed_in_torch(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "WITH_SINKS", ("reference",))
+    engine = make_engine(models("gpt-oss"), loading=THROUGH, kernels="torch", attention="torch")
+    assert engine.num_pages
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tp": 2}, "--tp 2: transformers computes this model, which cannot do that; leave it out"),
+        ({"quantization": "int8"}, "--quantization int8: transformers computes this model"),
+        ({"deterministic": True}, "--deterministic: transformers computes this model"),
+        ({"graph": 4}, "--graph 4: transformers computes this model"),
+    ],
+)
+def test_flags_that_only_our_decoder_can_honour_are_refused(
+    models: Callable[[str], Path], flags: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig(device="cpu", **flags), check_folder(models("olmo2")))
+    assert str(caught.value).startswith(said)
+
+
+def test_native_names_what_it_knows_and_a_gguf_file_goes_no_other_way(models: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r'architectures says \["Olmo2ForCausalLM"\]; --model-impl native knows Llama'
+    ):
+        check_folder(models("olmo2"), Loading(by="native"))
+    assert check_folder(models("olmo2")).by == "transformers"
+    assert check_folder(models("llama")).by == "native"
+
+
+def test_an_unknown_architecture_and_code_of_its_own_are_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
+    config = json.loads((models("olmo2") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((models("olmo2") / "model.safetensors").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((models("olmo2") / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nobody", "architectures": ["Nobody"]}))
+    with pytest.raises(ConfigError, match="transformers cannot read it: ValueError"):
+        check_folder(tmp_path)
+    (tmp_path / "theirs.py").write_text("raise SystemExit('this ran')\n")
+    own = {"auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nobody"} | own))
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        check_folder(tmp_path)
