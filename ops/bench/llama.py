@@ -141,11 +141,20 @@ QUANTIZED = {"q4_0": 2, "q4_k_m": 15}
 """Kinds that llama.cpp makes itself: `llama_ftype` of llama.h."""
 
 
+ARCHITECTURES = {"qwen3": "qwen3", "gemma3_text": "gemma3", "phi3": "phi3"}
+"""`model_type` of a config, and the architecture of the file."""
+
+
 def write_parameters(config: Mapping[str, Any], writer: Any) -> None:
     """Write what the config says about the model."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["model_type"] != "qwen3" or rope.get("rope_type", "default") != "default":
-        sys.exit(f"llama.py converts qwen3 with the default rope, not {config['model_type']} with {rope}")
+    if config["model_type"] not in ARCHITECTURES or rope.get("rope_type", "default") != "default":
+        known = ", ".join(ARCHITECTURES)
+        sys.exit(f"llama.py converts {known} with the default rope, not {config['model_type']} with {rope}")
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "phi3":
+        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -180,19 +189,28 @@ def _floats(raw: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def convert(folder: Path, file: str, kind: str) -> None:
-    """Convert a checkpoint of Qwen3; end with a line if that cannot be.
+    """Convert a checkpoint; end with a line if that cannot be.
 
     There is no vocabulary in the file: it is for token ids alone.
     """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, "qwen3")
+    architecture = ARCHITECTURES.get(config["model_type"], "qwen3")
+    writer = gguf.GGUFWriter(file, architecture)
     write_parameters(config, writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    gates = {}
     for name, values in tensors(folder):
+        if architecture == "phi3" and "mlp.gate_proj" in name:
+            gates[name.replace("gate_proj", "up_proj")] = values
+            continue
+        if name in gates:  # gate and up are one matrix there
+            values = np.concatenate((gates.pop(name), values))
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
         named = names.get_name(name, try_suffixes=(".weight",)) or sys.exit(
-            f"llama.cpp has no tensor {name} in a qwen3"
+            f"llama.cpp has no tensor {name} in a {architecture}"
         )
         stored = gguf.GGMLQuantizationType[kind.upper() if values.ndim == 2 else "F32"]
         writer.add_tensor(named, gguf.quants.quantize(values, stored), raw_dtype=stored)

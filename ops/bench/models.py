@@ -12,7 +12,7 @@ import re
 import string
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +32,7 @@ SYLLABLES: Final = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxy
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen3."""
+    """The sizes of a model, of a Qwen3 if nothing else is said."""
 
     hidden_size: int
     num_layers: int
@@ -45,11 +45,26 @@ class Shape:
     max_positions: int
     tie_embeddings: bool = True
     dtype: str = "bfloat16"
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What the config of another architecture has beside, or instead."""
 
 
+GEMMA3: Final = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_parameters": None,
+}
+PHI3: Final = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.75}
 SHAPES: Final[Mapping[str, Shape]] = {
     "95m": Shape(768, 12, 12, 4, 64, 2304, 16_000, 10_000.0, 8192),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # the shape of Qwen3-0.6B
+    "gemma3-1b": Shape(1152, 26, 4, 1, 256, 6912, 262_144, 1_000_000.0, 32_768, more=GEMMA3),  # that of Gemma-3-1B
+    "phi4-1b": Shape(2048, 16, 16, 4, 128, 5632, 100_352, 10_000.0, 8192, more=PHI3),  # a third of Phi-4-mini
 }
 NONSENSE: Final = Shape(
     128, 2, 4, 2, 32, 384, 256 + len(SPECIAL_TOKENS), 10_000.0, 4096, tie_embeddings=False, dtype="float32"
@@ -198,6 +213,7 @@ def write_config(shape: Shape, folder: Path, eos_id: int = 0) -> None:
         "tie_word_embeddings": shape.tie_embeddings,
         "attention_bias": False,
         "eos_token_id": eos_id,
+        **shape.more,
     }
     _write_json(folder / "config.json", config)
 

@@ -200,6 +200,8 @@ NAMED: Final[Mapping[str, str]] = {
     "llguidance": "",
     "deterministic": "deterministic-no",
     "fused": "fused-no",
+    "transformers": "transformers-no",
+    "rope": "rope-none",
     "ranks": "ranks-1",
 }
 """The parts that begin with their name, and what the numerics mean that lack one; nothing: that is not known."""

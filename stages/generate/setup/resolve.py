@@ -110,7 +110,7 @@ class Settings:
         if self.fused:
             parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
         if self.rope:
-            parts.append(f"{self.rope}-rope")
+            parts.append(f"rope-{self.rope}")
         if self.num_ranks > 1:
             parts.append(f"ranks-{self.num_ranks}")
         return "/".join(parts)

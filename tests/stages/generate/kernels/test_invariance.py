@@ -58,7 +58,8 @@ class Mode:
 def torch_modes() -> list[object]:
     """Return those that show that a test can fail, at night."""
     fails = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="torch's sums depend on the batch")
-    return [pytest.param(Mode(family, "torch", "bfloat16"), marks=[fails, pytest.mark.night]) for family in FAMILIES]
+    families = [family for family in FAMILIES if family != "gemma2"]  # a cap takes another way through torch
+    return [pytest.param(Mode(family, "torch", "bfloat16"), marks=[fails, pytest.mark.night]) for family in families]
 
 
 def kernel_modes() -> list[object]:

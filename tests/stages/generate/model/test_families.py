@@ -51,7 +51,7 @@ def test_the_served_context_decides_which_factors_the_rope_has(tmp_path: Path, c
             tokens.append(int(model(padded).logits[0, len(prompt) + len(tokens) - 1].argmax()))
     assert tokens_of(folder, prompt, 4, max_seq_len=context) == tokens
     settings = resolve(EngineConfig(max_seq_len=context, device="cpu"), read_spec(folder))
-    assert f"/{reach}-rope" in settings.numerics
+    assert f"/rope-{reach}" in settings.numerics
 
 
 def test_a_rope_is_no_part_of_the_numerics_where_the_context_decides_nothing() -> None:
