@@ -30,8 +30,7 @@ from pipeline.events import SamplingParams
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.process.config import ModelConfig
 from stages.generate.loop.flights import Forward, launching
-from stages.generate.model.checkpoint import model_id
-from stages.generate.model.config import read_spec
+from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.setup.config import EngineConfig
@@ -262,7 +261,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux
     bandwidth = read_bandwidth(settings.device, settings.threads)
     gemm = gemm_rate(settings.device, settings.dtype, settings.threads)
-    cost = cost_of(read_spec(llm.folder), settings.dtype.itemsize)
+    cost = cost_of(check_folder(llm.folder, engine.loading), settings.dtype.itemsize)
     document = {
         **report.setup(["minisgl", "bench", "offline", *arguments], PACKAGES),
         "model": {
@@ -357,7 +356,11 @@ def _rates(rates: Sequence[Rate], unit: str) -> str:
 
 
 def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
-    """Return the cost of *spec* in a dtype of *dtype_bytes*."""
+    """Return the cost of *spec* in a dtype of *dtype_bytes*. Where transformers computes, all weights count."""
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
+    if spec.by == "transformers":
+        head = spec.vocab_size * spec.hidden_size
+        return Cost(spec.num_weights - head, head, 0, 0.0, dtype_bytes, kv_bytes)
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
     embedding = sizes.pop("model.embed_tokens.weight")
     head = sizes.pop("lm_head.weight", embedding)  # tied
@@ -368,7 +371,7 @@ def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
         experts=experts,
         chosen_share=spec.experts.experts_per_token / spec.experts.num_experts if experts else 0.0,
         weight_bytes=dtype_bytes,
-        kv_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes,
+        kv_bytes=kv_bytes,
     )
 
 
