@@ -353,15 +353,19 @@ class ForeignDecoder:
         except NotImplementedError as error:
             raise self.refused(str(error)) from error
         except Exception as error:  # code of many authors, with arguments that it did not expect
+            if trial is not None and len(trial.kinds) < self._spec.num_layers:
+                raise self._refused_for_its_attention(trial, f" ({_short(error)})") from error
             raise self.refused(_short(error)) from error
         return found[: self._spec.vocab_size].float()
+
+    def _refused_for_its_attention(self, trial: _Trial, then: str = "") -> ConfigError:
+        layers = f"{len(trial.kinds)} of its {self._spec.num_layers} layers"
+        return self.refused(f"{layers} call transformers' AttentionInterface; all must{then}")
 
     def _check(self, trial: _Trial) -> None:
         spec, config = self._spec, self._model.config.get_text_config(decoder=True)
         if set(trial.kinds) != set(range(spec.num_layers)):
-            raise self.refused(
-                f"{len(trial.kinds)} of its {spec.num_layers} layers call transformers' AttentionInterface; all must"
-            )
+            raise self._refused_for_its_attention(trial)
         if len(trial.heads) > 1:
             raise self.refused(f"its layers have different heads: {sorted(trial.heads)}")
         heads, kv_heads, size_of_key, size_of_value = next(iter(trial.heads))
@@ -371,9 +375,9 @@ class ForeignDecoder:
                 f"its config means {spec.num_heads}, {spec.num_kv_heads} and {spec.head_dim}"
             )
         types = getattr(config, "layer_types", None) or ["any"] * spec.num_layers
-        for layer, (kind, name) in enumerate(zip(trial.kinds.values(), types, strict=True)):
-            wanted = config.sliding_window if name == "sliding_attention" else 0 if name == "full_attention" else None
-            if wanted is not None and kind.window != (wanted or 0):
+        for layer, name in enumerate(types):
+            wanted = {"sliding_attention": getattr(config, "sliding_window", None) or 0, "full_attention": 0}.get(name)
+            if wanted is not None and trial.kinds[layer].window != wanted:
                 raise self.refused(f"layer {layer} is of type {name}, and its window is in a mask alone")
         windows = {kind.window for kind in trial.kinds.values()}
         uses = getattr(config, "use_sliding_window", None) is not False

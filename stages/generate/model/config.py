@@ -216,7 +216,7 @@ def _rotated(config: _Config, row: Architecture) -> list[bool]:
     if given is None:
         every = config.integer("no_rope_layer_interval", row.no_rope_every)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
+    if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
         raise ConfigError(
             f"{config.path}: no_rope_layers is {given!r:.80}; expected a list of {num_layers}, 1 where there is a rope"
         )
@@ -234,8 +234,9 @@ def _rotary_dim(config: _Config, row: Architecture, head_dim: int) -> int:
     if not row.partial_rotary:
         return head_dim
     _, given = _rope_fields(config)
-    of_rope = _Config(config.path, given if isinstance(given, dict) else {}).number("partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * config.number("partial_rotary_factor", of_rope) + 1e-6)
+    rope = _Config(config.path, given if isinstance(given, dict) else {})
+    factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * factor + 1e-6)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(f"{config.path}: {rotary_dim} of {head_dim} dimensions are rotated; expected an even number")
     return rotary_dim
@@ -307,7 +308,8 @@ def _architecture(path: Path, fields: Mapping[str, Any]) -> tuple[str, Architect
         if isinstance(name, str) and name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
     seen = json.dumps(names)
-    raise ConfigError(f"{path}: architectures says {seen}; --model-impl native knows {', '.join(ARCHITECTURES)}")
+    known = ", ".join(ARCHITECTURES)
+    raise ConfigError(f"{path}: architectures says {seen}; --model-impl native knows {known}; leave it out for others")
 
 
 def _refuse_quantized(config: _Config) -> None:
