@@ -57,12 +57,15 @@ GEMMA3_ROPES = {
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
+    "attention_factor": 1.2,
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [2.0, 3.5, 5.0, 6.5, 8.0, 9.5],
 }
-LONGROPE_FROM = 12
-"""Context beyond which the phi3 model has its long factors: below that of every prompt of a test."""
+LONGROPE_FROM = 2
+"""Context beyond which the phi3 model has its long factors. No prompt of a test is shorter: for such ones transformers
+computes keys with other factors than for the tokens after them.
+"""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,

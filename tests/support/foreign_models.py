@@ -23,6 +23,7 @@ from transformers import (
     MambaConfig,
     MixtralConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     SeedOssConfig,
@@ -67,6 +68,7 @@ MORE: dict[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
         {**KV, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8},
     ),
     "mamba": (MambaConfig, {}),
+    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "longrope": (Phi3Config, {**KV, "original_max_position_embeddings": 12, "rope_parameters": LONGROPE}),
 }
 

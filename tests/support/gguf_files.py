@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -145,12 +144,11 @@ def _model_fields(config: Mapping[str, Any], architecture: str) -> dict[str, Any
             "rope.scaling.factor": float(every["factor"]),
         }
     if architecture == "phi3":
-        original, reach = LONGROPE_FROM, config["max_position_embeddings"]
         fields |= {
             "attention.sliding_window": config["sliding_window"],
             "rope.dimension_count": 48,
-            "rope.scaling.original_context_length": original,
-            "rope.scaling.attn_factor": math.sqrt(1 + math.log(reach / original) / math.log(original)),
+            "rope.scaling.original_context_length": LONGROPE_FROM,
+            "rope.scaling.attn_factor": rope["attention_factor"],
         }
     if architecture == "qwen3moe":
         fields |= {

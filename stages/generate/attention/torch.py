@@ -188,7 +188,8 @@ class TorchAttention:
             sinks_K1G = None if sinks_KG1 is None else sinks_KG1.transpose(1, 2)
             o_K1GD = self._softmax(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, None, sinks_K1G)
             return o_K1GD.reshape(q_QHD.shape)
-        if num_queries == plan.length and not 0 < self._shape.window < num_queries:
+        is_usual = not self._shape.cap and sinks_H is None  # else all scores would be in memory at once
+        if num_queries == plan.length and is_usual and not 0 < self._shape.window < num_queries:
             o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None, sinks_KG1)
             return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
         o_QHD = torch.empty_like(q_QHD)

@@ -266,6 +266,8 @@ class Engine:
             attentions = self._attentions_of(foreign, attention, page_size)
             self._try(foreign, attentions, page_size)
             self._computer = TorchComputer(foreign, attentions, device)
+            if measure is not None:
+                self._measure(spec, measure, graphs=False)
             progress(1, 1)
         elif kernels != "torch":
             self._computer = KernelDecoder(

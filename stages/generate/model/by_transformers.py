@@ -8,6 +8,7 @@ few rows, packed, must have the logits that transformers computes for each alone
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 from stages.generate.batch import ForwardBatch
 from stages.generate.model.attention import Attend, Attention, AttentionShape
+from stages.generate.model.config import eos_ids
 from stages.generate.model.spec import DTYPES, DTypeName, LayerKind, Loading, ModelSpec
 
 logger = structlog.get_logger()
@@ -35,15 +37,21 @@ LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 ROPES: Final = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Types of ropes with which a token's rotation depends on its position alone."""
 UNREAD: Final = frozenset(
-    {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+    {"dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
     | {"output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 """Arguments of an attention that change nothing here."""
+MOST_SIZE: Final = 2**31
 MOST_OFF: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
-"""Largest distance of the trial's logits from those of transformers, as a share of their length."""
+"""Largest distance of the logits of a row of the trial from those of transformers, as a share of their length.
+
+In narrow dtypes the nearest row decides: in others the router of experts may turn with the rounding, and a wrong
+attention moves all rows.
+"""
 TRIED: Final = (29, 19, 16)
 """Lengths of the rows of the trial: 64 tokens."""
 ERROR_CHARS: Final = 300
+DUMMY_SEED: Final = 0
 
 
 # ---- the spec
@@ -56,16 +64,23 @@ def foreign_spec(folder: Path, loading: Loading) -> ModelSpec:
         ConfigError: transformers does not know it, or its config has something that cannot work.
     """
     config = _config(folder, loading)
-    if reason := _why_not(config):
-        raise _refused(folder, config, reason)
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    if rotated := getattr(config, "qk_rope_head_dim", None):  # latent attention: keys are larger than values
-        head_dim = max(rotated + getattr(config, "qk_nope_head_dim", 0), config.v_head_dim)
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    try:
+        if reason := _why_not(config):
+            raise _refused(folder, config, reason)
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        if rotated := getattr(config, "qk_rope_head_dim", None):  # latent attention: keys are larger than values
+            head_dim = max(rotated + getattr(config, "qk_nope_head_dim", 0), config.v_head_dim)
+        dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        if strange := [size for size in (kv_heads, head_dim) if type(size) is not int or not 0 < size <= MOST_SIZE]:
+            raise _refused(folder, config, f"its config has heads of {strange[0]!r:.80}")
+    except ConfigError:
+        raise
+    except Exception as error:  # configs whose layers differ refuse to say one number for all
+        raise _refused(folder, config, _short(error)) from error
     return ModelSpec(
-        architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
+        architecture=_name_of(config),
         num_layers=config.num_hidden_layers,
         hidden_size=hidden,
         num_heads=heads,
@@ -84,10 +99,17 @@ def foreign_spec(folder: Path, loading: Loading) -> ModelSpec:
         rotary_dim=head_dim,
         attention_scale=head_dim**-0.5,
         max_positions=config.max_position_embeddings,
-        eos_ids=(),
+        eos_ids=eos_ids(folder),
         dtype=cast(DTypeName, dtype if dtype in DTYPES else "float32"),
         by="transformers",
+        num_weights=_count(folder, loading) if loading.dummy else 0,
     )
+
+
+def _count(folder: Path, loading: Loading) -> int:
+    """Return the number of weights of a model that has no files of them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in _random(folder, loading).parameters())
 
 
 def _config(folder: Path, loading: Loading) -> Any:
@@ -110,8 +132,8 @@ def _why_not(config: Any) -> str:
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
-        if type(getattr(config, name, None)) is not int:
-            return f"its config has no {name}"
+        if type(size := getattr(config, name, None)) is not int or not 0 < size <= MOST_SIZE:
+            return f"its config has {name} {size!r:.80}; expected a positive number"
     if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"it has layers of type {', '.join(sorted(strange))}; supported: {', '.join(sorted(LAYER_TYPES))}"
     if getattr(config, "attention_chunk_size", None):
@@ -130,8 +152,12 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def _refused(folder: Path, config: Any, reason: str) -> ConfigError:
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    return ConfigError(f"{folder}: {name} cannot be computed through transformers: {reason}")
+    return ConfigError(f"{folder}: {_name_of(config)} cannot be computed through transformers: {reason}")
+
+
+def _name_of(config: Any) -> str:
+    names = getattr(config, "architectures", None)
+    return str(names[0]) if isinstance(names, list) and names else type(config).__name__
 
 
 def _short(error: Exception) -> str:
@@ -183,8 +209,13 @@ class _Trial:
         """Query heads, kv heads, and the sizes of keys and values."""
 
 
-_now: list[_Step | _Trial] = []
-"""The step of this process, while it is computed: an engine computes one at a time."""
+class _Now(threading.local):
+    """The step of this thread, while it is computed."""
+
+    step: _Step | _Trial | None = None
+
+
+_now = _Now()
 
 
 def _attention(
@@ -197,10 +228,15 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer as transformers calls it: of [1, heads, T, size]; return [1, T, heads, size]."""
-    step = _now[-1]
+    step = _now.step
+    if step is None:
+        raise NotImplementedError("its head calls its layers by itself")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise NotImplementedError("its attention sees later tokens")
     if strange := sorted(name for name, given in others.items() if given is not None and name not in UNREAD):
         raise NotImplementedError(f"its attention has arguments that are not known here: {', '.join(strange)}")
     if attention_mask is not None:
@@ -240,9 +276,12 @@ class ForeignDecoder:
         Raises:
             ConfigError: transformers cannot load or compute it, or its attention is not ours.
         """
+        from transformers import PreTrainedModel
+
         self._spec, self._folder, self._device = spec, folder, device
         self._model = model = _load(folder, loading, dtype, device)
-        self._base = model.base_model
+        layers = model.get_decoder()  # what the head calls; where it is no whole model, it is something else
+        self._base = layers if isinstance(layers, PreTrainedModel) else model.base_model
         self._given: Tensor | None = None
         if self._base is model:
             raise self.refused("its head cannot be told from its layers")
@@ -332,7 +371,8 @@ class ForeignDecoder:
             ours_RV = self.logits(x_TE[ends])
         except Exception as error:  # code of many authors, with arguments that it did not expect
             raise self.refused(_short(error)) from error
-        off = float((ours_RV - self._expected).norm() / self._expected.norm())
+        off_R = (ours_RV - self._expected).norm(dim=-1) / self._expected.norm(dim=-1)
+        off = float(off_R.max() if x_TE.dtype == torch.float32 else off_R.min())
         if not off < MOST_OFF[x_TE.dtype]:
             raise self.refused(
                 f"a trial of {sum(TRIED)} tokens gave other logits than transformers alone ({off:.1%} off)"
@@ -392,15 +432,15 @@ def tried_tokens(vocab_size: int) -> dict[int, list[int]]:
 
 @contextmanager
 def _computing(step: _Step | _Trial) -> Iterator[None]:
-    _now.append(step)
+    before, _now.step = _now.step, step
     try:
         yield
     finally:
-        _now.pop()
+        _now.step = before
 
 
 def _load(folder: Path, loading: Loading, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attention)
     options: dict[str, Any] = {"trust_remote_code": loading.trusts_code, "attn_implementation": "eager", "dtype": dtype}
@@ -409,14 +449,32 @@ def _load(folder: Path, loading: Loading, dtype: torch.dtype, device: torch.devi
     try:
         with _quiet():
             if loading.dummy:
-                config = AutoConfig.from_pretrained(
-                    folder, trust_remote_code=loading.trusts_code, local_files_only=True
-                )
-                model = AutoModelForCausalLM.from_config(config, **options)
+                with torch.random.fork_rng(devices=()):
+                    torch.manual_seed(DUMMY_SEED)  # every engine, and the next one, has the same weights
+                    model = _random(folder, loading, **options)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    folder, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                )
+                mismatched = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
+                if wrong := sorted({*report["missing_keys"], *mismatched}):
+                    raise ConfigError(f"{folder}: its files lack {wrong[0]}, or have it in another shape")
+                if report["unexpected_keys"]:
+                    names, reason = sorted(map(str, report["unexpected_keys"])), "the model has no such part"
+                    logger.warning("weights_ignored", first=names[0], count=len(names), reason=reason)
             if hasattr(model, "set_experts_implementation") and device.type == "cpu":
                 model.set_experts_implementation("eager")  # the default one multiplies in some dtypes alone
+    except ConfigError:
+        raise
     except Exception as error:  # missing kernels, broken files, code of its own
         raise ConfigError(f"{folder}: transformers cannot load it: {_short(error)}") from error
     return model.to(device).eval()
+
+
+def _random(folder: Path, loading: Loading, **options: Any) -> Any:
+    """Return the model of a config, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"trust_remote_code": loading.trusts_code} | options
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=loading.trusts_code)
+    return AutoModelForCausalLM.from_config(config, **options)

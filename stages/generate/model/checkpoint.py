@@ -95,7 +95,7 @@ def _check_foreign(folder: Path, loading: Loading) -> ModelSpec:
     check_tokenizer(folder)
     if loading.dummy:
         return spec
-    return replace(spec, num_weights=sum(math.prod(entry.shape) for entry in read_tensors(folder).values()))
+    return replace(spec, num_weights=sum(math.prod(entry.shape) for entry in _stored_tensors(folder).values()))
 
 
 def model_id(folder: Path) -> str:
@@ -150,7 +150,16 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of the weights of *folder*.
+    """Return every tensor of the weights of *folder*, by the names of `tensor_shapes`.
+
+    Raises:
+        ConfigError: As `_stored_tensors`, or a tensor is there in two ways.
+    """
+    return _apart(_of_text(_stored_tensors(folder), folder), folder)
+
+
+def _stored_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Return every tensor of the weights of *folder* under its name there.
 
     Raises:
         ConfigError: A file is missing or truncated, or a tensor is in two files or not in the index's file.
@@ -166,15 +175,23 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
         for name, shard in _weight_map(folder / INDEX_FILE).items():
             if name not in tensors or tensors[name].file.name != shard:
                 raise ConfigError(f"{folder / shard}: {name} is missing; {INDEX_FILE} says that it is there")
-    return _apart(_of_text(tensors), folder)
+    return tensors
 
 
-def _of_text(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _of_text(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEntry]:
     """Return the tensors of the language model of one that also sees, under the names of a model that only reads."""
-    if not any(name.startswith(SIGHT) for name in tensors):
-        return dict(tensors)
-    names = {name: LANGUAGE.sub(lambda found: "lm_head." if found[1] else "model.", name) for name in tensors}
-    return {names[name]: entry for name, entry in tensors.items() if not name.startswith(SIGHT)}
+    names = read_json(folder / "config.json").get("architectures")
+    if not isinstance(names, list) or not str(names[:1]).endswith("ForConditionalGeneration']"):
+        return tensors
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        if name.startswith(SIGHT):
+            continue
+        plain = LANGUAGE.sub(lambda match: "lm_head." if match[1] else "model.", name)
+        if plain in found:
+            raise ConfigError(f"{entry.file}: {name} is there under two names; one of them must go")
+        found[plain] = entry
+    return found
 
 
 def _apart(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEntry]:
@@ -187,8 +204,10 @@ def _apart(tensors: dict[str, TensorEntry], folder: Path) -> dict[str, TensorEnt
             continue
         names = [name.replace(found[1], part) for part in PARTS[found[1]]]
         rows = [shapes[part][0] for part in names if part in shapes]
-        if len(rows) < len(names):
+        if len(rows) < len(names) or not entry.shape:
             continue  # `_check_tensors` says what is wrong
+        if twice := next((part for part in names if part in tensors), ""):
+            raise ConfigError(f"{entry.file}: {twice} is there beside {name}, which has it, too; one of them must go")
         if sum(rows) != entry.shape[0]:
             raise ConfigError(f"{entry.file}: {name} has {entry.shape[0]} rows; config.json means {sum(rows)}")
         del apart[name]

@@ -25,6 +25,10 @@ from stages.generate.model.spec import (
     RopeSpec,
 )
 
+OF_BOTH: Final = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "gguf")
+"""Fields of the config of a model that also sees, which its language model has, too."""
+MOST_NUMBER: Final = 10**12
+"""No number of a config is larger: products of two must be finite."""
 GENERATION_CONFIG: Final = "generation_config.json"
 ORIGINAL_REACH: Final = "original_max_position_embeddings"
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -40,6 +44,8 @@ class Architecture:
     qk_norm: bool = False
     qkv_bias: bool = False
     """Whether the projections to q, k and v always have a bias. Then the output projection has none."""
+    reads_layer_types: bool = False
+    """Whether `layer_types` of the config counts."""
     full_every: int = 1
     """Every so-manieth layer sees all tokens, where the config does not list the types of its layers; 0: none. The
     others see `sliding_window` (of the config) tokens."""
@@ -61,6 +67,7 @@ _GEMMA2: Final = {
     "head_dim": 256,
     "max_position_embeddings": 8192,
     "sliding_window": 4096,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -70,27 +77,33 @@ _GEMMA3: Final = {
     **_GEMMA2,
     "vocab_size": 262_208,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+_PHI3: Final = {"rms_norm_eps": 1e-5, ORIGINAL_REACH: 4096}
+_SMOLLM3: Final = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
 _OF_GEMMA3: Final = Architecture(
-    qk_norm=True, full_every=6, local_theta="rope_local_base_freq", is_gemma=True, defaults=_GEMMA3
+    qk_norm=True,
+    reads_layer_types=True,
+    full_every=6,
+    local_theta="rope_local_base_freq",
+    is_gemma=True,
+    defaults=_GEMMA3,
 )
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(full_every=0),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture(head_dim=128, qk_norm=True),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, reads_layer_types=True),
+    "Qwen3ForCausalLM": Architecture(head_dim=128, qk_norm=True, reads_layer_types=True),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True, has_experts=True),
-    "Gemma2ForCausalLM": Architecture(full_every=2, is_gemma=True, defaults=_GEMMA2),
+    "Gemma2ForCausalLM": Architecture(reads_layer_types=True, full_every=2, is_gemma=True, defaults=_GEMMA2),
     "Gemma3ForCausalLM": _OF_GEMMA3,
     "Gemma3ForConditionalGeneration": _OF_GEMMA3,
-    "Phi3ForCausalLM": Architecture(full_every=0, partial_rotary=True),
-    "SmolLM3ForCausalLM": Architecture(no_rope_every=4, defaults={"tie_word_embeddings": True}),
+    "Phi3ForCausalLM": Architecture(full_every=0, partial_rotary=True, defaults=_PHI3),
+    "SmolLM3ForCausalLM": Architecture(reads_layer_types=True, no_rope_every=4, defaults=_SMOLLM3),
 }
 
 
@@ -109,8 +122,7 @@ def read_spec(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     fields = read_json(path)
     architecture, row = _architecture(path, fields)
-    text = fields.get("text_config") if architecture.endswith("ForConditionalGeneration") else None
-    config = _Config(path, {**row.defaults, **fields, **(text if isinstance(text, dict) else {})})
+    config = _Config(path, {**row.defaults, **_of_text(fields)})
     config.refuse_unless("use_bidirectional_attention", False)
     _refuse_quantized(config)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
@@ -140,19 +152,27 @@ def read_spec(folder: Path) -> ModelSpec:
         kinds=kinds,
         kind_of=kind_of,
         rotary_dim=rotary_dim,
-        attention_scale=config.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_scale=(config.number("query_pre_attn_scalar", head_dim) if row.is_gemma else head_dim) ** -0.5,
         max_positions=max_positions,
-        eos_ids=_eos_ids(folder, config),
+        eos_ids=eos_ids(folder),
         dtype=_dtype(config),
         experts=_experts(config) if row.has_experts else NO_EXPERTS,
         activation=_activation(config, row),
         norm_offset=1.0 if row.is_gemma and "gguf" not in fields else 0.0,  # those files have it in the weights
         norms_after=row.is_gemma,
         scales_embeddings=row.is_gemma,
-        attention_cap=config.optional("attn_logit_softcapping"),
-        logits_cap=config.optional("final_logit_softcapping"),
+        attention_cap=config.optional("attn_logit_softcapping") if row.is_gemma else 0.0,
+        logits_cap=config.optional("final_logit_softcapping") if row.is_gemma else 0.0,
         blocks=fields.get("gguf") or {},
     )
+
+
+def _of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the language model of one that also sees; the config is that of both, and its ends count."""
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        return fields
+    return text | {name: fields[name] for name in OF_BOTH if fields.get(name) is not None}
 
 
 def _activation(config: _Config, row: Architecture) -> Activation:
@@ -182,7 +202,8 @@ def _kinds(
     kinds = tuple(dict.fromkeys(of_layers))
     rotary_dim = _rotary_dim(config, row, head_dim)
     for rope, _ in ropes.values():
-        for factors in filter(None, (rope.factors, rope.long_factors)):
+        of_kind = {"factors": (rope.factors,), "longrope": (rope.factors, rope.long_factors)}
+        for factors in of_kind.get(rope.kind, ()):
             if len(factors) != rotary_dim // 2:
                 raise ConfigError(f"{config.path}: the rope has {len(factors)} factors; expected {rotary_dim // 2}")
         if rope.kind == "dynamic" and (head_dim == 2 or len(kinds) > 1):
@@ -193,11 +214,11 @@ def _kinds(
 def _layer_types(config: _Config, row: Architecture) -> list[str]:
     """Return the type of each layer."""
     num_layers, given = config.integer("num_hidden_layers"), config.fields.get("layer_types")
-    if config.fields.get("use_sliding_window") is False:
-        return [FULL] * num_layers
-    if given is None:
+    uses_windows = row.full_every != 1  # else the config says whether it does
+    if not uses_windows and not (row.reads_layer_types and given is not None):
         config.refuse_unless("use_sliding_window", False)
-        every = config.integer("sliding_window_pattern", row.full_every) if row.full_every > 1 else row.full_every
+    if given is None or (not row.reads_layer_types and uses_windows):
+        every = config.integer("sliding_window_pattern", row.full_every) if row.local_theta else row.full_every
         if not config.fields.get("sliding_window"):
             every = 1
         return [FULL if every and not (layer + 1) % every else LOCAL for layer in range(num_layers)]
@@ -205,7 +226,9 @@ def _layer_types(config: _Config, row: Architecture) -> list[str]:
         raise ConfigError(f"{config.path}: layer_types is {given!r:.80}; expected a list of {num_layers}")
     if strange := set(map(str, given)) - {FULL, LOCAL}:
         raise ConfigError(f"{config.path}: layer_types has {', '.join(sorted(strange))}; supported: {FULL}, {LOCAL}")
-    return given
+    if not row.reads_layer_types and LOCAL in given:
+        raise ConfigError(f"{config.path}: layer_types has {LOCAL}; supported for this architecture: {FULL}")
+    return given if uses_windows or config.flag("use_sliding_window") else [FULL] * num_layers
 
 
 def _rotated(config: _Config, row: Architecture) -> list[bool]:
@@ -280,13 +303,14 @@ class _Config:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         value = self.fields.get(name)
-        if not isinstance(value, list) or not all(type(one) in (int, float) and 0 < one < math.inf for one in value):
+        numbers = value if isinstance(value, list) else []
+        if not numbers or any(type(one) not in (int, float) or not 0 < one <= MOST_NUMBER for one in numbers):
             raise ConfigError(f"{self.path}: the rope has {name} {value!r:.80}; expected positive numbers")
-        return tuple(map(float, value))
+        return tuple(map(float, numbers))
 
     def _positive(self, name: str, default: float | None, kind: type[int] | tuple[type[int], type[float]]) -> Any:
         value: Any = default if self.fields.get(name) is None else self.fields[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= MOST_NUMBER:
             seen = "is missing" if value is None else f"is {value!r}"
             raise ConfigError(f"{self.path}: {name} {seen}; expected a positive number")
         return value
@@ -334,6 +358,7 @@ def _rope(config: _Config, row: Architecture, layer_type: str) -> tuple[RopeSpec
     theta_name = "rope_theta"
     if isinstance(given, dict) and any(each in given for each in (FULL, LOCAL)):
         name, given = f"{name}.{layer_type}", given.get(layer_type) or {}
+        theta_name = row.local_theta if layer_type == LOCAL and row.local_theta else theta_name
     elif layer_type == LOCAL and row.local_theta:  # the scaling is that of the other layers
         theta_name, given = row.local_theta, {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -346,6 +371,8 @@ def _rope(config: _Config, row: Architecture, layer_type: str) -> tuple[RopeSpec
         raise ConfigError(f"{config.path}: rope_theta is {theta}; expected a number above 1")
     # The config's own field wins over the rope's, and either may be absent, as in transformers.
     original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
+    if row.partial_rotary and given.get("rope_type", given.get("type")) == "yarn":
+        rope = _Config(config.path, {**rope.fields, "rope_type": "longrope"})  # as transformers takes it for Phi-3
     spec, stretched = _rope_of_kind(config, name, rope, theta, reach, original)
     return spec, stretched if not row.local_theta else reach  # Gemma's reach includes the factor
 
@@ -410,6 +437,8 @@ def _yarn(rope: _Config, theta: float, original: int, factor: float) -> tuple[Ro
 
 def _longrope(rope: _Config, theta: float, original: int, reach: int) -> tuple[RopeSpec, int]:
     """Read the fields of LongRoPE (https://arxiv.org/abs/2402.13753)."""
+    if original < 2:
+        raise ConfigError(f"{rope.path}: {ORIGINAL_REACH} is {original}; expected at least 2")
     factor = rope.number("factor", reach / original)
     inferred = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     spec = RopeSpec(
@@ -443,11 +472,16 @@ def _experts(config: _Config) -> ExpertsSpec:
     )
 
 
-def _eos_ids(folder: Path, config: _Config) -> tuple[int, ...]:
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the two configs of a model, sorted.
+
+    Raises:
+        ConfigError: One of them is no token id.
+    """
     ids: set[int] = set()
-    generation = folder / GENERATION_CONFIG
+    config, generation = folder / "config.json", folder / GENERATION_CONFIG
     for path, fields in (
-        (config.path, config.fields),
+        (config, _of_text(read_json(config))),
         (generation, read_json(generation) if generation.exists() else {}),
     ):
         value = fields.get("eos_token_id")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
-from stages.generate.model.config import FULL, GENERATION_CONFIG, LOCAL
+from stages.generate.model.config import FULL, GENERATION_CONFIG, LOCAL, ORIGINAL_REACH
 from stages.generate.model.gguf import (
     LONG_FACTORS,
     MOST_EXPERTS,
@@ -168,6 +168,8 @@ def config_of(files: list[GgufFile]) -> dict[str, Any]:
     if name == "phi3":
         config["partial_rotary_factor"] = rotary_dim / head_dim
         config["sliding_window"] = metadata.get("attention.sliding_window")  # 0 and none: there is no window
+        if (original := config["rope_parameters"].get(ORIGINAL_REACH)) is not None:
+            config[ORIGINAL_REACH] = original
     if name in ("gemma2", "gemma3"):
         config |= _of_gemma(metadata, name, hidden // heads, head_dim)
     if name == "qwen3moe":
@@ -192,6 +194,8 @@ def _of_gemma(metadata: _Metadata, name: str, hidden_of_head: int, head_dim: int
         "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
         "final_logit_softcapping": metadata.get("final_logit_softcapping"),
     }
+    if name == "gemma2":  # the first files lack what all of these models have
+        config = {field: value for field, value in config.items() if value is not None}
     pattern = metadata.get("attention.sliding_window_pattern")
     if isinstance(pattern, tuple):
         config["layer_types"] = [LOCAL if is_local else FULL for is_local in pattern]

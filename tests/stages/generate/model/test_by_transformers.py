@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
-from support.checkpoints import make_engine, reference_model
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_engine, reference_model, reference_tokens
 from support.foreign_models import CONFIGS, make_foreign
+from support.plans import Request, generate, shuffled_pages
 
 from minisgl import LLM, SamplingParams
 from pipeline.errors import ConfigError
@@ -181,3 +186,87 @@ def test_an_unknown_architecture_and_code_of_its_own_are_refused(models: Callabl
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nobody"} | own))
     with pytest.raises(ConfigError, match="--trust-remote-code"):
         check_folder(tmp_path)
+
+
+def copied(folder: Path, parent: Path) -> Path:
+    return shutil.copytree(folder, parent / folder.name)
+
+
+def test_an_answer_ends_with_every_token_that_the_configs_name(models: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied(models("llama"), tmp_path)
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    settings: dict[str, Any] = {"dtype": "float32", "model_impl": "transformers", "num_pages": 16}
+    with LLM(folder, **settings) as llm:
+        [whole] = llm.generate([PROMPTS[0]], greedy, progress=False)
+    end = whole.token_ids[5]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    with LLM(folder, **settings) as llm:
+        [cut] = llm.generate([PROMPTS[0]], greedy, progress=False)
+    assert list(cut.token_ids) == list(whole.token_ids)[: list(whole.token_ids).index(end) + 1]
+
+
+def test_weights_that_are_missing_are_named(models: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, name = copied(models("olmo2"), tmp_path), "model.layers.1.self_attn.q_proj.weight"
+    weights = load_file(folder / "model.safetensors")
+    whole = weights.pop(name)
+    for broken in (weights, weights | {name: whole[:32].contiguous()}):
+        save_file(broken, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError) as caught:
+            make_engine(folder, loading=THROUGH, kernels="torch")
+        assert f"its files lack {name}, or have it in another shape" in str(caught.value)
+    save_file(weights | {name: whole, "odd.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    with structlog.testing.capture_logs() as lines:
+        make_engine(folder, loading=THROUGH, kernels="torch")
+    assert [(line["event"], line["first"], line["count"]) for line in lines] == [("weights_ignored", "odd.weight", 1)]
+
+
+def test_two_models_in_threads_do_not_take_each_others_steps(models: Callable[[str], Path]) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    names = ("olmo2", "cohere2")
+    settings: dict[str, Any] = {"dtype": "float32", "page_size": 16, "num_pages": 64}
+    with LLM(models(names[0]), **settings) as one, LLM(models(names[1]), **settings) as other:
+        llms = dict(zip(names, (one, other), strict=True))
+
+        def tokens(name: str) -> list[list[int]]:
+            return [list(each.token_ids) for each in llms[name].generate(PROMPTS, greedy, progress=False)]
+
+        alone = [tokens(name) for name in names]
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(tokens, names)) == alone
+
+
+def test_random_weights_are_the_same_in_every_engine(models: Callable[[str], Path]) -> None:
+    dummy = Loading(dummy=True, by="transformers")
+    engines = [make_engine(models("olmo2"), loading=dummy, kernels="torch") for _ in range(2)]
+    first, second = (generate(each, Request(0, list(PREFIX), shuffled_pages()), 8, 64) for each in engines)
+    assert first == second
+    assert check_folder(models("olmo2"), dummy).num_weights == check_folder(models("olmo2")).num_weights
+
+
+def test_a_head_that_calls_an_inner_part_of_the_model_works(models: Callable[[str], Path]) -> None:
+    engine = make_engine(models("opt"), loading=THROUGH, kernels="torch")
+    tokens, gap = reference_tokens(models("opt"), PREFIX, 8)
+    assert gap > 1e-4
+    assert generate(engine, Request(0, list(PREFIX), shuffled_pages()), 8, 64) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "its config has num_attention_heads 0; expected a positive number"),
+        ({"num_key_value_heads": -1}, "its config has heads of -1"),
+        ({"architectures": True}, ""),
+    ],
+)
+def test_a_broken_config_is_refused(
+    models: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = copied(models("olmo2"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    if not said:
+        assert check_folder(folder).architecture
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_folder(folder)
+    assert said in str(caught.value) or "transformers cannot read it" in str(caught.value)

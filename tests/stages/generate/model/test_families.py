@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import (
-    LONGROPE_FROM,
     Family,
     make_checkpoint,
     make_engine,
@@ -40,10 +40,9 @@ def tokens_of(folder: Path, prompt: list[int], count: int, **more: Any) -> list[
 @pytest.mark.parametrize(("context", "reach"), [(12, "short"), (13, "long"), (160, "long")])
 def test_the_served_context_decides_which_factors_the_rope_has(tmp_path: Path, context: int, reach: str) -> None:
     """transformers looks at the longest row of each call, so 20 more tokens give it the long ones."""
-    folder = make_checkpoint(tmp_path, "phi3")
+    folder = make_checkpoint(tmp_path, "phi3", sizes={"original_max_position_embeddings": 12})
     model = reference_model(folder)
-    short = LONGROPE_FROM
-    prompt = PROMPT[: short - 4]
+    prompt = PROMPT[:8]
     tokens: list[int] = []
     for _ in range(4):
         with torch.inference_mode():
@@ -81,15 +80,20 @@ def seeing(folder: Path, text: Path) -> Path:
     return folder
 
 
+def other_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    old, new = "language_model.model.", "model.language_model."
+    if not any(name.startswith(old) for name in weights):
+        old, new = new, old
+    return {name.replace(old, new) if name.startswith(old) else name: one.clone() for name, one in weights.items()}
+
+
 @pytest.mark.parametrize("renamed", [False, True])
 def test_the_language_model_of_a_gemma_that_sees_is_served(tmp_path: Path, renamed: bool) -> None:
-    """On the hub its tensors have the names that transformers gave them once."""
+    """Its tensors have two kinds of names on the hub: transformers has changed them."""
     text = make_checkpoint(tmp_path / "text", "gemma3")
     folder = seeing(tmp_path / "sees", text)
     if renamed:
-        weights = load_file(folder / "model.safetensors")
-        old = {name.replace("model.language_model.", "language_model.model."): one for name, one in weights.items()}
-        save_file({name.removeprefix("model."): one for name, one in old.items()}, folder / "model.safetensors")
+        save_file(other_names(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     assert check_folder(folder).architecture == "Gemma3ForConditionalGeneration"
     assert tokens_of(folder, PROMPT, 8) == tokens_of(text, PROMPT, 8)
 
@@ -123,4 +127,36 @@ def test_fused_matrices_of_the_wrong_size_are_named(tmp_path: Path) -> None:
     weights["model.layers.1.self_attn.qkv_proj.weight"] = torch.zeros(127, 64)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"1\.self_attn\.qkv_proj\.weight has 127 rows; config.json means 128"):
+        check_folder(folder)
+
+
+def test_the_ends_of_a_gemma_that_sees_are_those_of_the_whole_config(tmp_path: Path) -> None:
+    """transformers saves the default of its class in the part of the text."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "eos_token_id": 1, "dtype": "float32"}
+    whole = {"eos_token_id": [1, 106], "dtype": "bfloat16", "rope_theta": 5.0, "attn_logit_softcapping": 7.0}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": sizes, **whole}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    assert (spec.eos_ids, spec.dtype, spec.attention_cap) == ((1, 106), "bfloat16", 0.0)
+    assert {kind.rope and kind.rope.theta for kind in spec.kinds} <= {1e6, 1e4}
+
+
+def test_a_tensor_that_is_there_in_two_ways_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "phi3", "phi3")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"q_proj\.weight is there beside model\.layers\.0\.self_attn\.qkv_proj"):
+        check_folder(folder)
+    sees = seeing(tmp_path / "sees", make_checkpoint(tmp_path / "text", "gemma3"))
+    weights = load_file(sees / "model.safetensors")
+    save_file(weights | other_names(weights), sees / "model.safetensors")
+    with pytest.raises(ConfigError, match="is there under two names"):
+        check_folder(sees)
+
+
+def test_what_sees_is_no_part_of_a_model_that_only_reads(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama3")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"vision_tower.x.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"vision_tower\.x\.weight is not part of LlamaForCausalLM"):
         check_folder(folder)
