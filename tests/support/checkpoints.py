@@ -57,7 +57,7 @@ GEMMA3_ROPES = {
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
-    "attention_factor": 1.2,
+    "attention_factor": 1.4,
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [2.0, 3.5, 5.0, 6.5, 8.0, 9.5],
