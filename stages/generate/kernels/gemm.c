@@ -6,7 +6,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 
 // Of a kernel. Arrays have these sizes, because gcc keeps arrays of a variable size in memory.
-#define MOST_ROWS 6
+#define MOST_ROWS 8
 #define MOST_VECTORS (4 * VECTORS)
 
 // Activations that share a line of a panel, as 4-byte words.
@@ -222,6 +222,15 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
     }
 }
 
+INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// The most rows of a block. 7 and 8 rows of units are one block, although some of its sums are in memory: two blocks would
+// unpack each unit twice. More rows are faster in blocks of 6.
+#define USUAL_ROWS 6
+INLINE int64_t rows_at_once(Format format, int64_t num_rows) {
+    return VECTORS == 1 && is_blocked(format) && num_rows <= MOST_ROWS ? MOST_ROWS : USUAL_ROWS;
+}
+
 // As many as the registers hold the sums of. Units need two kinds of sums.
 INLINE int panels_at_once(Format format, int64_t rows) {
     if (VECTORS == 1) return is_blocked(format) && rows > 2 ? 2 : 4;
@@ -243,12 +252,13 @@ typedef void (*Kernel)(const Block *block);
     } \
     static void narrow_##format##_##rows(const Block *block) { multiply_block(format, rows, 1, block); }
 #define KERNELS(format) \
-    KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
+    KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) \
+    KERNEL(format, 5) KERNEL(format, 6) KERNEL(format, 7) KERNEL(format, 8)
 #define EACH_FORMAT(of) \
     of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K)
 EACH_FORMAT(KERNELS)
 
-#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6},
+#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6, width##_7, width##_8},
 #define WIDE(format) [format] = BY_ROWS(wide_##format)
 #define NARROW(format) [format] = BY_ROWS(narrow_##format)
 static const Kernel wide[NUM_FORMATS][MOST_ROWS + 1] = {EACH_FORMAT(WIDE)};
@@ -261,17 +271,16 @@ static const Kernel narrow[NUM_FORMATS][MOST_ROWS + 1] = {EACH_FORMAT(NARROW)};
 #define MANY_ROWS 64
 
 // A few rows read each weight once, and wait for the memory: they take whole panels, and fetch the next ones.
-#define FEW_ROWS (VECTORS == 1 ? MOST_ROWS : 2)
+#define FEW_ROWS (VECTORS == 1 ? USUAL_ROWS : 2)
 INLINE int64_t bytes_of_a_block(Format format, int64_t num_rows) {
-    if (num_rows <= (is_blocked(format) ? MOST_ROWS : FEW_ROWS)) return INT64_MAX;
+    if (num_rows <= (is_blocked(format) ? rows_at_once(format, num_rows) : FEW_ROWS)) return INT64_MAX;
     return num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
 }
 
 // Multiply all rows with one block of weights. *ahead* is the next one, with *num_ahead* lines or groups of that size in
 // each panel: each block of rows fetches a part of them.
-static void multiply_rows(const Kernel kernels[], Block block, int64_t num_rows, const char *ahead, int64_t num_ahead,
-                          int64_t size) {
-    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+static void multiply_rows(const Kernel kernels[], Block block, int64_t num_rows, int64_t num_blocks, const char *ahead,
+                          int64_t num_ahead, int64_t size) {
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t rows = num_rows / num_blocks + (b < num_rows % num_blocks);
         const int64_t fetched = num_ahead * b / num_blocks;
@@ -295,7 +304,7 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t front = front_bytes(format, matrix->inputs);
     const int64_t cached_bytes = bytes_of_a_block(format, num_rows);
     const int64_t line = is_blocked(format) ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
-    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t num_blocks = parts(num_rows, rows_at_once(format, num_rows));
     const int64_t at_once = panels_at_once(format, (num_rows + num_blocks - 1) / num_blocks);
     for (int64_t p = 0, width; p < num_panels; p += width) {
         width = num_panels - p < at_once ? 1 : at_once;
@@ -323,8 +332,8 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
             const char *ahead = panel + front + (block.last ? width * panel_bytes : panel_offset(format, input + depth));
             int64_t inputs_ahead = block.last ? here : least(depth, left - here);
             if (block.last && num_panels - p < 2 * width) inputs_ahead = 0;
-            multiply_rows(width == 1 ? narrow[format] : wide[format], block, num_rows, ahead, inputs_ahead / line,
-                          group_bytes / (GROUP / line));
+            multiply_rows(width == 1 ? narrow[format] : wide[format], block, num_rows, num_blocks, ahead,
+                          inputs_ahead / line, group_bytes / (GROUP / line));
         }
     }
 }
@@ -355,7 +364,7 @@ void NAME(tile)(const Matrix *matrix, int64_t num_rows, int threads, int64_t *ro
     const int64_t num_panels = (matrix->outputs + PANEL - 1) / PANEL;
     const int64_t most_rows = most(ROWS_BYTES / row_bytes, ENOUGH_ROWS);
     const int64_t num_tiles = most((num_rows + most_rows - 1) / most_rows, 1);
-    *rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, MOST_ROWS);
+    *rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, USUAL_ROWS);
     const int64_t reading = NAME(panel_bytes)(matrix->format, matrix->inputs) / BYTES_PER_NS;
     const int64_t multiplying = *rows * matrix->inputs * PANEL / products_per_ns[matrix->format];
     int64_t count = (*rows >= MANY_ROWS ? LONG_CALL_NS : CALL_NS) / (most(reading, multiplying) + 1);
