@@ -62,9 +62,9 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [2.0, 3.5, 5.0, 6.5, 8.0, 9.5],
 }
-LONGROPE_FROM = 2
-"""Context beyond which the phi3 model has its long factors. No prompt of a test is shorter: for such ones transformers
-computes keys with other factors than for the tokens after them.
+LONGROPE_FROM = 1
+"""Context beyond which the phi3 model has its long factors. No longer prompt than that has the short ones: transformers
+would compute its keys with other factors than those of the tokens after them.
 """
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -437,10 +437,11 @@ def _yarn(rope: _Config, theta: float, original: int, factor: float) -> tuple[Ro
 
 def _longrope(rope: _Config, theta: float, original: int, reach: int) -> tuple[RopeSpec, int]:
     """Read the fields of LongRoPE (https://arxiv.org/abs/2402.13753)."""
-    if original < 2:
-        raise ConfigError(f"{rope.path}: {ORIGINAL_REACH} is {original}; expected at least 2")
-    factor = rope.number("factor", reach / original)
-    inferred = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factor, inferred = rope.number("factor", reach / original), 1.0
+    if factor > 1 and rope.fields.get("attention_factor") is None:
+        if original < 2:
+            raise ConfigError(f"{rope.path}: {ORIGINAL_REACH} is {original}; expected at least 2")
+        inferred = math.sqrt(1 + math.log(factor) / math.log(original))
     spec = RopeSpec(
         "longrope",
         theta,
