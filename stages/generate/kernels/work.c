@@ -190,7 +190,7 @@ static int64_t lay_out_experts(Work *work, char *base, int64_t taken) {
     return taken;
 }
 
-// *most* has the largest number of each of all kinds of layers.
+// *largest* has the largest number of each of all kinds of layers.
 static int64_t lay_out(Work *work, char *base, const AttentionList *largest) {
     const Model *model = work->model;
     int64_t taken = 0, tokens = work->step->num_tokens, inner = 0, bytes = 0;
