@@ -190,7 +190,7 @@ class TorchAttention:
             return o_K1GD.reshape(q_QHD.shape)
         is_usual = not self._shape.cap and sinks_H is None  # else all scores would be in memory at once
         if num_queries == plan.length and is_usual and not 0 < self._shape.window < num_queries:
-            o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None, sinks_KG1)
+            o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None, None)
             return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
         o_QHD = torch.empty_like(q_QHD)
         for begin in range(0, num_queries, BLOCK):
@@ -218,8 +218,7 @@ class TorchAttention:
         shape = self._shape
         if not shape.cap and sinks is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=shape.scale)
-        if is_causal:
-            visible = self._visible(q.shape[-2], k.shape[-2])
+        assert not is_causal, "its mask is in `visible`"
         scores = shape.capped(q @ k.transpose(-1, -2) * shape.scale)
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, DeviceFull
-from stages.generate.attention import ATTENTION, WITH_SINKS, Attention, AttentionShape
+from stages.generate.attention import ATTENTION, WITH_SINKS, Attention
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
 from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
@@ -30,7 +30,7 @@ from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
-from stages.generate.model.attention import attention_shape
+from stages.generate.model.attention import attention_shape, plan_all
 from stages.generate.model.by_transformers import ForeignDecoder, tried_tokens
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, USUAL
 from stages.generate.model.compiled import KernelDecoder
@@ -115,8 +115,7 @@ class TorchComputer:
         return torch.cat((self._graphs.forward(decode), self._layers(chunks, kv_L2PKSD))), batch.query_starts
 
     def _layers(self, batch: ForwardBatch, kv_L2PKSD: Tensor) -> Tensor:
-        planned = {id(each): each.plan(batch) for each in dict.fromkeys(self._attentions)}
-        return self._decoder.forward(batch, [planned[id(each)] for each in self._attentions], kv_L2PKSD)
+        return self._decoder.forward(batch, plan_all(self._attentions, batch), kv_L2PKSD)
 
     @property
     def takes_masks(self) -> bool:
@@ -308,14 +307,9 @@ class Engine:
                 "attention_is_slow", attention="torch", reason=f"{name} knows no sinks, which this model has"
             )
             name = "torch"
-        made: dict[AttentionShape, Attention] = {}
-        for shape in foreign.shapes:
-            shape = replace(shape, page_size=page_size, dtype=self.dtype, device=self.device)
-            if shape not in made:
-                made[shape] = ATTENTION[name](shape)
-        return [
-            made[replace(each, page_size=page_size, dtype=self.dtype, device=self.device)] for each in foreign.shapes
-        ]
+        shapes = [replace(shape, page_size=page_size, dtype=self.dtype, device=self.device) for shape in foreign.shapes]
+        made = {shape: ATTENTION[name](shape) for shape in dict.fromkeys(shapes)}
+        return [made[shape] for shape in shapes]
 
     @torch.inference_mode()
     def _try(self, foreign: ForeignDecoder, attentions: Sequence[Attention], page_size: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, TensorEntry, read_tensors
 from stages.generate.model.layers.experts import can_group
-from stages.generate.model.spec import ModelSpec, tensor_shapes
+from stages.generate.model.spec import DUMMY_SEED, ModelSpec, tensor_shapes
 
 BY_ROWS: Final = frozenset({"embed_tokens", "lm_head", "q_proj", "gate_proj", "up_proj"})
 """Modules whose outputs the ranks divide. They also divide those of k_proj and v_proj, by heads."""
@@ -82,7 +82,6 @@ FUSED: Final = {
 EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES: Final = 2**22
-DUMMY_SEED: Final = 0
 
 Progress = Callable[[int, int], None]
 """(bytes in place, bytes in all)"""

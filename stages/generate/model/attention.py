@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -72,6 +72,12 @@ class Attention(Protocol):
     def plan(self, batch: ForwardBatch) -> Attend:
         """Do the work that all layers of a step share, once, and return the function that the layers call."""
         ...
+
+
+def plan_all(attentions: Sequence[Attention], batch: ForwardBatch) -> list[Attend]:
+    """Return the plan of each attention; an object that comes more than once plans once."""
+    planned = {id(each): each.plan(batch) for each in dict.fromkeys(attentions)}
+    return [planned[id(each)] for each in attentions]
 
 
 def places_of(slots_T: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.batch import ForwardBatch
-from stages.generate.model.attention import Attend, Attention, AttentionShape
-from stages.generate.model.config import eos_ids
-from stages.generate.model.spec import DTYPES, DTypeName, LayerKind, Loading, ModelSpec
+from stages.generate.model.attention import Attend, Attention, AttentionShape, plan_all
+from stages.generate.model.config import FULL, LOCAL, eos_ids
+from stages.generate.model.spec import DTYPES, DUMMY_SEED, DTypeName, LayerKind, Loading, ModelSpec
 
 logger = structlog.get_logger()
 
@@ -33,7 +33,6 @@ logger = structlog.get_logger()
 
 NAME: Final = "minisgl"
 """Name of our attention among those of transformers. It has no masks there: windows come as arguments."""
-LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 ROPES: Final = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Types of ropes with which a token's rotation depends on its position alone."""
 UNREAD: Final = frozenset(
@@ -51,7 +50,6 @@ attention moves all rows.
 TRIED: Final = (29, 19, 16)
 """Lengths of the rows of the trial: 64 tokens."""
 ERROR_CHARS: Final = 300
-DUMMY_SEED: Final = 0
 
 
 # ---- the spec
@@ -134,8 +132,8 @@ def _why_not(config: Any) -> str:
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"):
         if type(size := getattr(config, name, None)) is not int or not 0 < size <= MOST_SIZE:
             return f"its config has {name} {size!r:.80}; expected a positive number"
-    if strange := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
-        return f"it has layers of type {', '.join(sorted(strange))}; supported: {', '.join(sorted(LAYER_TYPES))}"
+    if strange := set(getattr(config, "layer_types", None) or ()) - {FULL, LOCAL}:
+        return f"it has layers of type {', '.join(sorted(strange))}; supported: {FULL}, {LOCAL}"
     if getattr(config, "attention_chunk_size", None):
         return "its attention has chunks (attention_chunk_size), which transformers keeps in a mask alone"
     if strange := {kind for kind in _rope_types(getattr(config, "rope_parameters", None)) if kind not in ROPES}:
@@ -358,15 +356,14 @@ class ForeignDecoder:
     def check_against_transformers(
         self, attentions: Sequence[Attention], batches: Sequence[ForwardBatch], kv: Tensor
     ) -> None:
-        """Compute the rows of the trial in *batches*, the last of which has the last token of each row, and compare.
+        """Compute the rows of the trial in *batches*, and compare. The last batch has the last token of each row.
 
         Raises:
             ConfigError: The logits are others than those of transformers alone.
         """
         try:
             for batch in batches:
-                attends = {id(each): each.plan(batch) for each in dict.fromkeys(attentions)}
-                x_TE = self.forward(batch, [attends[id(each)] for each in attentions], kv)
+                x_TE = self.forward(batch, plan_all(attentions, batch), kv)
             ends = torch.tensor(batches[-1].query_starts[1:], device=x_TE.device) - 1
             ours_RV = self.logits(x_TE[ends])
         except Exception as error:  # code of many authors, with arguments that it did not expect
@@ -416,7 +413,7 @@ class ForeignDecoder:
             )
         types = getattr(config, "layer_types", None) or ["any"] * spec.num_layers
         for layer, name in enumerate(types):
-            wanted = {"sliding_attention": getattr(config, "sliding_window", None) or 0, "full_attention": 0}.get(name)
+            wanted = {LOCAL: getattr(config, "sliding_window", None) or 0, FULL: 0}.get(name)
             if wanted is not None and trial.kinds[layer].window != wanted:
                 raise self.refused(f"layer {layer} is of type {name}, and its window is in a mask alone")
         windows = {kind.window for kind in trial.kinds.values()}
@@ -450,7 +447,7 @@ def _load(folder: Path, loading: Loading, dtype: torch.dtype, device: torch.devi
         with _quiet():
             if loading.dummy:
                 with torch.random.fork_rng(devices=()):
-                    torch.manual_seed(DUMMY_SEED)  # every engine, and the next one, has the same weights
+                    torch.manual_seed(DUMMY_SEED)
                     model = _random(folder, loading, **options)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
@@ -476,5 +473,5 @@ def _random(folder: Path, loading: Loading, **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {"trust_remote_code": loading.trusts_code} | options
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=loading.trusts_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=loading.trusts_code, local_files_only=True)
     return AutoModelForCausalLM.from_config(config, **options)

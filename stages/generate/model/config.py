@@ -247,7 +247,7 @@ def _rotated(config: _Config, row: Architecture) -> list[bool]:
 
 
 def _rope_fields(config: _Config) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the fields of what the config says of ropes beside the theta."""
+    """Return the name of the config's field about the rope, and what it holds."""
     name = "rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters"
     return name, config.fields.get(name) or {}
 
@@ -373,17 +373,15 @@ def _rope(config: _Config, row: Architecture, layer_type: str) -> tuple[RopeSpec
     original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
     if row.partial_rotary and given.get("rope_type", given.get("type")) == "yarn":
         rope = _Config(config.path, {**rope.fields, "rope_type": "longrope"})  # as transformers takes it for Phi-3
-    spec, stretched = _rope_of_kind(config, name, rope, theta, reach, original)
+    spec, stretched = _rope_of_kind(name, rope, theta, reach, original)
     return spec, stretched if not row.local_theta else reach  # Gemma's reach includes the factor
 
 
-def _rope_of_kind(
-    config: _Config, name: str, rope: _Config, theta: float, reach: int, original: int
-) -> tuple[RopeSpec, int]:
+def _rope_of_kind(name: str, rope: _Config, theta: float, reach: int, original: int) -> tuple[RopeSpec, int]:
     given = rope.fields
     kind = given.get("rope_type") or given.get("type") or "default"
     if rope.fields.get("factor") and rope.number("factor") * min(reach, original) < 1:
-        raise ConfigError(f"{config.path}: {name} has factor {rope.number('factor')}, which leaves no position")
+        raise ConfigError(f"{rope.path}: {name} has factor {rope.number('factor')}, which leaves no position")
     match kind:
         case "default":
             return RopeSpec("default", theta), reach
@@ -396,7 +394,7 @@ def _rope_of_kind(
         case "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if low >= high:
-                raise ConfigError(f"{config.path}: {name} has low_freq_factor {low}, not below high_freq_factor {high}")
+                raise ConfigError(f"{rope.path}: {name} has low_freq_factor {low}, not below high_freq_factor {high}")
             return RopeSpec("llama3", theta, rope.number("factor"), low, high, original), reach
         case "yarn":
             return _yarn(rope, theta, original, rope.number("factor", reach / original))
@@ -406,7 +404,7 @@ def _rope_of_kind(
             return RopeSpec("factors", theta, factors=rope.numbers("factors")), reach
         case _:
             supported = ", ".join(ROPE_KINDS)
-            raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: {supported}")
+            raise ConfigError(f"{rope.path}: {name} has rope_type {kind!r}; supported: {supported}")
 
 
 def _yarn(rope: _Config, theta: float, original: int, factor: float) -> tuple[RopeSpec, int]:

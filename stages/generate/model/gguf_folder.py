@@ -252,7 +252,7 @@ class _Metadata:
 
 
 def _factors(files: Iterable[GgufFile], name: str, rotary_dim: int) -> list[float]:
-    """Return the divisors of the frequencies of a rope, which the tensor *name* has; empty: there is none."""
+    """Return the divisors of a rope's frequencies, which are in the tensor *name*; empty: there is no such tensor."""
     for file in files:
         if (tensor := file.tensors.get(name)) is not None:
             if tensor.type != "F32" or tensor.shape != (rotary_dim // 2,):

@@ -13,6 +13,8 @@ from stages.generate.model.gguf import BLOCKS
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: Final = ("float32", "bfloat16", "float16")
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors"]
+DUMMY_SEED: Final = 0
+"""Seed of random weights: every engine, and the next one, has the same."""
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 
