@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
-# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, X = several of these in one
+# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, M = parts of a page,
+# X = several of these in one
 
 
 @dataclass(slots=True)
@@ -40,20 +41,25 @@ class ForwardBatch:
 
 
 class PageTables:
-    """Pages of each running request, [max_running_requests, pages per row] on the host. Every rank keeps one."""
+    """Pages of each running request, on the host. Every rank keeps one."""
 
-    def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int) -> None:
+    def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int, num_parts: int = 1) -> None:
+        """*num_parts*: of a page, see `LocalLayers`; what the table has of local parts that were given back is void."""
         self.page_size = page_size
-        self.pages_AN = np.zeros((max_running_requests, -(-max_seq_len // page_size)), np.int32)
-        self._address, self._row_bytes = self.pages_AN.ctypes.data, self.pages_AN.strides[0]
+        self.pages_AMN = np.zeros((max_running_requests, num_parts, -(-max_seq_len // page_size)), np.int32)
+        self.pages_AN = self.pages_AMN[:, 0]
+        self._address, self._row_bytes = self.pages_AMN.ctypes.data, self.pages_AMN.strides[0]
 
     def address(self, table: int) -> int:
         """Return the address of a row of the table. NumPy itself takes long for that."""
         return self._address + table * self._row_bytes
 
     def update(self, rows: Iterable[PlanRow]) -> None:
-        """Append the new pages of *rows*."""
+        """Append the new pages and local parts of *rows*."""
         for row in rows:
+            if row.new_local:
+                local_NM = np.reshape(row.new_local, (-1, self.pages_AMN.shape[1] - 1))
+                self.pages_AMN[row.table, 1:, row.first_local : row.first_local + len(local_NM)] = local_NM.T
             if row.new_pages:
                 end = row.first_page + len(row.new_pages)
                 assert end <= self.pages_AN.shape[1], f"{end} pages in a row of {self.pages_AN.shape[1]}"

@@ -17,6 +17,7 @@ from pipeline.log.journal import JournalWriter
 from pipeline.log.protocol import Entry
 from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
 from stages.generate.loop.pace import Budget, Pace
 from stages.generate.loop.worker import GenerateWorker
@@ -158,7 +159,9 @@ def live(cache: str, num_steps: int, snapshot_every: int, seed: int = 0, *, over
 def run(life: Life, cache: str = "radix", snapshot_every: int = 1000, *, overlap: bool = False) -> RecordedSchedule:
     """Let a worker live *life*; return its schedule."""
     limits = ScheduleLimits(64, 24, 6, max_running_requests=5, vocab_size=VOCABULARY)
-    schedule = RecordedSchedule(make_cache(cache, 30, 4), limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
+    cache, _, local = cache.partition(" with ")
+    pages = make_cache(cache, 30, 4, LocalLayers(2, 7, 24) if local else NO_LOCAL_LAYERS)
+    schedule = RecordedSchedule(pages, limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
     with silent_loop(snapshot_every):
         pace = Fickle(life.chance)
         worker = GenerateWorker(life, schedule, cast(Any, life), cast(Any, life), pace=pace, overlap=overlap)

@@ -212,6 +212,7 @@ class Engine:
         needs_graph: bool = True,
         deterministic: bool = False,
         fused: bool = True,
+        has_parts: bool = False,
         measure: Measure | None = None,
         loading: Loading = USUAL,
         collectives: Collectives = ALONE,
@@ -234,6 +235,8 @@ class Engine:
         *fused*: where FlashInfer computes the attention, its operations also compute the rest of a layer if they can,
         unless the engine is deterministic. `fused` has the modules of FlashInfer that compute.
 
+        *has_parts*: pages have the parts of `ModelSpec.page_parts`; only with a variant of the kernels.
+
         With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
         `forward`, or `logits` for a plan that scores no prompt, the others call `follow` with the same plan.
 
@@ -255,7 +258,8 @@ class Engine:
         else:
             load = _loader(spec, folder, dummy=loading.dummy, map_tied=packed)
             weights = load(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
-        self._tables = PageTables(max_running_requests, max_seq_len, page_size)
+        parts = shard.page_parts() if has_parts else ()
+        self._tables = PageTables(max_running_requests, max_seq_len, page_size, max(len(parts), 1))
         self.num_pages = num_pages
         self.fused: tuple[str, ...] = ()
         """Modules of FlashInfer that compute parts of the layers."""
@@ -270,7 +274,13 @@ class Engine:
             progress(1, 1)
         elif kernels != "torch":
             self._computer = KernelDecoder(
-                shard, weights, variant=kernels, quantization=quantization, threads=threads, collectives=collectives
+                shard,
+                weights,
+                variant=kernels,
+                quantization=quantization,
+                threads=threads,
+                collectives=collectives,
+                parts=parts,
             )
             torch.set_num_threads(1)
         else:
@@ -289,7 +299,7 @@ class Engine:
             self._computer = TorchComputer(decoder, backends, device)
             if measure is not None:
                 self._measure(shard, measure, graphs=graph > 0)
-        self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device)
+        self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device, parts)
         self.graph = 0
         """Largest number of rows of a recorded decode step; 0: none is recorded."""
         if graph:

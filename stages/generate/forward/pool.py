@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.machine import free_memory_bytes
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
-# L = layers, 2 = keys and values, P = pages, K = kv heads, S = slots of a page, D = head dim
+# L = layers of a part of a page, 2 = keys and values, P = parts of all pages, K = kv heads, S = slots of a page,
+# D = head dim
 
 GIB: Final = 2**30
 CPU_LIMIT_BYTES: Final = 4 * GIB  # a CPU's memory is shared with other programs; `--num-pages` asks for more
 PACKED_BYTES: Final = {"Q5_0": 34, "Q5_1": 36, "Q4_K": 148, "Q5_K": 276, "Q6_K": 276}
 """Bytes of a packed block, where they are not those of the file."""
+Parts: TypeAlias = Sequence[Sequence[int]]
+"""Layers of each part of a page."""
 INT8_BYTES: Final = 1 + 2 / 32  # of one weight of a matrix: every 32 share a scale of two bytes
 
 
-def allocate(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return kv_L2PKSD, uninitialised: slots that were never written may be NaN and must not be read."""
-    shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+def allocate(
+    spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, parts: Parts = ()
+) -> Tensor:
+    """Return kv_L2PKSD, uninitialised: slots that were never written may be NaN and must not be read. *parts*:
+    `ModelSpec.page_parts`; by default one has all layers.
+    """
+    num_layers = len(parts[0]) if parts else spec.num_layers
+    shape = (num_layers, 2, num_pages * max(len(parts), 1), spec.num_kv_heads, page_size, spec.head_dim)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, parts: Parts = ()) -> int:
     """Return the bytes of one page in all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * page_size * spec.head_dim * dtype.itemsize
+    num_layers = len(parts) * len(parts[0]) if parts else spec.num_layers
+    return 2 * num_layers * spec.num_kv_heads * page_size * spec.head_dim * dtype.itemsize
 
 
 def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
@@ -62,6 +73,8 @@ def num_pages_for(
     quantization: str = "none",
     step_bytes: int = 0,
     limit_bytes: int = CPU_LIMIT_BYTES,
+    parts: Parts = (),
+    local: LocalLayers = NO_LOCAL_LAYERS,
 ) -> int:
     """Return enough pages for all requests at full length, or as many as fit into memory beside the weights.
 
@@ -75,14 +88,15 @@ def num_pages_for(
     budget_bytes = int(available_bytes * memory_ratio) - weight_bytes - step_bytes
     if device.type == "cpu":
         budget_bytes = min(budget_bytes, limit_bytes)
-    one_page_bytes = page_bytes(spec, page_size, dtype)
+    one_page_bytes = page_bytes(spec, page_size, dtype, parts)
     if budget_bytes < one_page_bytes:
         raise ConfigError(
             f"{available_bytes / GIB:.2f} GiB of memory is free, the weights take {weight_bytes / GIB:.2f}, a step"
             f" {step_bytes / GIB:.2f} and a page {one_page_bytes / GIB:.4f}: no page fits; free memory, raise"
             " --memory-ratio, lower --max-prefill-length or take a smaller model"
         )
-    return min(max_running_requests * -(-max_seq_len // page_size), budget_bytes // one_page_bytes)
+    whole_pages = local.whole_pages(-(-max_seq_len // page_size), page_size)
+    return min(max_running_requests * whole_pages, budget_bytes // one_page_bytes)
 
 
 def available_memory_bytes(device: torch.device) -> int:

@@ -62,8 +62,8 @@ static void *slot_of(const Work *work, int64_t token, int64_t kv_head, int value
     const Step *step = work->step;
     const Model *model = work->model;
     int64_t position = work->positions[token], row = work->rows[token];
-    int64_t page = step->tables[row * step->table_width + position / step->page_size];
-    int64_t plane = (work->layer * 2 + values) * step->num_pages + page;
+    int64_t page = table_of(work, row)[position / step->page_size];
+    int64_t plane = (model->layers[work->layer].place * 2 + values) * step->num_pages + page;
     int64_t slot = (plane * model->num_kv_heads + kv_head) * step->page_size + position % step->page_size;
     return (char *)step->pages + slot * model->head_dim * bytes_of(step->format);
 }
@@ -162,9 +162,11 @@ static Outcome check(const Model *model, Step *step) {
         step->wrong = row;
         if (start < 0 || end <= start || end > step->num_tokens || length < end - start) return WRONG_ROW;
         if (num_pages > step->table_width) return WRONG_ROW;
-        for (int64_t p = 0; p < num_pages; p++) {
-            int32_t page = step->tables[row * step->table_width + p];
-            if (page < 0 || page >= step->num_pages) return WRONG_PAGE;
+        for (int64_t part = 0; part < model->num_parts; part++) {
+            const int32_t *table = step->tables + (row * model->num_parts + part) * step->table_width;
+            int64_t p = part ? most(0, length - (end - start) + 1 - model->window) / step->page_size : 0;
+            for (; p < num_pages; p++)
+                if (table[p] < 0 || table[p] >= step->num_pages) return WRONG_PAGE;
         }
     }
     return DONE;

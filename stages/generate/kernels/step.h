@@ -26,6 +26,7 @@ typedef struct {
     Matrix router;      // hidden -> num_experts
     const Mlp *experts; // [num_experts]; NULL: none
     int64_t kind;       // its index in the model's
+    int64_t part, place; // of a page: the part that has its keys and values, and which of its layers this is
 } Layer;
 
 typedef struct {
@@ -47,6 +48,7 @@ typedef struct {
     Matrix head;
     const Kind *kinds;
     int64_t num_kinds;
+    int64_t num_parts, window; // parts of a page; all but the first are only there for the last *window* tokens
     int32_t threads;          // that compute, the caller among them
 } Model;
 
@@ -55,11 +57,11 @@ typedef struct {
     const int32_t *token_ids;     // [num_tokens], the rows one after the other
     const int32_t *starts;        // [num_rows + 1]: row b's tokens are [starts[b], starts[b + 1])
     const int32_t *lengths;       // [num_rows]: tokens of the row after this step, those of the step being the last
-    const int32_t *tables;        // [num_rows][table_width]: the pages of each row
+    const int32_t *tables;        // [num_rows][num_parts][table_width]: the pages of each row
     int64_t table_width;
     const float *frequencies; // [num_tokens][rotary_dim / 2], or NULL: those of the kinds of layers
-    void *pages;              // [layer][keys, values], each as in `Pages`
-    int64_t num_pages, page_size;
+    void *pages;              // [place][keys, values], each as in `Pages`
+    int64_t num_pages, page_size; // all parts of pages are counted
     Format format; // of the pages
     float *x;      // [num_tokens][hidden]: here goes the last layer's output
     int64_t wrong; // the index of what was refused

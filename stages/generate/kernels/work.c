@@ -39,7 +39,7 @@ static Pages pages_of(const Work *work) {
     const Model *model = work->model;
     const Step *step = work->step;
     int64_t plane = step->num_pages * model->num_kv_heads * step->page_size * model->head_dim * bytes_of(step->format);
-    char *keys = (char *)step->pages + work->layer * 2 * plane;
+    char *keys = (char *)step->pages + model->layers[work->layer].place * 2 * plane;
     return (Pages){keys,           keys + plane, model->num_heads, model->num_kv_heads,    model->head_dim,
                    step->page_size, kind_of(work)->window, step->format, model->attention_scale, model->attention_cap};
 }
@@ -118,7 +118,7 @@ static void attention_chunk(void *job, int64_t index, int thread) {
     const AttentionChunk *chunk = &list_of(work)->chunks[index];
     Pages pages = pages_of(work);
     int64_t group = model->num_heads / model->num_kv_heads, position = work->positions[chunk->token];
-    const int32_t *table = work->step->tables + chunk->row * work->step->table_width;
+    const int32_t *table = table_of(work, chunk->row);
     const float *q = work->qkv + chunk->token * work->qkv_stride + chunk->first_head * group * model->head_dim;
     float *o = outputs_of(work, thread), *scratch = scratch_of(work, thread);
     if (chunk->segment >= 0) {

@@ -69,6 +69,12 @@ typedef struct Work {
 
 static inline int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 static inline int64_t padded(int64_t count) { return round_up(count, ROW_MULTIPLE); }
+// The pages of a row that have the keys and values of this layer.
+static inline const int32_t *table_of(const Work *work, int64_t row) {
+    const Model *model = work->model;
+    return work->step->tables + (row * model->num_parts + model->layers[work->layer].part) * work->step->table_width;
+}
+
 static inline const Kind *kind_of(const Work *work) {
     return &work->model->kinds[work->model->layers[work->layer].kind];
 }

@@ -4,8 +4,13 @@
 |---|---|---|
 | `begin` | no page | locks the pages of the longest cached prefix |
 | `grow` | pages of its own | the same, and evicts unlocked pages if it must |
+| `cover` | local parts of its own | those that are cached, else its own |
 | `fill` | nothing | full pages are shared as soon as the plan that fills them is made |
 | `end` | frees all | unlocks the shared pages, frees the rest |
+
+In a model with local layers, which see the last tokens alone, a page has several parts of equal size. The first one is
+of the global layers, and a request keeps it. The others, of the local layers, it gives back once no token sees them.
+`LocalLayers` has the numbers. In other models a page is its only part.
 """
 
 from __future__ import annotations
@@ -13,11 +18,46 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayers:
+    """The layers that see the last tokens alone, in a model that has other layers, too."""
+
+    num_parts: int = 0
+    """Parts of a page that are theirs. One more is of the global layers."""
+    window: int = 0
+    """Number of tokens that a token sees, itself included."""
+    largest_chunk: int = 0
+    """Largest number of tokens of a row that are computed in a step."""
+
+    def first_page(self, position: int, page_size: int) -> int:
+        """Return the first page of which the tokens from *position* on see local parts."""
+        return max(0, position + 1 - self.window) // page_size
+
+    def num_at_once(self, num_pages: int, page_size: int) -> int:
+        """Return of how many pages a row of *num_pages* that are not behind it needs the local parts at once."""
+        most = -(-(self.window - 1 + self.largest_chunk) // page_size) + 1
+        return min(num_pages, most) if self.num_parts else 0
+
+    def whole_pages(self, num_pages: int, page_size: int) -> int:
+        """Return how many whole pages have as many parts as a request of *num_pages* alone needs."""
+        return -(-(num_pages + self.num_parts * self.num_at_once(num_pages, page_size)) // (1 + self.num_parts))
+
+    def capacity(self, num_pages: int, page_size: int) -> int:
+        """Return the longest request, in tokens, that a cache of *num_pages* whole pages can hold."""
+        local = self.num_parts * self.num_at_once(num_pages, page_size)
+        return (num_pages * (1 + self.num_parts) - local) * page_size
+
+
+NO_LOCAL_LAYERS: Final = LocalLayers()
 
 
 class PagePool:
-    """Pages 0 .. num_pages - 1, each free or owned. They are allocated in the order in which they became free."""
+    """Pages 0 .. num_pages - 1, or parts of them, each free or owned. They are allocated in the order in which they
+    became free.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -49,8 +89,18 @@ class Allocation:
     """The pages of one running request, in the order of its positions."""
 
     pages: list[int] = field(default_factory=list)
+    """The parts of the global layers, which are the pages where there are no others."""
     cached_tokens: int = 0
     """Number of prompt tokens that were in `pages` when it began."""
+    local: deque[tuple[int, ...]] = field(default_factory=deque)
+    """The local parts of the pages from `first_local` on."""
+    first_local: int = 0
+    num_told: int = 0
+    """Number of pages whose local parts `cover` has returned, or that are behind."""
+    num_covered: int = 0
+    """Number of tokens that the last plan, or the cache, has computed."""
+    num_reserved: int = 0
+    """Number of pages whose local parts it may have at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +112,11 @@ class Held:
     num_pages: int
     is_private: bool
     """Whether its next pages will not be shared."""
+    num_covered: int = 0
+    first_local: int = 0
+    """See `Allocation`."""
+    local: str = ""
+    """For each page whose local parts it has: s if they are shared, else p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +131,10 @@ class CacheSnapshot:
     """Index of the page before each shared page, or -1: 4 bytes, little-endian."""
     digests: bytes = b""
     """Digest of each shared page's tokens, 8 bytes."""
+    uses: bytes = b""
+    """With local layers, two numbers for each shared page, of 4 bytes: ordinals of the last use of the page and of its
+    local parts, or -1 if they are not there.
+    """
 
 
 class PrefixCache(Protocol):
@@ -83,10 +142,11 @@ class PrefixCache(Protocol):
 
     page_size: int
     num_pages: int
+    local: LocalLayers
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `grow` can allocate now."""
+        """Number of whole pages that `grow` can allocate now."""
         ...
 
     def begin(self, token_ids: Sequence[int]) -> Allocation:
@@ -98,7 +158,18 @@ class PrefixCache(Protocol):
         ...
 
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:
-        """Append *count* pages to *allocation* and return them; return None and change nothing if there are too few."""
+        """Append *count* pages to *allocation* and return them; return None and allocate none if there are too few.
+
+        Also reserve the local parts that `cover` will need.
+        """
+        ...
+
+    def cover(self, allocation: Allocation, end: int) -> tuple[int, tuple[int, ...]]:
+        """Allocate the local parts for a step that computes *allocation* to position *end*, and give back those that no
+        token from the step on sees.
+
+        Return a page, and the local parts, which are new to the caller, of it and of those behind it.
+        """
         ...
 
     def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:

@@ -9,6 +9,10 @@ requests with the same prompt in one plan compute it once. (RadixAttention: Zhen
 | len(path) .. end | this allocation: not full yet, or another allocation filled the same tokens first | freed |
 
 An allocation locks only pages that it uses. So an allocation alone can always grow to the size of the cache.
+
+With local layers a page has its local parts as long as an allocation needs them, and then until they are the least
+recently used. A prefix is cached as far as the pages before its end have them. Tokens of pages without them are
+computed again, and write the same bits to the parts of the global layers, which other allocations may read meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import hashlib
 import heapq
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
 
-from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PagePool
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, Allocation, CacheSnapshot, LocalLayers
+from stages.generate.kvcache.naive import NaiveCache
 
 DIGEST_BYTES: Final = 8
 
@@ -37,6 +42,10 @@ class _Node:
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
     num_locks: int = 0
     used: int = 0
+    local: tuple[int, ...] = ()
+    """Its local parts; empty: they are not there."""
+    num_local_locks: int = 0
+    local_used: int = 0
     digest: bytes = b""
     """Digest of its tokens; empty until a snapshot needs it."""
 
@@ -48,80 +57,92 @@ class RadixAllocation(Allocation):
     path: list[_Node] = field(default_factory=list)
     is_private: bool = False
     """Whether another allocation put the same tokens into the tree first. Then the next pages stay outside of it."""
+    num_filled: int = 0
+    """Number of full pages, cached or computed, that the tree has heard of."""
 
 
-class RadixCache:
+class RadixCache(NaiveCache):
     """PrefixCache with a page-aligned radix tree. It evicts the least recently used page first, in O(log n)."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self._pool = PagePool(num_pages)
+    def __init__(self, num_pages: int, page_size: int, local: LocalLayers = NO_LOCAL_LAYERS) -> None:
+        super().__init__(num_pages, page_size, local)
         self._root = _Node((), -1, None)
-        self._num_unlocked = 0
         self._counter = 0
-        # Unlocked leaves as (used, order, node). An entry is void once its node is locked, has children or was used
-        # again. `_evict` skips void entries.
-        self._evictable: list[tuple[int, int, _Node]] = []
+        # Unlocked leaves as (used, order, node, False), unlocked local parts as (local_used, order, node, True). An
+        # entry is void once they are locked or were used again, or the node has children. `_evict` skips void entries.
+        self._evictable: list[tuple[int, int, _Node, bool]] = []
         self._num_pushed = 0
-
-    @property
-    def num_available(self) -> int:
-        return self._pool.num_free + self._num_unlocked
 
     def begin(self, token_ids: Sequence[int]) -> Allocation:
         allocation = RadixAllocation(path=list(self._prefix(token_ids)))
-        for node in allocation.path:
+        path, page_size = allocation.path, self.page_size
+        num_cached = self._num_usable(path)
+        for node in path:
             self._lock(node)
             allocation.pages.append(node.page)
-        allocation.cached_tokens = len(allocation.pages) * self.page_size
+        allocation.cached_tokens = allocation.num_covered = num_cached * page_size
+        allocation.num_filled = num_cached
+        if self.local.num_parts:
+            first = self.local.first_page(num_cached * page_size, page_size)
+            allocation.first_local = allocation.num_told = first
+            allocation.local += [self._local_parts(allocation, index) for index in range(first, num_cached)]
         return allocation
 
     def num_cached(self, token_ids: Sequence[int]) -> int:
-        return sum(1 for _ in self._prefix(token_ids)) * self.page_size
+        return self._num_usable(self._prefix(token_ids)) * self.page_size
 
-    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
-        if count > self.num_available:
-            return None
-        while self._pool.num_free < count:
-            self._evict()
-        pages = self._pool.allocate(count)
-        allocation.pages += pages
-        return pages
+    def _num_usable(self, path: Iterable[_Node]) -> int:
+        """Return of how many pages of *path* no token needs to be computed."""
+        num_usable = num_local = number = 0
+        for number, node in enumerate(path, 1):
+            if self.local.num_parts:
+                num_local = num_local + 1 if node.local else 0
+                if number - self.local.first_page(number * self.page_size, self.page_size) <= num_local:
+                    num_usable = number
+        return num_usable if self.local.num_parts else number
 
     def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         assert isinstance(allocation, RadixAllocation)
-        path = allocation.path
-        for index in range(len(path), num_filled // self.page_size):
-            parent = path[-1] if path else self._root
-            tokens = self._page_tokens(token_ids, index)
-            allocation.is_private |= tokens in parent.children
-            if allocation.is_private:
-                return
-            node = parent.children[tokens] = _Node(tokens, allocation.pages[index], parent)
-            self._num_unlocked += 1  # until the next line
-            self._lock(node)
-            path.append(node)
+        path, num_pages = allocation.path, num_filled // self.page_size
+        for index in range(allocation.num_filled, num_pages):
+            if index == len(path) and not allocation.is_private:
+                parent = path[-1] if path else self._root
+                tokens = self._page_tokens(token_ids, index)
+                allocation.is_private = tokens in parent.children
+                if not allocation.is_private:
+                    node = parent.children[tokens] = _Node(tokens, allocation.pages[index], parent)
+                    self._num_unlocked += 1  # until the next line
+                    self._lock(node)
+                    path.append(node)
+            if index < len(path) and 0 <= (at := index - allocation.first_local) < len(allocation.local):
+                node = path[index]
+                if not node.local:
+                    node.local = allocation.local[at]
+                    self._lock_local(node)
+        allocation.num_filled = max(allocation.num_filled, num_pages)
 
     def end(self, allocation: Allocation) -> None:
         assert isinstance(allocation, RadixAllocation)
+        self._end_local(allocation)
         self._pool.free(allocation.pages[len(allocation.path) :])
         for node in reversed(allocation.path):
             self._unlock(node)
         allocation.pages.clear()
         allocation.path.clear()
-        allocation.is_private = False
+        allocation.is_private, allocation.num_filled = False, 0
 
     def flush(self) -> int:
-        num_pages = self._num_unlocked
+        num_free = self._pool.num_free
         while self._num_unlocked:
             self._evict()
-        return num_pages
+        return (self._pool.num_free - num_free) // (1 + self.local.num_parts)
 
     def problems(self, allocations: Sequence[Allocation]) -> list[str]:
         found = []
         locks: dict[int, int] = {}
+        local_locks: dict[int, int] = {}
         private: list[int] = []
+        private_local: list[tuple[int, ...]] = []
         for allocation in allocations:
             path = allocation.path if isinstance(allocation, RadixAllocation) else []
             for node in path:
@@ -129,14 +150,19 @@ class RadixCache:
             private += allocation.pages[len(path) :]
             if [node.page for node in path] != allocation.pages[: len(path)]:
                 found.append("an allocation's pages are not those of its way down the tree")
+            for index, parts in enumerate(allocation.local, allocation.first_local):
+                if self._is_shared(allocation, index, parts):
+                    local_locks[id(path[index])] = local_locks.get(id(path[index]), 0) + 1
+                else:
+                    private_local.append(parts)
         nodes = self._nodes()
         pages = [node.page for node in nodes] + private
-        if len(set(pages)) != len(pages):
-            found.append("a page has two owners")
-        if len(pages) + self._pool.num_free != self.num_pages:
-            found.append(f"{len(pages)} pages owned and {self._pool.num_free} free of {self.num_pages}")
+        found += self._wrong_parts(pages, [node.local for node in nodes if node.local] + private_local)
+        found += self._wrong_reserves(allocations)
         if any(node.num_locks != locks.pop(id(node), 0) for node in nodes) or locks:
             found.append("the locks in the tree are not those of the allocations")
+        if any(node.num_local_locks != local_locks.pop(id(node), 0) for node in nodes) or local_locks:
+            found.append("the locks of local parts are not those of the allocations")
         if self._num_unlocked != sum(node.num_locks == 0 for node in nodes):
             found.append("the count of pages that may be evicted is wrong")
         return found
@@ -151,9 +177,16 @@ class RadixCache:
         for allocation in allocations:
             assert isinstance(allocation, RadixAllocation)
             last = index[id(allocation.path[-1])] if allocation.path else -1
-            held.append(Held(last, len(allocation.pages), allocation.is_private))
+            held.append(replace(self._held(allocation, last), is_private=allocation.is_private))
         parents = array("i", [index[id(node.parent)] for node in nodes])
-        return CacheSnapshot(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
+        uses = array("i")
+        if self.local.num_parts:
+            every = [node.used for node in nodes] + [node.local_used for node in nodes if node.local]
+            ordinals = {used: at for at, used in enumerate(sorted(every))}
+            for node in nodes:
+                uses.extend((ordinals[node.used], ordinals[node.local_used] if node.local else -1))
+        digests = b"".join([node.digest for node in nodes])
+        return CacheSnapshot(tuple(held), _little(parents).tobytes(), digests, _little(uses).tobytes())
 
     def _prefix(self, token_ids: Sequence[int]) -> Iterator[_Node]:
         """Yield the pages of the longest cached prefix. The last token is computed in any case."""
@@ -183,21 +216,60 @@ class RadixCache:
             self._num_unlocked += 1
             self._offer(node)
 
+    def _lock_local(self, node: _Node) -> None:
+        self._counter += 1
+        node.local_used = self._counter
+        node.num_local_locks += 1
+
+    def _local_parts(self, allocation: Allocation, index: int) -> tuple[int, ...]:
+        assert isinstance(allocation, RadixAllocation)
+        if index >= len(allocation.path) or not (node := allocation.path[index]).local:
+            return self._new_local_parts()
+        self._lock_local(node)
+        return node.local
+
+    def _is_shared(self, allocation: Allocation, index: int, parts: tuple[int, ...]) -> bool:
+        assert isinstance(allocation, RadixAllocation)
+        return index < len(allocation.path) and allocation.path[index].local is parts
+
+    def _give_back(self, allocation: Allocation, index: int, parts: tuple[int, ...]) -> None:
+        assert isinstance(allocation, RadixAllocation)
+        if not self._is_shared(allocation, index, parts):
+            self._free_local_parts(parts)
+            return
+        node = allocation.path[index]
+        node.num_local_locks -= 1
+        if node.num_local_locks == 0:
+            self._push(node.local_used, node, is_local=True)
+
     def _offer(self, node: _Node) -> None:
         if not node.children:
-            self._num_pushed += 1
-            heapq.heappush(self._evictable, (node.used, self._num_pushed, node))
-            if len(self._evictable) > 2 * self.num_pages:  # most entries are void, and nothing was evicted for long
-                self._evictable = [entry for entry in self._evictable if self._is_valid(entry)]
-                heapq.heapify(self._evictable)
+            self._push(node.used, node, is_local=False)
+
+    def _push(self, used: int, node: _Node, *, is_local: bool) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._evictable, (used, self._num_pushed, node, is_local))
+        if len(self._evictable) > 4 * self.num_pages:  # most entries are void, and nothing was evicted for long
+            self._evictable = [entry for entry in self._evictable if self._is_valid(entry)]
+            heapq.heapify(self._evictable)
+
+    def _take(self, count: int) -> list[int]:
+        while self._pool.num_free < count:
+            self._evict()
+        return super()._take(count)
 
     def _evict(self) -> None:
-        """Free the page of the least recently used unlocked leaf. The caller has checked that there is one."""
+        """Free the least recently used unlocked leaf, or local parts. The caller has checked that there is one."""
         while True:
             entry = heapq.heappop(self._evictable)
             if self._is_valid(entry):
                 break
-        node = entry[2]
+        _, _, node, is_local = entry
+        if node.local and not node.num_local_locks:
+            self._free_local_parts(node.local)
+            node.local = ()
+        if is_local:
+            return
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
@@ -208,8 +280,10 @@ class RadixCache:
             self._offer(parent)
 
     @staticmethod
-    def _is_valid(entry: tuple[int, int, _Node]) -> bool:
-        used, _, node = entry
+    def _is_valid(entry: tuple[int, int, _Node, bool]) -> bool:
+        used, _, node, is_local = entry
+        if is_local:
+            return bool(node.local) and node.num_local_locks == 0 and node.local_used == used
         return node.num_locks == 0 and not node.children and node.used == used and node.parent is not None
 
     def _nodes(self) -> list[_Node]:
@@ -225,22 +299,25 @@ class RadixCache:
 class DigestCache(RadixCache):
     """A copy of a RadixCache, made from its snapshot. Digests of tokens stand for the tokens."""
 
-    def __init__(self, num_pages: int, page_size: int, snapshot: CacheSnapshot) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(
+        self, num_pages: int, page_size: int, snapshot: CacheSnapshot, local: LocalLayers = NO_LOCAL_LAYERS
+    ) -> None:
+        super().__init__(num_pages, page_size, local)
         self.allocations: list[Allocation] = []
         """Allocations of the snapshot, in its order."""
-        parents = array("i", snapshot.parents)
+        parents = _little(array("i", snapshot.parents))
+        uses = _little(array("i", snapshot.uses))
         nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
-        for at, (node, parent) in enumerate(zip(nodes, _little(parents), strict=True)):
+        for at, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
             digest = snapshot.digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
             node.tokens = (int.from_bytes(digest),)
             node.parent = nodes[parent] if parent >= 0 else self._root
             node.parent.children[node.tokens] = node
-            node.used = at + 1
-        self._counter = len(nodes)
+            if uses and uses[2 * at + 1] >= 0:
+                node.local = self._new_local_parts()
         self._num_unlocked = len(nodes)
         for held in snapshot.held:
-            allocation = RadixAllocation(is_private=held.is_private)
+            allocation = RadixAllocation(is_private=held.is_private, num_filled=held.num_covered // page_size)
             node = nodes[held.node] if held.node >= 0 else self._root
             while node.parent is not None:
                 allocation.path.insert(0, node)
@@ -248,11 +325,15 @@ class DigestCache(RadixCache):
                 node.num_locks += 1
                 node = node.parent
             allocation.pages = [node.page for node in allocation.path]
-            allocation.pages += self._pool.allocate(held.num_pages - len(allocation.pages))
+            self.restore(allocation, held)
             self.allocations.append(allocation)
-        for node in nodes:
+        for at, node in enumerate(nodes):
+            node.used, node.local_used = uses[2 * at : 2 * at + 2] if uses else (at + 1, 0)
             if node.num_locks == 0:
                 self._offer(node)
+            if node.local and not node.num_local_locks:
+                self._push(node.local_used, node, is_local=True)
+        self._counter = 2 * len(nodes)
 
     def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return (int.from_bytes(digest_of(super()._page_tokens(token_ids, index))),)

@@ -419,7 +419,7 @@ class Loaded:
         """
         settings = self.settings
         return (RecordedSchedule if noted else Schedule)(
-            make_cache(settings.cache, settings.num_pages, settings.page_size),
+            make_cache(settings.cache, settings.num_pages, settings.page_size, settings.local),
             dataclasses.replace(settings.limits, context=serving.context),
             self.eos_ids,
             Identity(owner.slot, owner.epoch, serving.weights, settings.numerics, VERSION),

@@ -87,7 +87,7 @@ def _mapped(size: int) -> npt.NDArray[np.uint8]:
 
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary, O = outputs,
-# I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row
+# I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row, M = parts of a page
 
 FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16, torch.float16: Format.FLOAT16}
 TYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -115,7 +115,7 @@ class _Layer(ctypes.Structure):
         ("mlp", _Mlp),
         ("router", Matrix),
         ("experts", POINTER(_Mlp)),
-        ("kind", c_int64),
+        *((name, c_int64) for name in ("kind", "part", "place")),
     ]
 
 
@@ -135,7 +135,7 @@ class _Model(ctypes.Structure):
         ("norm", c_void_p),
         ("head", Matrix),
         ("kinds", POINTER(_Kind)),
-        ("num_kinds", c_int64),
+        *((name, c_int64) for name in ("num_kinds", "num_parts", "window")),
         ("threads", c_int32),
     ]
 
@@ -191,16 +191,20 @@ class KernelDecoder:
         quantization: str,
         threads: int,
         collectives: Collectives = ALONE,
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
+        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part. *parts*: layers
+        of each part of a page; by default one has all.
         """
         found = library()
         assert isinstance(found, Library), found
         self._spec, self._functions, self._collectives = spec, found.functions, collectives
         self._variant = ctypes.addressof(found.variant(variant))
         self._quantized, self._threads = quantization == "int8", threads
+        parts = parts or (range(spec.num_layers),)
+        self._place_of = {layer: (at, place) for at, part in enumerate(parts) for place, layer in enumerate(part)}
         self._kept: list[object] = []
         self._arena = Arena()
         self._declare()
@@ -236,6 +240,8 @@ class KernelDecoder:
             head=self._pack(head_VE),
             kinds=kinds,
             num_kinds=len(kinds),
+            num_parts=len(parts),
+            window=spec.window if len(parts) > 1 else 0,
             threads=threads,
         )
         self._no_logits_0V = torch.empty(0, spec.vocab_rows)
@@ -330,11 +336,11 @@ class KernelDecoder:
             known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
         width = -(-(max(lengths) + num_steps - 1) // tables.page_size)
         if len(rows) == 1:  # its pages are read where they are
-            pages_BN = None
-            pages, table_width = tables.address(rows[0].table), tables.pages_AN.shape[1]
+            pages_BMN = None
+            pages, table_width = tables.address(rows[0].table), tables.pages_AMN.shape[2]
         else:
-            pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
-            pages, table_width = pages_BN.ctypes.data, pages_BN.shape[1]
+            pages_BMN = np.ascontiguousarray(tables.pages_AMN[[row.table for row in rows], :, :width])
+            pages, table_width = pages_BMN.ctypes.data, width
         frequencies_TF = self._frequencies(starts, lengths)
         starts_B, lengths_B = array("i", starts), array("i", lengths)
         step = _Step(
@@ -352,7 +358,7 @@ class KernelDecoder:
             format=FORMATS[kv_L2PKSD.dtype],
             x=x_address,
         )
-        kept = token_ids_T, starts_B, lengths_B, frequencies_TF, pages_BN
+        kept = token_ids_T, starts_B, lengths_B, frequencies_TF, pages_BMN
         return _Inputs(step, starts, kept)
 
     def _raise_for(self, outcome: int, inputs: _Inputs, plan: BatchPlan, tables: PageTables) -> None:
@@ -368,7 +374,7 @@ class KernelDecoder:
             raise ValueError(f"row {step.wrong} of the step cannot be: its tokens and its length do not fit together")
         if outcome == _WRONG_PAGE:
             row = rows[step.wrong]
-            wrong = tables.pages_AN[row.table, : -(-(row.start + len(row.token_ids)) // tables.page_size)].tolist()
+            wrong = tables.pages_AMN[row.table, :, : -(-(row.start + len(row.token_ids)) // tables.page_size)].tolist()
             raise ValueError(f"row {step.wrong} of the step has pages {wrong}; there are {step.num_pages}")
 
     @property
@@ -468,6 +474,8 @@ class KernelDecoder:
             input_norm=self._norm(weights, f"{prefix}.input_layernorm"),
             mlp_norm=self._norm(weights, f"{prefix}.{mlp_norm_of(spec)}"),
             kind=spec.kind_of[index],
+            part=self._place_of[index][0],
+            place=self._place_of[index][1],
             qkv=(Matrix * 3)(*(linear(f"{prefix}.self_attn.{name}") for name in apart)),
             output=linear(f"{prefix}.self_attn.o_proj"),
         )

@@ -17,6 +17,8 @@ DUMMY_SEED: Final = 0
 """Seed of random weights: every engine, and the next one, has the same."""
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 Activation = Literal["silu", "gelu_pytorch_tanh"]
+MOST_ROOM: Final = 1.25
+"""Largest room of the parts of a page, of what its layers fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,25 @@ class ModelSpec:
     def vocab_rows(self) -> int:
         """Rows of the embeddings, and of the head. With ranks, rows beyond the vocabulary are zeros."""
         return -(-self.vocab_size // self.num_ranks)
+
+    def page_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each part of a page: first those without a window, then those with one, as many in each
+        part, except for the last. One part has all layers if they are all alike, or if too much room would stay empty.
+        """
+        whole = tuple(range(self.num_layers))
+        local = [layer for layer in whole if self.kinds[self.kind_of[layer]].window]
+        size = self.num_layers - len(local)
+        if not local or not size:
+            return (whole,)
+        parts = [local[first : first + size] for first in range(0, len(local), size)]
+        if (1 + len(parts)) * size > MOST_ROOM * self.num_layers:
+            return (whole,)
+        return tuple(sorted(set(whole) - set(local))), *map(tuple, parts)
+
+    @property
+    def window(self) -> int:
+        """Largest window of a layer; 0: none has one."""
+        return max(kind.window for kind in self.kinds)
 
     @property
     def has_dynamic_rope(self) -> bool:

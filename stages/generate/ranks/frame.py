@@ -2,9 +2,9 @@
 
     ints        a frame
     16          version, kind, step (low and high 31 bits), rows, decode rows, tokens, pages, ints beyond SIZE; zeros
-    6 a row     table, start, first page, tokens, new pages, 1 if it samples + 2 * scored tokens
+    8 a row     table, start, first page, tokens, new pages, 1 if it samples + 2 * scored tokens, first local, new local
     tokens      of all rows
-    pages       of all rows
+    pages       of all rows: for each row its new pages, then its new local parts
 
 The first SIZE ints are always sent. Zeros fill them up, and what does not fit follows in a second part.
 A token below 0 is not drawn yet: -1 - i stands for the token i of those that the step before draws.
@@ -25,12 +25,12 @@ from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample, Scoring
 
-VERSION: Final = 2
+VERSION: Final = 3
 """A rank reads only frames of its own version."""
 SIZE: Final = 8192
 """Ints of the part that every frame has."""
 HEADER: Final = 16
-ROW: Final = 6
+ROW: Final = 8
 LONG_LIST: Final = 1024
 """Largest number of a row's new pages in the step's own frame. Longer lists are sent before, in frames of their own."""
 
@@ -132,10 +132,11 @@ class Reader:
         rows = []
         token, page = first_token, first_page
         for at in range(HEADER, first_token, ROW):
-            table, start, first, tokens, pages, flags = numbers[at : at + ROW]
+            table, start, first, tokens, pages, flags, first_local, local = numbers[at : at + ROW]
             new_pages = tuple(numbers[page : page + pages])
+            new_local = tuple(numbers[page + pages : page + pages + local])
             token_ids = tuple(numbers[token : token + tokens])
-            token, page = token + tokens, page + pages
+            token, page = token + tokens, page + pages + local
             if kind is Kind.PAGES:
                 self._ahead[table] = self._ahead.get(table, ()) + new_pages
                 continue
@@ -143,14 +144,16 @@ class Reader:
                 new_pages = self._ahead.pop(table)
             scored, samples = divmod(flags, 2)
             scoring = Scoring((0,) * scored, 0) if scored else None
-            rows.append(PlanRow(table, start, token_ids, new_pages, first, SAMPLED if samples else None, scoring))
+            sample = SAMPLED if samples else None
+            rows.append(PlanRow(table, start, token_ids, new_pages, first, sample, scoring, new_local, first_local))
         assert (token, page) == (first_page, end), f"the rows of a frame do not fit its header: {header}"
         return kind, BatchPlan(low | high << 31, tuple(rows), num_decode_rows)
 
 
 def _frame(kind: Kind, plan: BatchPlan) -> np.ndarray:
     rows = plan.rows
-    num_tokens, num_pages = sum(len(row.token_ids) for row in rows), sum(len(row.new_pages) for row in rows)
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    num_pages = sum(len(row.new_pages) + len(row.new_local) for row in rows)
     beyond = max(0, HEADER + ROW * len(rows) + num_tokens + num_pages - SIZE)
     header = (VERSION, kind, plan.step & _LOW, plan.step >> 31, len(rows), plan.num_decode_rows, num_tokens, num_pages)
     numbers = array("i", header)
@@ -158,7 +161,8 @@ def _frame(kind: Kind, plan: BatchPlan) -> np.ndarray:
     for row in rows:
         flags = (row.sample is not None) + 2 * (len(row.scoring.targets) if row.scoring is not None else 0)
         numbers.extend((row.table, row.start, row.first_page, len(row.token_ids), len(row.new_pages), flags))
+        numbers.extend((row.first_local, len(row.new_local)))
     numbers.extend(chain.from_iterable(row.token_ids for row in rows))
-    numbers.extend(chain.from_iterable(row.new_pages for row in rows))
+    numbers.extend(chain.from_iterable(chain(row.new_pages, row.new_local) for row in rows))
     numbers.frombytes(bytes(numbers.itemsize * (SIZE + beyond - len(numbers))))
     return np.frombuffer(numbers, np.int32)

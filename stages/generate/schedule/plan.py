@@ -121,6 +121,9 @@ class PlanRow:
     """How a token is drawn; None: a later step computes the rest of the prompt, so no token is drawn."""
     scoring: Scoring | None = None
     """Log-probabilities of the prompt that the client asks for; None: it does not."""
+    new_local: tuple[int, ...] = ()
+    """Local parts (`LocalLayers`) of the pages from `first_local` on, those of a page together."""
+    first_local: int = 0
 
 
 @dataclass(slots=True)

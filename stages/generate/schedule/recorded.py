@@ -18,7 +18,7 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Chunk, Failed, StepRow, TokenRow
 from stages.generate.kvcache import cache_name, remade
-from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, PrefixCache
+from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, LocalLayers, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
@@ -27,8 +27,8 @@ SNAPSHOT_EVERY: Final = 1000
 """Number of steps from one snapshot to the next .."""
 SNAPSHOT_EVERY_S: Final = 60.0
 """.. unless this time is over: an engine with little to do makes few steps before they expire."""
-SNAPSHOT_VERSION: Final = 2
-"""2: the prompt that lacks the fewest tokens is computed first."""
+SNAPSHOT_VERSION: Final = 3
+"""2: the prompt that lacks the fewest tokens is computed first. 3: local layers have parts of pages of their own."""
 LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
 """A record without any of these words ends with the usual ones."""
 USUAL: Final = ("plan", "complete")
@@ -141,6 +141,7 @@ class RecordedSchedule(Schedule):
             "cache": cache_name(self._cache),
             "num_pages": self._cache.num_pages,
             "page_size": self._cache.page_size,
+            "local": dataclasses.astuple(self._cache.local),
             "alone": self._alone,
             "arrived": self._num_arrived,
             "prefilled": self._num_prefilled,
@@ -148,9 +149,10 @@ class RecordedSchedule(Schedule):
                 [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still, one.came_at]
                 for one in (*self._running, *self._waiting)
             ],
-            "held": [[held.node, held.num_pages, held.is_private] for held in snapshot.held],
+            "held": [dataclasses.astuple(held) for held in snapshot.held],
             "parents": b64encode(snapshot.parents).decode(),
             "digests": b64encode(snapshot.digests).decode(),
+            "uses": b64encode(snapshot.uses).decode(),
         }
         return orjson.dumps(plain).decode()
 
@@ -179,10 +181,14 @@ class RecordedSchedule(Schedule):
                     f"a MiniSGL that plans by other rules wrote the snapshot (version {plain['v']}, here "
                     f"{SNAPSHOT_VERSION}); use that version of MiniSGL"
                 )
-            parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
-            cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests)
-            cache, allocations = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], cached)
+            parents, digests, uses = (b64decode(plain[name]) for name in ("parents", "digests", "uses"))
+            cached = CacheSnapshot(tuple(Held(*held) for held in plain["held"]), parents, digests, uses)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
+            local = LocalLayers(*plain["local"])
+            if local.num_parts:
+                local = dataclasses.replace(local, largest_chunk=max(local.largest_chunk, limits.largest_chunk))
+            pages = max(num_pages, plain["num_pages"])
+            cache, allocations = remade(plain["cache"], pages, plain["page_size"], cached, local)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still, came_at) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
@@ -206,7 +212,8 @@ class RecordedSchedule(Schedule):
         """Remove pages for ever: unused prefixes go first, then requests are preempted, the last one first."""
         while self._cache.num_available < num_pages:
             self._preempt(self._running[-1], [], self.next_step)
-        self._cache.grow(Allocation(), num_pages)
+        for _ in range(num_pages):
+            self._cache.grow(Allocation(), 1)
 
     def _put_back(self, new: NewRequest, arrival: int) -> Request:
         self._num_arrived = arrival

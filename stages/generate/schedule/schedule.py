@@ -45,6 +45,11 @@ class ScheduleLimits:
     """Raises `mixed_prefill_length` to this many tokens for each request in hand: with many running a step is long
     anyway, and with many waiting more requests gain from it."""
 
+    @property
+    def largest_chunk(self) -> int:
+        """Largest number of prompt tokens of a step."""
+        return max(self.max_prefill_length, self.mixed_prefill_length)
+
     def prefill_budget(self, num_streams: int, num_requests: int) -> int:
         """Return the largest number of prompt tokens of a step in which *num_streams* of *num_requests* decode."""
         if not num_streams:
@@ -78,7 +83,9 @@ class Schedule:
     """Waiting and running requests of one engine, and the pages they hold."""
 
     def __init__(self, cache: PrefixCache, limits: ScheduleLimits, eos_ids: Sequence[int], identity: Identity) -> None:
-        assert limits.context <= cache.num_pages * cache.page_size, "the served context is what the cache holds"
+        capacity = cache.local.capacity(cache.num_pages, cache.page_size)
+        assert limits.context <= capacity, "the served context is what the cache holds"
+        assert not cache.local.num_parts or limits.largest_chunk <= cache.local.largest_chunk
         self.identity = identity
         self._cache = cache
         self._limits = limits
@@ -497,6 +504,7 @@ class Schedule:
         last = end == len(request.token_ids)
         request.num_computed = end
         request.last_plan = self._num_plans + 1
+        first_local, new_local = self._cache.cover(request.allocation, end)
         self._cache.fill(request.allocation, request.token_ids, min(end, request.num_known))
         row = PlanRow(
             table=request.table,
@@ -506,6 +514,8 @@ class Schedule:
             first_page=first_page,
             sample=request.sample(self._eos_ids) if last else None,
             scoring=request.scoring(start, end),
+            new_local=new_local,
+            first_local=first_local,
         )
         if last:
             self._expect(request, request.chunks)

@@ -16,6 +16,7 @@ from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 from stages.generate.model.attention import attention_shape
 from stages.generate.model.gguf import BLOCKS
@@ -50,6 +51,8 @@ class Settings:
     page_size: int
     num_pages: int
     limits: ScheduleLimits
+    local: LocalLayers
+    """Layers that have parts of pages of their own."""
     kernels: str
     """Variant of the kernels that computes the model, or `torch`."""
     quantization: str
@@ -127,7 +130,7 @@ class Settings:
 
     def with_pages(self, num_pages: int) -> Settings:
         """Return the settings of an engine with *num_pages* pages, at most as many as now."""
-        context = min(self.limits.context, num_pages * self.page_size)
+        context = min(self.limits.context, self.local.capacity(num_pages, self.page_size))
         flag = "--num-pages" if context < self.limits.context else self.context_flag
         limits = replace(self.limits, context=context)
         return replace(self, num_pages=num_pages, limits=limits, context_flag=flag)
@@ -179,6 +182,15 @@ def resolve(
             num_rows=config.max_running_requests,
             max_seq_len=wanted,
         )
+    limits = ScheduleLimits(
+        context=wanted,
+        max_prefill_length=max_prefill_length,
+        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
+        mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
+        max_running_requests=config.max_running_requests,
+        vocab_size=spec.vocab_size,
+    )
+    local = local_layers(spec, limits, page_size) if kernels != "torch" else NO_LOCAL_LAYERS
     num_pages = config.num_pages or num_pages_for(
         spec,
         page_size=page_size,
@@ -191,15 +203,10 @@ def resolve(
         available_bytes=_available_bytes(device, share) // (1 if cuda else ranks_here),
         limit_bytes=CPU_LIMIT_BYTES // share.num_engines // ranks_here,
         step_bytes=largest_step_bytes,
+        parts=spec.page_parts() if local.num_parts else (),
+        local=local,
     )
-    limits = ScheduleLimits(
-        context=min(wanted, num_pages * page_size),
-        max_prefill_length=max_prefill_length,
-        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
-        mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
-        max_running_requests=config.max_running_requests,
-        vocab_size=spec.vocab_size,
-    )
+    limits = replace(limits, context=min(wanted, local.capacity(num_pages, page_size)))
     return Settings(
         device=device,
         dtype=dtype,
@@ -209,10 +216,11 @@ def resolve(
         page_size=page_size,
         num_pages=num_pages,
         limits=limits,
+        local=local,
         kernels=kernels,
         quantization=quantization,
         why_torch=why_torch,
-        context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
+        context_flag="--num-pages" if limits.context < wanted else "--max-seq-len",
         targets=resolve_targets(config, kernels, device),
         overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
         num_ranks=config.tp,
@@ -225,6 +233,13 @@ def resolve(
         rope=spec.long_or_short(limits.context),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
+
+
+def local_layers(spec: ModelSpec, limits: ScheduleLimits, page_size: int) -> LocalLayers:
+    """Return which layers have parts of pages of their own: none if a request of full length would need them all."""
+    local = LocalLayers(len(spec.page_parts()) - 1, spec.window, limits.largest_chunk)
+    num_pages = -(-limits.context // page_size)
+    return local if 0 < local.num_at_once(num_pages, page_size) < num_pages else NO_LOCAL_LAYERS
 
 
 def for_transformers(config: EngineConfig) -> EngineConfig:

@@ -27,6 +27,7 @@ from pipeline.events import Failed, SamplingParams, Score, StepCompleted, TokenR
 from pipeline.log.journal import steps
 from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
 from stages.generate.loop.worker import GenerateWorker
 from stages.generate.ranks.channel import Follower, Leader
@@ -87,6 +88,11 @@ class Story:
     limits: ScheduleLimits
     lazy: bool
     """Whether the engine computes a step only when somebody waits for it, or for a later one."""
+    local: LocalLayers = NO_LOCAL_LAYERS
+
+
+class Misread(BaseException):
+    """A row reads what was not written for it. No loop takes this for an engine's failure."""
 
 
 @dataclass(eq=False)
@@ -112,8 +118,12 @@ class Pages:
 
     def __init__(self, story: Story) -> None:
         self._lazy, self._page_size = story.lazy, story.page_size
-        self._slots: list[tuple[int, ...]] = [()] * (story.num_pages * story.page_size)
+        self._local = story.local
+        num_parts = story.num_pages * (1 + story.local.num_parts)
+        self._slots: list[tuple[int, ...]] = [()] * (num_parts * story.page_size)
         self._tables: dict[int, list[int]] = {}
+        self._local_tables: dict[int, dict[int, int]] = {}
+        """Table -> page -> its first local part, for all of them."""
         self._queue: deque[Launched] = deque()
 
     def forward(self, plan: BatchPlan) -> Computed:
@@ -127,6 +137,8 @@ class Pages:
         for row in plan.rows:
             table = self._tables.setdefault(row.table, [])
             table[row.first_page :] = row.new_pages or table[row.first_page :]
+            first_parts = row.new_local[:: max(self._local.num_parts, 1)]
+            self._local_tables.setdefault(row.table, {}).update(enumerate(first_parts, row.first_local))
         launched = Launched(plan, before)
         self._queue.append(launched)
         if not self._lazy:
@@ -169,14 +181,24 @@ class Pages:
     def _computed(self, row: PlanRow, known: Sequence[int]) -> tuple[int, ...]:
         token_ids = [token if token >= 0 else [*known, *[0] * 99][-1 - token] for token in row.token_ids]
         held = self._slots[self._slot(row, row.start - 1)] if row.start else ()
+        if self._local.num_parts:
+            for position in range(max(0, row.start + 1 - self._local.window), row.start):
+                if self._slots[self._local_slot(row, position)] != held[: position + 1]:
+                    raise Misread(row, position)
         for offset, token in enumerate(token_ids):
             held = (*held, token)
             self._slots[self._slot(row, row.start + offset)] = held
+            if self._local.num_parts:
+                self._slots[self._local_slot(row, row.start + offset)] = held
         return held
 
     def _slot(self, row: PlanRow, position: int) -> int:
         page = self._tables[row.table][position // self._page_size]
         return page * self._page_size + position % self._page_size
+
+    def _local_slot(self, row: PlanRow, position: int) -> int:
+        part = self._local_tables[row.table][position // self._page_size]
+        return part * self._page_size + position % self._page_size
 
     def _drawn(self, launched: Launched) -> list[int]:
         if launched.token_ids is None:
@@ -206,7 +228,7 @@ class InCalls(Pages):
             if any(token in of_row for token, of_row in zip(token_ids, ends, strict=True)):
                 break
             rows = [
-                dataclasses.replace(row, start=row.start + 1, token_ids=(token,), new_pages=())
+                dataclasses.replace(row, start=row.start + 1, token_ids=(token,), new_pages=(), new_local=())
                 for row, token in zip(plan.rows, token_ids, strict=True)
             ]
             plan = dataclasses.replace(plan, rows=tuple(rows))
@@ -484,10 +506,12 @@ def lived(
     with silent_loop(snapshot_every):
         while not told.stop:
             identity = Identity("generate-0", len(told.journal), "w", "n")
-            cache = make_cache(story.cache, story.num_pages, story.page_size)
-            limits = dataclasses.replace(
-                story.limits, context=min(story.limits.context, story.num_pages * story.page_size)
-            )
+            local = story.local
+            if local.num_parts:
+                local = dataclasses.replace(local, largest_chunk=story.limits.largest_chunk)
+            cache = make_cache(story.cache, story.num_pages, story.page_size, local)
+            capacity = local.capacity(story.num_pages, story.page_size)
+            limits = dataclasses.replace(story.limits, context=min(story.limits.context, capacity))
             schedule = Checked(cache, limits, [EOS], identity)
             log, engine = cast(Any, told), make(story)
             try:
@@ -590,6 +614,7 @@ STORIES = st.builds(
         vocab_size=st.just(VOCABULARY),
     ),
     lazy=st.booleans(),
+    local=st.sampled_from([NO_LOCAL_LAYERS, *(LocalLayers(1 + window % 2, window) for window in (1, 3, 4, 7))]),
 )
 
 

@@ -1,8 +1,8 @@
 """Pages, prefix cache and schedule together, through random lives of requests.
 
-A memory beside them stores, where an engine stores keys and values, the tokens that these were computed from. So what
-a plan reads can be compared literally with what it must find. Hypothesis makes up the stories and shortens those that
-fail.
+A memory beside them stores, where an engine stores keys and values, the tokens that these were computed from, in each
+part of a page. So what a plan reads can be compared literally with what it must find. Hypothesis makes up the stories
+and shortens those that fail.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.selection import by_night
 
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, Allocation, LocalLayers
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow
@@ -75,10 +76,13 @@ class Life:
 class Memory:
     """The pages of an engine: in each slot all tokens up to its own position, from which keys and values came."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, local: LocalLayers) -> None:
         self.page_size = page_size
-        self.slots: list[tuple[int, ...]] = [()] * (num_pages * page_size)
+        self.local = local
+        self.slots: list[tuple[int, ...]] = [()] * (num_pages * (1 + local.num_parts) * page_size)
         self.tables: dict[int, list[int]] = {}
+        self.local_tables: dict[int, dict[int, tuple[int, ...]]] = {}
+        """Table -> index of a page -> its local parts."""
 
     def extend(self, row: PlanRow) -> None:
         """Append a row's pages to its table, as every rank does; the first ones of a request begin it anew."""
@@ -87,35 +91,65 @@ class Memory:
             table.clear()
         assert row.first_page == len(table), "a plan says each page of a table once, in order"
         table += row.new_pages
+        num_parts = self.local.num_parts
+        told = range(row.first_local, row.first_local + len(row.new_local) // max(num_parts, 1))
+        local = self.local_tables.setdefault(row.table, {})
+        if row.first_page == 0 and row.new_pages:
+            local.clear()
+        for at, index in enumerate(told):
+            assert index not in local, "a plan says the local parts of a page once"
+            local[index] = row.new_local[at * num_parts : (at + 1) * num_parts]
 
-    def slot(self, table: int, position: int) -> int:
-        return self.tables[table][position // self.page_size] * self.page_size + position % self.page_size
+    def slots_of(self, table: int, position: int) -> list[int]:
+        """Return the slot in each part of its page, the global one first; no local ones once they are given back."""
+        index, offset = divmod(position, self.page_size)
+        local = self.local_tables[table].get(index, ()) if self.local.num_parts else ()
+        return [part * self.page_size + offset for part in (self.tables[table][index], *local)]
 
     def write(self, row: PlanRow, tokens: list[int]) -> set[int]:
-        """Compute a row and return the slots that it wrote."""
+        """Compute a row and return the slots that it wrote and that had something else before."""
         written = set()
         for position in range(row.start, row.start + len(row.token_ids)):
-            slot = self.slot(row.table, position)
-            self.slots[slot] = tuple(tokens[: position + 1])
-            written.add(slot)
+            slots = self.slots_of(row.table, position)
+            assert len(slots) == 1 + self.local.num_parts
+            for slot in slots:
+                if self.slots[slot] != tuple(tokens[: position + 1]):
+                    written.add(slot)
+                self.slots[slot] = tuple(tokens[: position + 1])
         return written
 
     def garble(self, row: PlanRow) -> None:
         """Fail in the middle of a row: nobody knows what its slots hold."""
         for position in range(row.start, row.start + len(row.token_ids)):
-            self.slots[self.slot(row.table, position)] = ()
+            for slot in self.slots_of(row.table, position):
+                self.slots[slot] = ()
 
     def check(self, table: int, tokens: list[int], length: int) -> None:
-        """See that the table holds what was computed from exactly these tokens, up to *length*."""
+        """See that the table holds what was computed from exactly these tokens, up to *length*, where it is seen."""
         for position in range(length):
-            assert self.slots[self.slot(table, position)] == tuple(tokens[: position + 1])
+            slots = self.slots_of(table, position)
+            is_seen = position > length - self.local.window
+            assert len(slots) == 1 + self.local.num_parts or not is_seen
+            for slot in slots if is_seen else slots[:1]:
+                assert self.slots[slot] == tuple(tokens[: position + 1])
 
 
-class NotedCache(RadixCache):
+class NaiveNotedCache(NaiveCache):
+    """Notes whether it ever had too few pages since the note was taken away."""
+
+    has_refused = False
+
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
+        pages = super().grow(allocation, count)
+        self.has_refused |= pages is None
+        return pages
+
+
+class NotedCache(NaiveNotedCache, RadixCache):
     """Notes how much of a prompt it was last asked for and had: pages may come and go while a plan is made."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(self, num_pages: int, page_size: int, local: LocalLayers) -> None:
+        super().__init__(num_pages, page_size, local)
         self.noted: dict[tuple[int, ...], int] = {}
 
     def num_cached(self, token_ids: Sequence[int]) -> int:
@@ -126,7 +160,7 @@ class NotedCache(RadixCache):
 class Machine(RuleBasedStateMachine):
     """The lives of requests, told to a schedule and to the model beside it."""
 
-    kind: type[NaiveCache] | type[NotedCache]
+    kind: type[NaiveNotedCache]
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -140,13 +174,18 @@ class Machine(RuleBasedStateMachine):
             max_running_requests=st.integers(1, 5),
             vocab_size=st.just(10),
         ),
+        local=st.sampled_from([NO_LOCAL_LAYERS, *(LocalLayers(n, w) for n in (1, 3) for w in (1, 2, 3, 5, 8, 13))]),
     )
-    def begin(self, page_size: int, num_pages: int, limits: ScheduleLimits) -> None:
+    def begin(self, page_size: int, num_pages: int, limits: ScheduleLimits, local: LocalLayers) -> None:
         self.num_pages = num_pages
-        self.limits = replace(limits, context=min(limits.context, num_pages * page_size))
-        self.cache = self.kind(num_pages, page_size)
+        if local.num_parts:
+            local = replace(local, largest_chunk=limits.largest_chunk)
+        capacity = local.capacity(num_pages, page_size)
+        assert capacity >= num_pages * page_size
+        self.limits = replace(limits, context=min(limits.context, capacity))
+        self.cache = self.kind(num_pages, page_size, local)
         self.schedule = Schedule(self.cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
-        self.memory = Memory(num_pages, page_size)
+        self.memory = Memory(num_pages, page_size, local)
         self.lives: dict[str, Life] = {}
         self.known: list[list[int]] = []
         """Prompts that came, and whole conversations: what a next prompt may begin like."""
@@ -207,7 +246,8 @@ class Machine(RuleBasedStateMachine):
                 self._step([life.uid])
             case "flush":
                 before = self.schedule.free_pages
-                assert 0 <= self.schedule.flush() <= before == self.schedule.free_pages
+                assert 0 <= self.schedule.flush() <= self.num_pages
+                assert self.schedule.free_pages == before
                 assert self.schedule.flush() == 0
             case "fail":
                 self._fail(which)
@@ -309,6 +349,7 @@ class Machine(RuleBasedStateMachine):
         assert work.streams == len(decoding)
         assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in self._prompts(())]
         given = self.given if decoding or self.given is None else max(self.given, 1)
+        self.cache.has_refused = False
         planned = self.schedule.plan(given)
         if planned is None:
             assert not self._may_run()
@@ -352,6 +393,8 @@ class Machine(RuleBasedStateMachine):
             any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
             or self.schedule.num_running == self.limits.max_running_requests
             or self.schedule.free_pages * self.memory.page_size < len(life.tokens)
+            # a row that was planned later may have given back local parts
+            or (self.memory.local.num_parts > 0 and self.cache.has_refused)
         )
 
     def _check_the_order(self, prefills: Sequence[PlanRow], marks: list[StepRow], *, is_budget_left: bool) -> None:
@@ -471,7 +514,7 @@ class RadixMachine(Machine):
 
 
 class NaiveMachine(Machine):
-    kind = NaiveCache
+    kind = NaiveNotedCache
 
 
 TestRequestsOverARadixCacheLiveAsTheyShould = RadixMachine.TestCase
