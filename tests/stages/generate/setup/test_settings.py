@@ -10,7 +10,8 @@ import torch
 from support.resolving import BOTH, CPU, Kernels
 
 from pipeline.errors import ConfigError
-from stages.generate.model.spec import ExpertsSpec, ModelSpec
+from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
+from stages.generate.model.spec import ExpertsSpec, LayerKind, ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.generate.setup import resolve as resolve_module
 from stages.generate.setup.config import EngineConfig, Targets
@@ -184,3 +185,24 @@ def test_decode_steps_are_recorded_where_they_can_be(
         resolve(config, spec)
     remedy = "" if "; " in expected else "; leave it out, or pass --graph 0"
     assert str(refused.value) == f"--graph {config.graph}: {expected}{remedy}"
+
+
+def test_local_layers_have_parts_of_pages_where_the_kernels_compute_and_the_context_is_longer(
+    spec: ModelSpec, kernels: Kernels
+) -> None:
+    kernels(BOTH)
+    rope = spec.kinds[0].rope
+    kinds = LayerKind(rope, 0), LayerKind(rope, 32)
+    mixed = replace(spec, num_layers=6, kinds=kinds, kind_of=(0, 1, 1, 1, 1, 0))
+    few = replace(CPU, kernels="auto", max_prefill_length=32, page_size=16, num_pages=12)
+    settings = resolve(few, mixed)
+    assert settings.local == LocalLayers(2, 32, 32)
+    at_once = (31 + 32) // 16 + 2
+    assert settings.limits.context == (12 * 3 - 2 * at_once) * 16 > 12 * 16
+    assert settings.with_pages(6).limits.context == (6 * 3 - 2 * at_once) * 16
+    assert resolve(replace(few, kernels="torch"), mixed).limits.context == 12 * 16
+    assert resolve(replace(few, max_prefill_length=2048), mixed).local == NO_LOCAL_LAYERS
+    assert resolve(few, replace(mixed, kind_of=(1,) * 6)).local == NO_LOCAL_LAYERS
+    assert resolve(few, replace(mixed, kind_of=(0, 0, 0, 0, 0, 1))).local == NO_LOCAL_LAYERS, "its part would be empty"
+    whole = resolve(replace(few, num_pages=0, max_running_requests=3), mixed)
+    assert whole.num_pages == 3 * -(-(32 + 2 * at_once) // 3), "enough for three requests of 512 tokens"
