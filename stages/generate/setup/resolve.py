@@ -51,12 +51,12 @@ class Settings:
     page_size: int
     num_pages: int
     limits: ScheduleLimits
-    local: LocalLayers
-    """Layers that have parts of pages of their own."""
     kernels: str
     """Variant of the kernels that computes the model, or `torch`."""
     quantization: str
     """`none`, `int8`, or the formats of GGUF files that the kernels compute with, such as `q4_k+q6_k`."""
+    local: LocalLayers = NO_LOCAL_LAYERS
+    """Layers that have parts of pages of their own."""
     why_torch: str = ""
     """Reason why the kernels cannot compute although flags and device ask for them; else empty."""
     context_flag: str = "--max-seq-len"

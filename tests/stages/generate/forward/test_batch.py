@@ -58,6 +58,14 @@ def test_a_table_row_is_taken_over_by_the_next_request() -> None:
     assert build_batch(BatchPlan(0, (row,), 0), tables, CPU).slots_T.tolist() == [12, 13, 14]
 
 
+def test_local_parts_are_put_where_their_pages_are() -> None:
+    tables = PageTables(2, 16, 4, num_parts=3)
+    tables.update([PlanRow(1, 0, (1,) * 9, (4, 3, 2), 0, None, new_local=(10, 11, 20, 21, 30, 31))])
+    tables.update([PlanRow(1, 9, (1,) * 4, (5,), 3, None, new_local=(40, 41), first_local=3)])
+    assert tables.pages_AMN[1].tolist() == [[4, 3, 2, 5], [10, 20, 30, 40], [11, 21, 31, 41]]
+    assert not tables.pages_AMN[0].any()
+
+
 def test_more_pages_than_a_row_has_are_our_bug() -> None:
     with pytest.raises(AssertionError):
         PageTables(1, 8, 4).update([PlanRow(0, 0, (1,), (1, 2, 3), 0, None)])

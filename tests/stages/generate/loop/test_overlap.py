@@ -101,6 +101,9 @@ class Launched:
 
     plan: BatchPlan
     before: Launched | None
+    pages: list[tuple[int, ...]] = field(default_factory=list)
+    """Pages of each row; and its local ones, by their place among them."""
+    local: list[dict[int, int]] = field(default_factory=list)
     samples: list[Sample] | None = None
     """As soon as they are settled."""
     held: list[tuple[int, ...]] = field(default_factory=list)
@@ -140,6 +143,8 @@ class Pages:
             first_parts = row.new_local[:: max(self._local.num_parts, 1)]
             self._local_tables.setdefault(row.table, {}).update(enumerate(first_parts, row.first_local))
         launched = Launched(plan, before)
+        launched.pages = [tuple(self._tables[row.table]) for row in plan.rows]
+        launched.local = [dict(self._local_tables[row.table]) for row in plan.rows]
         self._queue.append(launched)
         if not self._lazy:
             self._compute_up_to(launched)
@@ -173,32 +178,29 @@ class Pages:
         while last in self._queue:
             launched = self._queue.popleft()
             known = [] if launched.before is None else self._drawn(launched.before)
-            for row in launched.plan.rows:
-                launched.held.append(self._computed(row, known))
+            for row, pages, local in zip(launched.plan.rows, launched.pages, launched.local, strict=True):
+                launched.held.append(self._computed(row, pages, local, known))
             if any(POISON in held for held in launched.held):
                 launched.error = IndexError("poison")
 
-    def _computed(self, row: PlanRow, known: Sequence[int]) -> tuple[int, ...]:
+    def _computed(
+        self, row: PlanRow, pages: Sequence[int], local: Mapping[int, int], known: Sequence[int]
+    ) -> tuple[int, ...]:
         token_ids = [token if token >= 0 else [*known, *[0] * 99][-1 - token] for token in row.token_ids]
-        held = self._slots[self._slot(row, row.start - 1)] if row.start else ()
+        held = self._slots[self._slot(pages, row.start - 1)] if row.start else ()
         if self._local.num_parts:
             for position in range(max(0, row.start + 1 - self._local.window), row.start):
-                if self._slots[self._local_slot(row, position)] != held[: position + 1]:
+                if self._slots[self._slot(local, position)] != held[: position + 1]:
                     raise Misread(row, position)
         for offset, token in enumerate(token_ids):
             held = (*held, token)
-            self._slots[self._slot(row, row.start + offset)] = held
+            self._slots[self._slot(pages, row.start + offset)] = held
             if self._local.num_parts:
-                self._slots[self._local_slot(row, row.start + offset)] = held
+                self._slots[self._slot(local, row.start + offset)] = held
         return held
 
-    def _slot(self, row: PlanRow, position: int) -> int:
-        page = self._tables[row.table][position // self._page_size]
-        return page * self._page_size + position % self._page_size
-
-    def _local_slot(self, row: PlanRow, position: int) -> int:
-        part = self._local_tables[row.table][position // self._page_size]
-        return part * self._page_size + position % self._page_size
+    def _slot(self, pages: Sequence[int] | Mapping[int, int], position: int) -> int:
+        return pages[position // self._page_size] * self._page_size + position % self._page_size
 
     def _drawn(self, launched: Launched) -> list[int]:
         if launched.token_ids is None:

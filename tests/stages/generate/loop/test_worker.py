@@ -565,7 +565,7 @@ class WrongBooks(NaiveCache):
         return super().problems(allocations)
 
 
-@pytest.mark.parametrize(("unreadable", "words"), [(False, "0 pages held and 63 free of 64"), (True, "page 7")])
+@pytest.mark.parametrize(("unreadable", "words"), [(False, "0 pages owned and 63 free of 64"), (True, "page 7")])
 def test_books_that_do_not_add_up_are_reported_and_the_engine_goes_on(
     scene: Scene, steps: Steps, unreadable: bool, words: str
 ) -> None:

@@ -28,7 +28,7 @@ from pipeline.errors import RankLost
 from stages.generate.collectives import ALONE, NcclCollectives
 from stages.generate.model.config import read_spec
 from stages.generate.ranks.channel import Follower, Leader
-from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind
+from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, ROW, SIZE, Kind
 from stages.generate.ranks.links import RankLinks, connect_gpus, connect_nccl
 
 
@@ -140,7 +140,7 @@ CPU = torch.device("cpu")
 
 
 PLANS = (plan_of(1, 1, 0), plan_of(2, 2 * SIZE, 3), plan_of(3, 1, 2 * LONG_LIST))
-BODY_SIZES = (6 + 1, 6 + 2 * SIZE + 3, 6 + 2 * LONG_LIST, 6 + 1)
+BODY_SIZES = (ROW + 1, ROW + 2 * SIZE + 3, ROW + 2 * LONG_LIST, ROW + 1)
 """Ints of the frames but their headers. The long list goes ahead in a frame of its own."""
 
 
