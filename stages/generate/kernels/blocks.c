@@ -1,5 +1,8 @@
 // The blocks of GGUF files: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has their layouts. They
 // become panels (gemm.h) without any rounding, or floats.
+//
+// A block of INT4 is a group of 32, 64 or 128 weights: the scale, a half; the zero, a byte; a byte that is not used; and
+// the integers, weight 2 i in the low half of byte i.
 #include <string.h>
 
 #include "gemm.h"
@@ -9,7 +12,8 @@
 // `ggml_type` of ggml.h.
 typedef enum {
     OF_F32 = 0, OF_F16 = 1, OF_Q4_0 = 2, OF_Q4_1 = 3, OF_Q5_0 = 6, OF_Q5_1 = 7, OF_Q8_0 = 8,
-    OF_Q4_K = 12, OF_Q5_K = 13, OF_Q6_K = 14, OF_BF16 = 30
+    OF_Q4_K = 12, OF_Q5_K = 13, OF_Q6_K = 14, OF_BF16 = 30,
+    OF_INT4_32 = 100, OF_INT4_64 = 101, OF_INT4_128 = 102 // not of ggml
 } Type;
 
 // Of each type: the format of its panels, or of its numbers; and the bytes of a block.
@@ -20,13 +24,14 @@ static const struct {
     [OF_F32] = {FLOAT32, 4}, [OF_F16] = {FLOAT16, 2}, [OF_BF16] = {BFLOAT16, 2}, [OF_Q4_0] = {Q4_0, 18},
     [OF_Q4_1] = {Q4_1, 20}, [OF_Q5_0] = {Q8_0, 22}, [OF_Q5_1] = {Q5_1, 24}, [OF_Q8_0] = {Q8_0, 34},
     [OF_Q4_K] = {Q4_K, 144}, [OF_Q5_K] = {Q5_K, 176}, [OF_Q6_K] = {Q6_K, 210},
+    [OF_INT4_32] = {INT4_32, 20}, [OF_INT4_64] = {INT4_64, 36}, [OF_INT4_128] = {INT4_128, 68},
 };
 
 // GROUP weights of one output. Their scales are those that a unit of a panel has for an output, in the same order.
 typedef struct {
     int8_t integers[GROUP];
     uint16_t halves[4]; // scales of the two groups, then minima. Of a super-block: d and dmin, each with a 0 behind it
-    uint8_t small[4];   // scales and minima in a super-block
+    uint8_t small[4];   // scales and minima in a super-block; zeros of the two groups of INT4
 } Unit;
 
 INLINE uint16_t half_at(const uint8_t *from) { return (uint16_t)(from[0] | from[1] << 8); }
@@ -83,10 +88,28 @@ INLINE void read_super(const Type type, const uint8_t *block, int part, Unit *un
     unit->halves[2] = half_at(block + 2) ^ 0x8000; // it is subtracted
 }
 
+// GROUP weights of INT4 are two blocks, or one, or half of one. The inputs are a multiple of a block.
+INLINE void read_int4(const Type type, const uint8_t *row, int64_t number, int64_t inputs, Unit *unit) {
+    const int64_t of_block = front_inputs(types[type].format);
+    for (int group = 0; group < 2; group++) {
+        const int64_t input = number * GROUP + group * BLOCK_GROUP;
+        if (input >= inputs) return;
+        const uint8_t *block = row + input / of_block * types[type].bytes, *nibbles = block + 4 + input % of_block / 2;
+        unit->halves[group] = half_at(block);
+        unit->small[group] = block[2];
+        for (int i = 0; i < BLOCK_GROUP; i++)
+            unit->integers[group * BLOCK_GROUP + i] = (int8_t)(nibbles[i / 2] >> i % 2 * 4 & 15);
+    }
+}
+
 // Read the unit with this number of a row of so many inputs. What is beyond them is zero.
 INLINE void read_unit(const Type type, const uint8_t *row, int64_t number, int64_t inputs, Unit *unit) {
     memset(unit, 0, sizeof *unit);
     if (!row) return;
+    if (is_int4(types[type].format)) {
+        read_int4(type, row, number, inputs, unit);
+        return;
+    }
     if (has_two_levels(types[type].format)) {
         read_super(type, row + number / 4 * types[type].bytes, (int)(number % 4), unit);
         return;
@@ -98,12 +121,24 @@ INLINE void read_unit(const Type type, const uint8_t *row, int64_t number, int64
 
 // ---- panels
 
+// Where the front of a panel begins to be about a unit.
+INLINE char *front_of(const Format format, char *panel, int64_t number) {
+    return panel + (front_inputs(format) ? number * GROUP / front_inputs(format) * FRONT_BYTES : 0);
+}
+
 // Copy the unit of one output into a panel, or out of it. *front* belongs to its super-block, *place* to the unit.
 #define COPY(of_unit, of_panel) (into ? (of_panel = of_unit) : (of_unit = of_panel))
 INLINE void copy_unit(const Format format, int into, Unit *unit, int64_t output, char *front, char *place) {
     uint16_t *levels = (uint16_t *)front + output, *halves = (uint16_t *)place + output;
     uint8_t *small = (uint8_t *)place + output, *line = (uint8_t *)place + head_bytes(format) + output * 4;
-    for (int k = 0; k < 4; k++)
+    for (int k = 0; k < 2 && is_int4(format); k++) {
+        char *of_group = front + (format == INT4_32 ? k * FRONT_BYTES : 0);
+        COPY(unit->halves[k], ((uint16_t *)of_group)[output]);
+        int8_t minus_zero = (int8_t)-unit->small[k], *to = (int8_t *)of_group + 2 * PANEL + output;
+        COPY(minus_zero, *to);
+        unit->small[k] = (uint8_t)-minus_zero;
+    }
+    for (int k = 0; k < 4 && !is_int4(format); k++)
         if (has_two_levels(format)) COPY(unit->small[k], small[k * PANEL]);
         else if (k < 2 || has_minima(format)) COPY(unit->halves[k], halves[k * PANEL]);
     for (int k = 0; k < 2 && has_two_levels(format); k++) COPY(unit->halves[2 * k], levels[k * PANEL]);
@@ -133,7 +168,7 @@ INLINE void pack_panel(const Type type, const Packing *p, int64_t number) {
         for (int output = 0; output < PANEL; output++) {
             Unit unit;
             read_unit(type, p->rows[number * PANEL + output], i, p->inputs, &unit);
-            copy_unit(format, 1, &unit, output, panel + i / 4 * FRONT_BYTES, place);
+            copy_unit(format, 1, &unit, output, front_of(format, panel, i), place);
         }
 }
 
@@ -144,6 +179,7 @@ static void pack_chunk(void *job, int64_t number, int thread) {
     (void)thread;
     switch (p->type) {
         PACK(OF_Q4_0) PACK(OF_Q4_1) PACK(OF_Q5_0) PACK(OF_Q5_1) PACK(OF_Q8_0) PACK(OF_Q4_K) PACK(OF_Q5_K) PACK(OF_Q6_K)
+        PACK(OF_INT4_32) PACK(OF_INT4_64) PACK(OF_INT4_128)
     default:
         break;
     }
@@ -171,7 +207,8 @@ static void widen_unit(Format format, const Unit *unit, int64_t count, float *ou
     for (int64_t k = 0; k < count; k++) {
         const int64_t group = k / BLOCK_GROUP;
         float integer = (float)(unit->integers[k] - zero_of(format)), scale = levels[group], minimum = levels[2 + group];
-        if (format == Q6_K) scale = levels[0] * (float)(int8_t)unit->small[k / 16];
+        if (is_int4(format)) minimum = scale * -(float)unit->small[group];
+        else if (format == Q6_K) scale = levels[0] * (float)(int8_t)unit->small[k / 16];
         else if (has_two_levels(format)) {
             scale = levels[0] * (float)unit->small[2 * group];
             minimum = levels[2] * (float)unit->small[2 * group + 1];
@@ -182,7 +219,7 @@ static void widen_unit(Format format, const Unit *unit, int64_t count, float *ou
 
 int64_t bytes_of_row(int type, int64_t inputs) {
     const Format format = types[type].format;
-    return inputs / (has_two_levels(format) ? SUPER_BLOCK : is_blocked(format) ? BLOCK_GROUP : 1) * types[type].bytes;
+    return inputs / (front_inputs(format) ? front_inputs(format) : is_blocked(format) ? BLOCK_GROUP : 1) * types[type].bytes;
 }
 
 void widen_row(int type, const void *row, int64_t inputs, float *out) {
@@ -203,7 +240,7 @@ void widen_output(const Matrix *matrix, int64_t number, float *out) {
     char *place = panel + front_bytes(format, inputs);
     for (int64_t i = 0; i * GROUP < inputs; i++, place += unit_bytes(format)) {
         Unit unit = {{0}, {0}, {0}};
-        copy_unit(format, 0, &unit, number % PANEL, panel + i / 4 * FRONT_BYTES, place);
+        copy_unit(format, 0, &unit, number % PANEL, front_of(format, panel, i), place);
         widen_unit(format, &unit, least(GROUP, inputs - i * GROUP), out + i * GROUP);
     }
 }

@@ -110,14 +110,16 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
     }
 }
 
-// Scales and minima of a group of a unit, for LANES outputs. *front* has those of its super-block.
+// Scales and minima of a group of a unit, for LANES outputs. *front* has those of its super-block, or of INT4 its own.
 INLINE Vector scales_of(const Format format, const char *unit, const char *front, const int64_t group, const int lane) {
+    if (is_int4(format)) return from_halves(front + 2 * lane);
     if (format == Q6_K) return multiplied(from_signed(unit + group * PANEL + lane), from_halves(front + 2 * lane));
     if (!has_two_levels(format)) return from_halves(unit + group * 2 * PANEL + 2 * lane);
     return multiplied(from_unsigned(unit + group * 2 * PANEL + lane), from_halves(front + 2 * lane));
 }
 
 INLINE Vector minima_of(const Format format, const char *unit, const char *front, const int64_t group, const int lane) {
+    if (is_int4(format)) return multiplied(from_signed(front + 2 * PANEL + lane), from_halves(front + 2 * lane));
     if (!has_two_levels(format)) return from_halves(unit + 64 + group * 2 * PANEL + 2 * lane);
     return multiplied(from_unsigned(unit + group * 2 * PANEL + PANEL + lane), from_halves(front + 2 * PANEL + 2 * lane));
 }
@@ -164,8 +166,10 @@ INLINE void add_eight(const Format format, const int rows, const int panels, con
     }
 }
 
+INLINE int has_inner_chains(const Format format) { return is_int4(format) && format != INT4_32; }
+
 // The formats with units. The integers of a group are summed exactly, whatever the instructions; then each output has one
-// chain of multiply-adds over the groups.
+// chain of multiply-adds over the groups. INT4 has a chain for the groups that share a scale, and another one over these.
 INLINE void multiply_units(const Format format, const int rows, const int panels, const Block *block) {
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
     const int inputs_of_group = format == Q6_K ? BLOCK_GROUP / 2 : BLOCK_GROUP;
@@ -177,15 +181,25 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++)
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    Vector of_scale[MOST_ROWS][MOST_VECTORS];
+    float weighted[MOST_ROWS];
     for (int64_t input = 0; input < block->inputs; input += GROUP, unit += unit_bytes(format), ahead += unit_bytes(format)) {
         const int64_t place = block->first_input + input;
-        const char *front = block->front + place / SUPER_BLOCK * FRONT_BYTES, *line = unit + head_bytes(format);
+        const char *line = unit + head_bytes(format);
         const char *row_groups = block->row_scales + place / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
         // Line by line, because caches wait for few at a time; but many rows of nibbles have no time for that.
         const int fetches = num_ahead-- > 0, at_once = rows > 4 && has_nibbles(format);
         for (int64_t byte = 0; fetches && byte < (at_once ? unit_bytes(format) : head_bytes(format)); byte += 64)
             UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes + byte);
+        if (fetches && is_int4(format) && place % most(front_inputs(format), GROUP) == 0)
+            UNROLL for (int p = 0; p < panels; p++) {
+                const char *next = block->front + (panels + p) * panel_bytes + place / front_inputs(format) * FRONT_BYTES;
+                fetch(rows == 1, next);
+                if (format == INT4_32) fetch(rows == 1, next + FRONT_BYTES);
+            }
         for (int group = 0; group < GROUP / inputs_of_group; group++) {
+            const int64_t front_place = front_inputs(format) ? (place + group * inputs_of_group) / front_inputs(format) : 0;
+            const char *front = block->front + front_place * FRONT_BYTES;
             const char *of_rows = row_groups + group * inputs_of_group / BLOCK_GROUP * (int64_t)sizeof(GroupOfRow);
             Integers exact[MOST_ROWS][MOST_VECTORS];
             UNROLL for (int r = 0; r < rows; r++) {
@@ -200,12 +214,32 @@ INLINE void multiply_units(const Format format, const int rows, const int panels
                     UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + (line - unit) + p * panel_bytes + byte);
                 add_eight(format, rows, panels, x, row_bytes, line, panel_bytes, exact);
             }
+            if (has_inner_chains(format)) {
+                const int64_t first = (place + group * inputs_of_group) % front_inputs(format);
+                if (first == 0)
+                    UNROLL for (int r = 0; r < rows; r++) {
+                        weighted[r] = 0;
+                        UNROLL for (int v = 0; v < vectors; v++) of_scale[r][v] = spread(0.0f);
+                    }
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
+                    weighted[r] += of_row->weighted;
+                    UNROLL for (int v = 0; v < vectors; v++)
+                        MULTIPLY_ADD(of_scale[r][v], to_floats(exact[r][v]), spread(of_row->scale));
+                }
+                if (first + inputs_of_group < front_inputs(format)) continue;
+            }
             UNROLL for (int v = 0; v < vectors; v++) {
                 const int lane = v % VECTORS * LANES;
                 const int64_t panel = v / VECTORS * panel_bytes;
                 Vector scales = scales_of(format, unit + panel, front + panel, group, lane), minima = scales;
                 if (has_minima(format)) minima = minima_of(format, unit + panel, front + panel, group, lane);
                 UNROLL for (int r = 0; r < rows; r++) {
+                    if (has_inner_chains(format)) {
+                        MULTIPLY_ADD(sums[r][v], of_scale[r][v], scales);
+                        MULTIPLY_ADD(sums[r][v], minima, spread(weighted[r]));
+                        continue;
+                    }
                     const GroupOfRow *of_row = (const GroupOfRow *)(of_rows + r * row_bytes);
                     Vector of_group = multiplied(to_floats(exact[r][v]), scales);
                     MULTIPLY_ADD(sums[r][v], of_group, spread(of_row->scale));
@@ -255,7 +289,8 @@ typedef void (*Kernel)(const Block *block);
     KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) \
     KERNEL(format, 5) KERNEL(format, 6) KERNEL(format, 7) KERNEL(format, 8)
 #define EACH_FORMAT(of) \
-    of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K)
+    of(FLOAT32) of(BFLOAT16) of(FLOAT16) of(Q4_0) of(Q4_1) of(Q4_K) of(Q8_0) of(Q5_1) of(Q5_K) of(Q6_K) \
+    of(INT4_32) of(INT4_64) of(INT4_128)
 EACH_FORMAT(KERNELS)
 
 #define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6, width##_7, width##_8},
@@ -310,7 +345,9 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
         width = num_panels - p < at_once ? 1 : at_once;
         const int64_t most_groups = cached_bytes / group_bytes / width;
         const int64_t steps = (num_groups + most_groups - 1) / most_groups; // of nearly the same size
-        const int64_t depth = (num_groups + steps - 1) / steps * GROUP;
+        // No block ends between weights that have a chain of their own.
+        const int64_t whole = has_inner_chains(format) ? most(GROUP, front_inputs(format)) : GROUP;
+        const int64_t depth = round_up((num_groups + steps - 1) / steps * GROUP, whole);
         const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
         for (int64_t input = 0; input < inputs; input += depth) {
             const int64_t left = inputs - input, here = least(depth, left);
@@ -341,9 +378,9 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
 // What a thread does in a nanosecond, roughly: bytes of weights read, and multiplications of a full kernel.
 #define BYTES_PER_NS 20
 #ifdef __AVX512F__
-static const int64_t products_per_ns[NUM_FORMATS] = {100, 200, 100, 250, 230, 230, 250, 230, 230, 230};
+static const int64_t products_per_ns[NUM_FORMATS] = {100, 200, 100, 250, 230, 230, 250, 230, 230, 230, 230, 230, 230};
 #else
-static const int64_t products_per_ns[NUM_FORMATS] = {50, 50, 50, 120, 110, 110, 80, 80, 80, 80};
+static const int64_t products_per_ns[NUM_FORMATS] = {50, 50, 50, 120, 110, 110, 80, 80, 80, 80, 110, 110, 110};
 #endif
 
 // How long a call should take. With many rows longer, because every call reads the activations into the second cache.

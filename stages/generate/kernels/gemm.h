@@ -17,7 +17,10 @@
 //   Q4_K, Q5_K         d * scale * integer + dmin * minimum; a group has PANEL bytes of scales, then of minima.
 //   Q6_K               d * scale * integer, 32 less than stored; 16 inputs are a group with PANEL signed bytes of scales.
 //
-// PANEL halves d and PANEL halves dmin for every 256 inputs are the front of the panel.
+//   INT4               scale * (integer - zero).
+//
+// The front of the panel has 64 bytes for every 256 inputs, PANEL halves d and PANEL halves dmin. For every group of INT4 it
+// has PANEL halves, the scales, and PANEL signed bytes, -zero; its units have no scales.
 //
 // A row of activations has one 4-byte word for each input, or for every two where they have 2 bytes:
 //
@@ -62,10 +65,17 @@ typedef struct {
 
 // The formats with units.
 INLINE int is_blocked(Format format) { return format >= Q4_0; }
-INLINE int has_nibbles(Format format) { return format == Q4_0 || format == Q4_1 || format == Q4_K; }
-INLINE int has_minima(Format format) { return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K; }
+INLINE int is_int4(Format format) { return format >= INT4_32; }
+INLINE int has_nibbles(Format format) { return format == Q4_0 || format == Q4_1 || format == Q4_K || is_int4(format); }
+INLINE int has_minima(Format format) {
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || is_int4(format);
+}
 INLINE int has_two_levels(Format format) { return format == Q4_K || format == Q5_K || format == Q6_K; }
-INLINE int64_t head_bytes(Format format) { return format == Q4_1 || format == Q5_1 ? 128 : 64; }
+INLINE int64_t head_bytes(Format format) { return is_int4(format) ? 0 : format == Q4_1 || format == Q5_1 ? 128 : 64; }
+// Inputs for which the front has FRONT_BYTES; 0: there is no front.
+INLINE int64_t front_inputs(Format format) {
+    return is_int4(format) ? BLOCK_GROUP << (format - INT4_32) : has_two_levels(format) ? SUPER_BLOCK : 0;
+}
 INLINE int64_t unit_bytes(Format format) { return head_bytes(format) + GROUP * PANEL / (has_nibbles(format) ? 2 : 1); }
 // The integer of a weight is this much less than the one that is stored.
 INLINE int32_t zero_of(Format format) { return format == Q4_0 ? 8 : format == Q6_K ? 32 : 0; }
@@ -83,7 +93,8 @@ INLINE int64_t row_scale_offset(Format format, int64_t inputs) {
 
 // Bytes before the first weights of a panel.
 INLINE int64_t front_bytes(Format format, int64_t inputs) {
-    return has_two_levels(format) ? (inputs + SUPER_BLOCK - 1) / SUPER_BLOCK * FRONT_BYTES : 0;
+    const int64_t each = front_inputs(format);
+    return each ? (round_up(inputs, GROUP) + each - 1) / each * FRONT_BYTES : 0;
 }
 
 // Where the weights or the unit of an input lie behind the front. *input* is a multiple of GROUP.

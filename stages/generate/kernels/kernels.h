@@ -18,11 +18,12 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-// The formats from Q4_0 on are those of GGUF files, and lie in panels as gemm.h says. The weights of Q5_0 become Q8_0, and
-// so do those of a checkpoint with `--quantization int8`.
+// The formats from Q4_0 on lie in panels as gemm.h says. Those up to Q6_K are of GGUF files. The weights of Q5_0 become
+// Q8_0, and so do those of a checkpoint with `--quantization int8`. INT4 with the inputs of a group: AWQ, GPTQ and the like.
 typedef enum {
     FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2,
-    Q4_0 = 3, Q4_1 = 4, Q4_K = 5, Q8_0 = 6, Q5_1 = 7, Q5_K = 8, Q6_K = 9, NUM_FORMATS = 10
+    Q4_0 = 3, Q4_1 = 4, Q4_K = 5, Q8_0 = 6, Q5_1 = 7, Q5_K = 8, Q6_K = 9,
+    INT4_32 = 10, INT4_64 = 11, INT4_128 = 12, NUM_FORMATS = 13
 } Format;
 
 // y = W x + b, packed by `Variant.pack`.

@@ -30,6 +30,9 @@ class Format(IntEnum):
     Q5_1 = 7
     Q5_K = 8
     Q6_K = 9
+    INT4_32 = 10
+    INT4_64 = 11
+    INT4_128 = 12
 
 
 class Matrix(ctypes.Structure):

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pipeline.errors import ConfigError
 
-BLOCKS: Final[Mapping[str, tuple[int, int, int]]] = {
+TYPES: Final[Mapping[str, tuple[int, int, int]]] = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
     "Q4_0": (2, 32, 18),
@@ -30,6 +30,8 @@ BLOCKS: Final[Mapping[str, tuple[int, int, int]]] = {
     "BF16": (30, 1, 2),
 }
 """Types of tensors that we read: name -> (`ggml_type`, weights of a block, bytes of a block)."""
+BLOCKS: Final = {**TYPES, "INT4_32": (100, 32, 20), "INT4_64": (101, 64, 36), "INT4_128": (102, 128, 68)}
+"""The same, and what the integers of quantized checkpoints become in memory: see `kernels/blocks.c`."""
 _OTHERS = (
     *("Q2_K", "Q3_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"),
     *("I8", "I16", "I32", "I64", "F64", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
@@ -160,10 +162,10 @@ class _Reader:
             raise self.broken(f"{name} has {num_dimensions} dimensions")
         shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
         number, offset = self.scalar("I"), self.scalar("Q")
-        kind = next((kind for kind, (known, *_) in BLOCKS.items() if known == number), "")
+        kind = next((kind for kind, (known, *_) in TYPES.items() if known == number), "")
         if not kind:
             raise ConfigError(
-                f"{self.path}: {name} is {OTHERS.get(number, f'of type {number}')}; supported: {', '.join(BLOCKS)};"
+                f"{self.path}: {name} is {OTHERS.get(number, f'of type {number}')}; supported: {', '.join(TYPES)};"
                 " pass another file of this model, such as its Q4_K_M"
             )
         if not all(shape) or shape[-1] % BLOCKS[kind][1]:

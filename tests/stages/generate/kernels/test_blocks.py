@@ -1,4 +1,4 @@
-"""The blocks of GGUF files: their weights bit for bit, and products with the same bits on every CPU, in any company."""
+"""Blocks, of GGUF files and of INT4: their weights bit for bit; products have the same bits on any CPU, in any company."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from numpy.typing import NDArray
+from support import gguf_files
 from support.gemm import Gemm, library_functions
-from support.gguf_files import BLOCK_TYPES, SMALL, dequantized, random_blocks
+from support.gguf_files import SMALL
+from support.int4 import KINDS, int4_weights, random_int4
 from support.kernel_variants import VARIANTS, Functions
 from torch import Tensor
 
@@ -18,14 +20,21 @@ from stages.generate.model.gguf import BLOCKS
 
 # R = rows, I = inputs, O = outputs
 
+BLOCK_TYPES = [*gguf_files.BLOCK_TYPES, *KINDS]
+
 
 def blocks_of(kind: str, outputs: int, inputs: int) -> NDArray[np.uint8]:
-    return random_blocks(kind, outputs, inputs, np.random.default_rng(outputs + inputs))
+    make = random_int4 if kind in KINDS else gguf_files.random_blocks
+    return make(kind, outputs, inputs, np.random.default_rng(outputs + inputs))
+
+
+def dequantized(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return int4_weights(kind, blocks) if kind in KINDS else gguf_files.dequantized(kind, blocks)
 
 
 def inputs_of(kind: str) -> int:
     """Return a number of inputs that is no multiple of a unit, where blocks allow that."""
-    return 608 if kind in SMALL else 768
+    return 608 if kind in SMALL or kind == "INT4_32" else 704 if kind == "INT4_64" else 640 if kind in KINDS else 768
 
 
 def numbers(*shape: int) -> Tensor:
@@ -48,7 +57,7 @@ def widened(kind: str, blocks: NDArray[np.uint8], inputs: int) -> NDArray[np.flo
 
 
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, "F32", "F16", "BF16"])
-def test_widened_blocks_have_the_bits_of_llama_cpps_package(kind: str) -> None:
+def test_widened_blocks_have_the_bits_that_their_description_means(kind: str) -> None:
     inputs = 768
     if kind in BLOCK_TYPES:
         blocks = blocks_of(kind, 21, inputs)
@@ -100,7 +109,9 @@ def test_the_largest_integers_do_not_overflow(kind: str, functions: Functions) -
         blocks[..., 208:210] = scales if kind == "Q6_K" else blocks[..., 208:210]
         if kind != "Q6_K":
             blocks[..., 0:2] = scales
-            if kind not in ("Q4_0", "Q5_0", "Q8_0"):
+            if kind in KINDS:
+                blocks[..., 2] = 16 if value == 0 else 0
+            elif kind not in ("Q4_0", "Q5_0", "Q8_0"):
                 blocks[..., 2:4] = scales
         blocks = np.ascontiguousarray(blocks.reshape(32, -1))
         weight_OI = torch.from_numpy(dequantized(kind, blocks)).double()
