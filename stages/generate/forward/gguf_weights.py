@@ -1,4 +1,4 @@
-"""Loads weights from GGUF files: as floats, or as the blocks that the kernels pack."""
+"""Loads weights from GGUF files and quantized checkpoints: as floats, or as the blocks that the kernels pack."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.generate.forward.unpacked import Unpacked, unpacked
 from stages.generate.forward.weights import DTYPES, Progress, clear_rest, fused_name, parts_of, places_of, seen
 from stages.generate.kernels.library import Library, library
-from stages.generate.model.checkpoint import read_tensors
+from stages.generate.model.checkpoint import HEAD, read_tensors
 from stages.generate.model.compiled import BlockMatrix
 from stages.generate.model.gguf import BLOCKS
+from stages.generate.model.quantized import Stored
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 PIECE_WEIGHTS: Final = 2**20
 """Weights that a thread widens at a time."""
+KEPT: Final = 3
+"""Quantized weights that are kept while others are read: q, k and v."""
 
 # R = rows, C = columns of a tensor, O = outputs of a matrix
 
 
 class _Source:
-    """The tensors of a folder of GGUF files, and which part of each a rank has.
+    """The tensors of a folder, and which part of each a rank has.
 
     Raises:
         ConfigError: There is no library of kernels here.
@@ -44,17 +48,48 @@ class _Source:
         self.sizes = {name: self.entries[name].end - self.entries[name].begin for name in self.shapes}
         """Bytes of the whole tensors."""
         self.total_bytes = sum(self.sizes.values())
+        self._unpacked: dict[Stored, Unpacked] = {}
+
+    def unpacked(self, name: str) -> Unpacked | None:
+        """Return the rows of a quantized weight; None: it is none. Those of the last ones are kept.
+
+        Raises:
+            ConfigError: Its numbers cannot be, or ranks would divide inputs that are not in order.
+        """
+        entry = self.entries[name]
+        if entry.stored is None:
+            return None
+        if entry.stored not in self._unpacked:
+            if len(self._unpacked) == KEPT:
+                del self._unpacked[next(iter(self._unpacked))]
+            self._unpacked[entry.stored] = unpacked(entry)
+        found, part = self._unpacked[entry.stored], self.parts[name]
+        if found.order_I is not None and len(part.columns) < entry.shape[1]:
+            raise ConfigError(
+                f"{entry.file}: the inputs of {name} have an order (desc_act), which ranks cannot divide; --tp 1"
+            )
+        return found
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor."""
+        found = self.unpacked(name)
+        return self.entries[name].dtype if found is None else found.kind
 
     def rows(self, name: str) -> npt.NDArray[np.uint64]:
         """Return the addresses of the rank's rows of a tensor, each from the rank's first column on."""
-        entry, part = self.entries[name], self.parts[name]
+        entry, part, found = self.entries[name], self.parts[name], self.unpacked(name)
         places = np.arange(entry.shape[0], dtype=np.uint64)
         if entry.rotated_heads:  # rows that are rotated together are neighbours; on the hub they are half a head apart
             places = places.reshape(entry.rotated_heads, -1, 2).swapaxes(1, 2).ravel()
         chosen = [places[rows.start : rows.stop] for rows in part.rows]
-        _, weights, block_bytes = BLOCKS[entry.dtype]
-        first = self.files[entry.file].ctypes.data + entry.begin + part.columns.start // weights * block_bytes
-        return np.concatenate([np.empty(0, np.uint64), *chosen]) * np.uint64(entry.row_bytes) + np.uint64(first)
+        _, weights, block_bytes = BLOCKS[self.kind(name)]
+        if found is None:
+            first, row_bytes = self.files[entry.file].ctypes.data + entry.begin, entry.row_bytes
+        else:
+            row_bytes = found.rows_OB.shape[1]
+            first = found.rows_OB.ctypes.data + entry.begin // entry.row_bytes * row_bytes
+        first += part.columns.start // weights * block_bytes
+        return np.concatenate([np.empty(0, np.uint64), *chosen]) * np.uint64(row_bytes) + np.uint64(first)
 
 
 def load_gguf(
@@ -104,29 +139,46 @@ def load_blocks(
 
 def _kept(source: _Source, fused: str, names: list[str]) -> dict[str, Tensor | BlockMatrix]:
     """Return the tensors *names* as one, or each by itself."""
-    kind, *others = sorted({source.entries[name].dtype for name in names})
-    of_weights = {source.entries[name.rpartition(".")[0] + ".weight"].dtype for name in names}
+    of_weights = {_likeness(source, name.rpartition(".")[0] + ".weight") for name in names}
     if len(of_weights) > 1 and "qkv_proj" in fused:
         return {name: tensor for each in names for name, tensor in _kept(source, each, [each]).items()}
+    kind, *others = sorted({source.kind(name) for name in names})
     rows, inputs = [source.shapes[name][0] for name in names], source.shapes[names[0]][1:]
     if not others and kind not in DTYPES:
-        addresses = [np.pad(source.rows(name), (0, count))[:count] for name, count in zip(names, rows, strict=True)]
-        return {fused: BlockMatrix(kind, np.concatenate(addresses), inputs[0], tuple(source.files.values()))}
+        addresses, memory, order_I = [], [*map(np.asarray, source.files.values())], None
+        for name, count in zip(names, rows, strict=True):
+            addresses.append(np.pad(source.rows(name), (0, count))[:count])
+            if (found := source.unpacked(name)) is not None:
+                memory.append(found.rows_OB)
+                order_I = found.order_I
+        if len(of_weights) > 1 or (order_I is not None and (".experts." in fused or fused == HEAD)):
+            raise ConfigError(f"{fused}: inputs in an order of their own (desc_act) are not supported there")
+        return {fused: BlockMatrix(kind, np.concatenate(addresses), inputs[0], tuple(memory), order_I)}
     whole = torch.empty((sum(rows), *inputs), dtype=torch.float32 if others else DTYPES[kind])
     for name, place in zip(names, torch.split(whole, rows), strict=True):
         _widen(source, name, place)
     return {fused: whole}
 
 
+def _likeness(source: _Source, name: str) -> tuple[str, bytes]:
+    """Return what the parts of one matrix must have in common."""
+    found = source.unpacked(name)
+    order_I = None if found is None else found.order_I
+    return source.kind(name), b"" if order_I is None else order_I.tobytes()
+
+
 def _widen(source: _Source, name: str, place: Tensor) -> None:
     """Write the rank's part of a tensor into its place, and zeros where the place is larger."""
     place_RC, rows_R = clear_rest(place, source.parts[name]), source.rows(name)
+    found = source.unpacked(name)
     num_columns = len(source.parts[name].columns)
     at_once = max(1, PIECE_WEIGHTS // max(num_columns, 1))
     for begin in range(0, len(rows_R), at_once):
         piece_R = rows_R[begin : begin + at_once]
         widened_RC = torch.empty(len(piece_R), num_columns)
         sizes = (*widened_RC.shape, torch.get_num_threads())
-        kind = BLOCKS[source.entries[name].dtype][0]
+        kind = BLOCKS[source.kind(name)][0]
         source.widen(kind, piece_R.ctypes.data, *sizes, widened_RC.data_ptr())
+        if found is not None and found.order_I is not None:
+            widened_RC = torch.empty_like(widened_RC).index_copy_(1, torch.from_numpy(found.order_I).long(), widened_RC)
         place_RC[begin : begin + len(piece_R), :num_columns].copy_(widened_RC)

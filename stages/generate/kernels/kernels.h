@@ -32,6 +32,7 @@ typedef struct {
     const float *bias; // one for each output, zeros up to a multiple of PANEL; NULL: none
     int64_t outputs, inputs;
     Format format;
+    const int32_t *order; // [inputs]: the activation that is multiplied by each weight; NULL: they are in order
 } Matrix;
 
 // Keys that lie together, dimension by dimension, on a page that has so many. A tile of them is read as it is multiplied.

@@ -44,6 +44,7 @@ class Matrix(ctypes.Structure):
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("format", c_int),
+        ("order", c_void_p),
     ]
 
 

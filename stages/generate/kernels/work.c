@@ -195,14 +195,16 @@ static int64_t lay_out(Work *work, char *base, const AttentionList *largest) {
     const Model *model = work->model;
     int64_t taken = 0, tokens = work->step->num_tokens, inner = 0, bytes = 0;
     int64_t angles = model->num_kinds * tokens * model->rotary_dim / 2, size = (int64_t)sizeof(AttentionChunk);
-    int64_t widest = most(model->hidden, model->num_heads * model->head_dim);
+    int64_t widest = most(model->hidden, model->num_heads * model->head_dim), row_parts = 1;
     for (int64_t l = 0; l < model->num_layers; l++) {
         const Layer *layer = &model->layers[l];
         const Matrix *matrices[] = {&layer->qkv[0], &layer->qkv[1], &layer->qkv[2], &layer->output, &layer->mlp.gate_up,
                                     &layer->mlp.down, &layer->router,
                                     layer->experts ? &layer->experts->gate_up : &layer->output};
-        for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
+        for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++) {
             bytes = most(bytes, row_bytes(work, matrices[i]));
+            if (matrices[i]->order) row_parts = 2;
+        }
         inner = most(inner, layer->mlp.down.inputs);
         widest = most(widest, layer->experts ? layer->experts->down.inputs : layer->mlp.down.inputs);
     }
@@ -233,7 +235,7 @@ static int64_t lay_out(Work *work, char *base, const AttentionList *largest) {
     outputs = most(outputs, model->num_heads / model->num_kv_heads * work->part_floats);
     work->attend_bytes = round_up(model->variant->attend_scratch(&pages), ALIGNMENT);
     work->scratch_bytes = most(LARGEST_TILE * 4, work->attend_bytes + outputs * 4);
-    work->scratch_bytes = parts(most(work->scratch_bytes, padded(widest) * 4), 4096) * 4096;
+    work->scratch_bytes = parts(most(work->scratch_bytes, row_parts * padded(widest) * 4), 4096) * 4096;
     work->scratch = take(base, &taken, work->scratch_bytes * pool_threads());
     return taken;
 }
@@ -303,8 +305,10 @@ static void prepare_chunk(void *job, int64_t chunk, int thread) {
     memset(row + inputs, 0, (size_t)(padded(inputs) - inputs) * sizeof(float));
     for (int64_t r = chunk * ROWS_AT_ONCE; r < end; r++) {
         const float *in = p->in + (p->rows ? p->rows[r] : r) * p->in_stride;
-        if (p->norm) rms_norm(in, p->norm, inputs, p->work->model->eps, row);
-        else memcpy(row, in, (size_t)inputs * sizeof(float));
+        float *normed = p->matrix->order ? row + padded(inputs) : row;
+        if (p->norm) rms_norm(in, p->norm, inputs, p->work->model->eps, normed), in = normed;
+        else if (!p->matrix->order) memcpy(row, in, (size_t)inputs * sizeof(float));
+        for (int64_t i = 0; p->matrix->order && i < inputs; i++) row[i] = in[p->matrix->order[i]];
         variant->prepare(p->matrix->format, row, inputs, p->out + r * bytes);
     }
 }

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from pipeline.errors import ConfigError
 from stages.generate.model import gguf
-from stages.generate.model.config import knows_architecture, read_json, read_spec
+from stages.generate.model.config import knows_architecture, read_json, read_spec, scheme_of
 from stages.generate.model.foreign import refuse_other_weights, tokenizer_missing
+from stages.generate.model.quantized import Stored, gathered
 from stages.generate.model.spec import Loading, ModelSpec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
@@ -51,6 +52,8 @@ class TensorEntry:
     end: int
     rotated_heads: int = 0
     """Number of heads, if the rows of a q or k projection have the order of llama's GGUF files; 0: the hub's order."""
+    stored: Stored | None = None
+    """The tensors that make it up, if it is quantized. Then the other fields are about what it becomes in memory."""
 
     @property
     def row_bytes(self) -> int:
@@ -75,7 +78,16 @@ def check_folder(folder: Path, loading: Loading = USUAL) -> ModelSpec:
         tensors = read_tensors(folder)
         _check_tensors(folder, tensors, spec)
         _check_tied(tensors, spec)
+        if any(entry.stored for entry in tensors.values()):
+            spec = replace(spec, blocks=_bytes_of_types(tensors, spec))
     return spec
+
+
+def _bytes_of_types(tensors: Mapping[str, TensorEntry], spec: ModelSpec) -> dict[str, int]:
+    """Return the bytes of each type in memory; the head has a copy of tied embeddings."""
+    every = [tensors[name] for name in tensor_shapes(spec)] + [tensors[EMBEDDING]] * spec.tie_embeddings
+    types = sorted({entry.dtype for entry in every})
+    return {kind: sum(entry.end - entry.begin for entry in every if entry.dtype == kind) for kind in types}
 
 
 def _is_native(folder: Path, loading: Loading) -> bool:
@@ -155,7 +167,10 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     Raises:
         ConfigError: As `_stored_tensors`, or a tensor is there in two ways.
     """
-    return _apart(_of_text(_stored_tensors(folder), folder), folder)
+    tensors = _of_text(_stored_tensors(folder), folder)
+    if not is_gguf(folder) and (scheme := scheme_of(folder)) is not None:
+        tensors = gathered(tensors, scheme)
+    return _apart(tensors, folder)
 
 
 def _stored_tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -331,6 +346,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
     expected, has_gguf = tensor_shapes(spec), is_gguf(folder)
+    quantized = {name for name, entry in entries.items() if entry.stored}
     for name in expected:
         if name not in entries:
             where = weight_files(folder)[0].name if has_gguf else WEIGHTS_FILE
@@ -345,13 +361,26 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
         if shape is None:
             if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old checkpoints have it; the config has the same
+            if name.endswith(".bias") and name.removesuffix("bias") + "weight" in quantized and _is_zero(entry):
+                continue  # AutoGPTQ gives every module one
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
-        if entry.dtype not in TENSOR_BYTES and not (has_gguf and len(shape) > 1):
+        if entry.dtype not in TENSOR_BYTES and not (has_gguf and len(shape) > 1) and not entry.stored:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
         if entry.shape != shape:
             raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {shape}")
-        if not has_gguf and entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
+        if entry.stored and name in (EMBEDDING, HEAD):
+            raise ConfigError(f"{path}: {name} is quantized; only the matrices of layers may be; pass another file")
+        if has_gguf or entry.stored:
+            continue
+        if entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
             raise ConfigError(f"{path}: corrupt: {name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
+
+
+def _is_zero(entry: TensorEntry) -> bool:
+    """Return whether all bytes of a small tensor are zero."""
+    with entry.file.open("rb") as file:
+        file.seek(entry.begin)
+        return not any(file.read(entry.end - entry.begin))
 
 
 def _check_tied(tensors: Mapping[str, TensorEntry], spec: ModelSpec) -> None:

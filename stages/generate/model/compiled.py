@@ -39,7 +39,7 @@ ALIGNMENT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A matrix of blocks that lies in GGUF files, which are mapped while this lives."""
+    """A matrix of blocks that lies in GGUF files, which are mapped while this lives, or in memory."""
 
     type: str
     """A type of `gguf.BLOCKS` that has more than one weight in a block."""
@@ -47,6 +47,8 @@ class BlockMatrix:
     """Where each output's first block lies; 0: all its weights are zero."""
     inputs: int
     files: tuple[npt.NDArray[np.uint8], ...]
+    order_I: npt.NDArray[np.int32] | None = None
+    """Input of each weight of a row; None: they lie in order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -524,7 +526,11 @@ class KernelDecoder:
             parts = [F.pad(part_O, (0, padded - each)) for part_O in torch.split(bias_O.float(), each)]
             bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
         self._kept.append(panels)
-        return Matrix(panels.ctypes.data, bias, 2 * padded if pair else outputs, inputs, target)
+        order = None
+        if isinstance(weight, BlockMatrix) and weight.order_I is not None:
+            self._kept.append(weight.order_I)
+            order = weight.order_I.ctypes.data
+        return Matrix(panels.ctypes.data, bias, 2 * padded if pair else outputs, inputs, target, order)
 
     def _embedding(self, embedding: Tensor | BlockMatrix) -> dict[str, int]:
         """Return the fields of `_Model` about the embedding. Blocks are copied out of the files as they are."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, cast, get_args
 
 from pipeline.errors import ConfigError
+from stages.generate.model.quantized import Scheme, read_scheme
 from stages.generate.model.spec import (
     DTYPES,
     NO_EXPERTS,
@@ -124,7 +125,7 @@ def read_spec(folder: Path) -> ModelSpec:
     architecture, row = _architecture(path, fields)
     config = _Config(path, {**row.defaults, **_of_text(fields)})
     config.refuse_unless("use_bidirectional_attention", False)
-    _refuse_quantized(config)
+    read_scheme(path, config.fields.get("quantization_config"))
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -336,16 +337,10 @@ def _architecture(path: Path, fields: Mapping[str, Any]) -> tuple[str, Architect
     raise ConfigError(f"{path}: architectures says {seen}; --model-impl native knows {known}; leave it out for others")
 
 
-def _refuse_quantized(config: _Config) -> None:
-    """Raise ConfigError if the weights are quantized."""
-    given = config.fields.get("quantization_config")
-    if given is None:
-        return
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    raise ConfigError(
-        f"{config.path}: quantization_config has quant_method {json.dumps(method):.50}; supported are weights that are "
-        "not quantized yet; pass that model, with --quantization int8 to save memory on a CPU"
-    )
+def scheme_of(folder: Path) -> Scheme | None:
+    """Return how the weights of a checkpoint are quantized; None: they are not."""
+    path = folder / "config.json"
+    return read_scheme(path, _of_text(read_json(path)).get("quantization_config"))
 
 
 def _rope(config: _Config, row: Architecture, layer_type: str) -> tuple[RopeSpec, int]:

@@ -14,6 +14,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import Measure
 from stages.generate.kernels import library
 from stages.generate.kernels.probe import faster_than
+from stages.generate.model.config import scheme_of
 from stages.generate.model.spec import ModelSpec
 from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import Settings
@@ -38,7 +39,9 @@ def load_engine(
         logger.info("dtype_is_float32", reason=reason)
     if spec.block > 1 and settings.quantization == "none" and not config.engine.dummy_weight:
         asked = "--dtype float32" if config.engine.dtype == "float32" else ""
-        logger.info("gguf_is_widened", dtype=dtype, reason=asked or "only the CPU kernels compute with blocks")
+        logger.info("weights_are_widened", dtype=dtype, reason=asked or "only the CPU kernels compute with blocks")
+    elif not config.engine.dummy_weight and (scheme := scheme_of(folder)) is not None and scheme.is_float:
+        logger.info("weights_are_widened", dtype=dtype, reason="nothing here computes with FP8; int8 is less exact")
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
     measure = None

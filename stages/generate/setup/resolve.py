@@ -416,7 +416,7 @@ def resolve_quantization(config: EngineConfig, spec: ModelSpec, kernels: str) ->
     formats = "+".join(kind.lower() for kind in spec.blocks if BLOCKS[kind][1] > 1)
     if config.quantization != "auto":
         raise ConfigError(
-            f"--quantization {config.quantization}: the GGUF file is {formats or 'not quantized'}; leave it out"
+            f"--quantization {config.quantization}: the weights are {formats or 'not quantized'}; leave it out"
         )
     widened = kernels == "torch" or config.dtype == "float32" or config.dummy_weight
     return "none" if widened or not formats else formats

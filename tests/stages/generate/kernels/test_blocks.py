@@ -1,4 +1,4 @@
-"""Blocks, of GGUF files and of INT4: their weights bit for bit; products have the same bits on any CPU, in any company."""
+"""Blocks of GGUF files and of INT4: their weights bit for bit; products have the same bits on any CPU, in any batch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,144 @@
+"""Quantized checkpoints of the hub: their weights as they are stored, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint, make_engine, reference_tokens
+from support.gguf_files import WIDE
+from support.kernel_variants import VARIANTS
+from support.plans import Request, generate, plan
+from support.quantized import KINDS, quantize
+
+from pipeline.errors import ConfigError
+from stages.generate.forward.gguf_weights import load_gguf
+from stages.generate.forward.unpacked import unpacked
+from stages.generate.model.checkpoint import check_folder, read_tensors
+from stages.generate.model.spec import ModelSpec
+from stages.generate.setup.config import EngineConfig
+from stages.generate.setup.resolve import resolve
+
+Folders = tuple[Path, Path]
+PROMPT = list(range(5, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain"), "qwen2", num_layers=3, sizes=WIDE)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Return a quantized checkpoint, and one with the weights that it means."""
+    top = tmp_path_factory.mktemp(request.param)
+    quantize(folder, KINDS[request.param], top / "quantized", top / "meant")
+    return top / "quantized", top / "meant"
+
+
+def test_weights_are_as_stored_in_float32(made: Folders) -> None:
+    quantized, meant = made
+    spec = check_folder(quantized)
+    weights = load_gguf(spec, quantized, dtype=torch.float32, device=torch.device("cpu"))
+    expected = load_file(meant / "model.safetensors")
+    assert torch.equal(weights["model.layers.0.mlp.down_proj.weight"], expected["model.layers.0.mlp.down_proj.weight"])
+    parts = [expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(weights["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(parts))
+    last = expected["model.layers.2.mlp.down_proj.weight"]
+    assert torch.equal(weights["model.layers.2.mlp.down_proj.weight"], last)
+
+
+def test_float32_gives_the_tokens_of_transformers(made: Folders) -> None:
+    quantized, meant = made
+    tokens, gap = reference_tokens(meant, PROMPT, 16)
+    assert gap > 1e-3
+    settings = resolve(EngineConfig(device="cpu", dtype="float32", num_pages=32), check_folder(quantized))
+    assert settings.quantization == "none"
+    engine = make_engine(quantized, "float32", kernels=VARIANTS[-1])
+    assert generate(engine, Request(0, list(PROMPT), list(range(64))), 16, 7) == tokens
+
+
+def _blocks(spec: ModelSpec) -> list[str]:
+    return [kind.lower() for kind in spec.blocks if kind not in ("F32", "BF16", "F16")]
+
+
+def test_integers_stay_integers_in_the_kernels(made: Folders) -> None:
+    quantized, meant = made
+    spec = check_folder(quantized)
+    settings = resolve(EngineConfig(device="cpu", dtype="bfloat16", num_pages=32), spec)
+    options = {"quantization": settings.quantization, "kernels": VARIANTS[-1]}
+    engine, exact = make_engine(quantized, "bfloat16", **options), make_engine(meant, "float32", kernels=VARIANTS[-1])
+    row = Request(0, list(PROMPT), list(range(64))).row(64)
+    found, expected = engine.logits(plan(row)), exact.logits(plan(row))
+    assert (found - expected).norm() < 0.2 * expected.norm(), "activations are rounded to 8 bits"
+    assert settings.quantization == ("none" if set(spec.blocks) <= {"F32", "BF16"} else "+".join(_blocks(spec)))
+
+
+def test_scales_that_are_no_halves_are_kept_in_float32(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, KINDS["packed-128"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[f"{name}_scale"][3, 1] = 2.0**-27
+    save_file(tensors, path)
+    found = {each: unpacked(entry).kind for each, entry in read_tensors(path.parent).items() if entry.stored}
+    assert found.pop(name) == "F32" and set(found.values()) == {"INT4_128"}
+    tensors[f"{name}_scale"][3, 1] = float("inf")
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"down_proj.weight has a scale that is not a finite number"):
+        unpacked(read_tensors(path.parent)[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"quant_method": "bitsandbytes"}, '"bitsandbytes"; supported are awq, gptq, compressed-tensors and fp8'),
+        ({"load_in_4bit": True}, "quant_method null"),
+        ({"quant_method": "awq", "bits": 3}, "bits is 3; supported: 4"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, 'version is "gemv"; supported: gemm'),
+        ({"quant_method": "gptq", "bits": 2}, "bits is 2; supported: 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; expected a number of inputs, or -1"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups must say"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "the shape of a block is [128]; expected two numbers"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, config: dict[str, Any], told: str
+) -> None:
+    quantize(folder, KINDS["awq-32"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    with pytest.raises(ConfigError) as refused:
+        check_folder(path.parent)
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        ("qzeros", None, "qzeros is missing beside qweight"),
+        ("scales", lambda tensor: tensor[:-1].contiguous(), "scales is F16 (7, 256), expected F16/BF16/F32 (8, 256)"),
+        ("qzeros", lambda tensor: tensor.long(), "qzeros is I64 (8, 32), expected I32 (8, 32)"),
+        ("qweight", lambda tensor: tensor[:250].contiguous(), "has 250 inputs, which groups of 32 do not divide"),
+    ],
+    ids=["missing", "shape", "dtype", "groups"],
+)
+def test_parts_that_do_not_fit_are_refused_in_one_line(
+    folder: Path, tmp_path: Path, part: str, change: Any, told: str
+) -> None:
+    quantize(folder, KINDS["awq-32"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors, name = load_file(path), f"model.layers.0.self_attn.q_proj.{part}"
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor)
+    save_file(tensors, path)
+    with pytest.raises(ConfigError) as refused:
+        check_folder(path.parent)
+    assert told in str(refused.value) and "\n" not in str(refused.value)
