@@ -37,7 +37,7 @@ class Kind:
 def integers_of(kind: Kind, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned integers, scales_OG in float16 and zeros_OG; the group of an input is its number / the size."""
     group = kind.group if kind.group > 0 else weight_OI.shape[1]
-    parts_OGI, most = weight_OI.unflatten(1, (-1, group)), 2**kind.bits - 1
+    parts_OGI, most = weight_OI.reshape(len(weight_OI), -1, group), 2**kind.bits - 1
     if kind.has_zeros:
         low, high = parts_OGI.amin(2).clamp(max=0), parts_OGI.amax(2).clamp(min=0)
         scales_OG = ((high - low) / most).half()
@@ -56,7 +56,8 @@ def meant(kind: Kind, integers_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, 
 def words(numbers: Tensor, bits: int, dim: int) -> Tensor:
     """Put the numbers along *dim* into words of 32 bits, the first in the lowest bits."""
     per_word, numbers = 32 // bits, numbers.movedim(dim, -1).long()
-    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % per_word))
+    numbers = numbers.reshape(*numbers.shape[:-1], -1, per_word)
     packed = sum(numbers[..., at] << (bits * at) for at in range(per_word))
     assert isinstance(packed, Tensor)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int().movedim(-1, dim).contiguous()
@@ -67,7 +68,7 @@ def pack_awq(kind: Kind, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
     def interleaved(numbers: Tensor) -> Tensor:
-        return words(numbers.unflatten(1, (-1, 8))[..., order].flatten(1), 4, 1)
+        return words(numbers.reshape(len(numbers), -1, 8)[..., order].flatten(1), 4, 1)
 
     tensors = {"qweight": interleaved(integers.T), "qzeros": interleaved(zeros.T), "scales": scales.T.contiguous()}
     return tensors, meant(kind, integers, scales, zeros, torch.arange(integers.shape[1]) // _size(kind, integers))
@@ -121,7 +122,8 @@ def pack_fp8(kind: Kind, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     rows, columns = kind.more["block"]
     block = rows or outputs, columns or inputs
     padded = torch.nn.functional.pad(weight_OI, (0, -inputs % block[1], 0, -outputs % block[0]))
-    scales = padded.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).abs().amax((1, 3)) / 448
+    parts = padded.reshape(-1, block[0], padded.shape[1] // block[1], block[1])
+    scales = parts.abs().amax((1, 3)) / 448
     wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:outputs, :inputs]
     numbers = (weight_OI / wide).to(torch.float8_e4m3fn)
     shape = kind.more.get("shape", scales.shape)
@@ -186,7 +188,7 @@ KINDS: Final = {
     "packed-32-zeros": _packed(4, 32, has_zeros=True),
     "packed-row": _packed(4, -1, scales=torch.float16),
     "packed8-64": _packed(8, 64),
-    "int8": _int8(-1),
+    "int8-row": _int8(-1),
     "int8-128": _int8(128),
     "int8-zeros": _int8(-1, has_zeros=True),
     "fp8": _fp8((0, 0), shape=()),

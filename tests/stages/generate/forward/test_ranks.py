@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
-from support.gguf_files import make_gguf, mixed
+from support.gguf_files import WIDE, make_gguf, mixed
 from support.kernel_variants import VARIANTS
 from support.plans import Request, plan, shuffled_pages
+from support.quantized import KINDS, quantize
 from support.ranks import Ranks
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
+from stages.generate.forward.gguf_weights import load_blocks
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.model.folder import model_folder
 from stages.generate.sampling import scores as scores_module
@@ -189,6 +191,27 @@ def test_ranks_divide_a_gguf_file_between_its_blocks(
         alone_RV = steps_of(make_engine(folder, "float32", **options).logits)
         together_RV = steps_of(Ranks(2, folder, "float32", **options).logits)
         assert (together_RV - alone_RV).norm() < largest * alone_RV.norm()
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
+@pytest.mark.parametrize("family", ["llama3", "qwen3moe"])
+@pytest.mark.parametrize("kind", ["awq-64", "gptq-zeros", "packed-32-zeros", "int8-128"])
+def test_ranks_divide_a_quantized_checkpoint_between_its_groups(family: Family, kind: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", family, sizes=WIDE)
+    quantize(tmp_path / "plain", KINDS[kind], tmp_path / "quantized", tmp_path / "meant")
+    for quantization, largest in (("none", 1e-5), (kind, 0.02)):  # tiny differences make some activations round apart
+        options: dict[str, Any] = {"kernels": VARIANTS[-1], "quantization": quantization}
+        alone_RV = steps_of(make_engine(tmp_path / "quantized", "float32", **options).logits)
+        together_RV = steps_of(Ranks(2, tmp_path / "quantized", "float32", **options).logits)
+        assert (together_RV - alone_RV).norm() < largest * alone_RV.norm()
+
+
+def test_ranks_do_not_divide_inputs_in_an_order_of_their_own(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "llama3", sizes=WIDE)
+    quantize(tmp_path / "plain", KINDS["gptq-order"], tmp_path / "quantized", tmp_path / "meant")
+    spec = check_folder(tmp_path / "quantized")
+    with pytest.raises(ConfigError, match=r"o_proj.weight have an order of their own \(desc_act\), .*; pass --tp 1"):
+        load_blocks(spec, tmp_path / "quantized", shard=spec.sharded(0, 2))
 
 
 def test_ranks_never_cut_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

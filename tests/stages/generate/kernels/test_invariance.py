@@ -15,9 +15,10 @@ import pytest
 import torch
 from support.checkpoints import FAMILIES, Family, make_checkpoint, make_engine
 from support.gemm import DTYPES as FORMATS
-from support.gguf_files import ARCHITECTURES, make_gguf, mixed
+from support.gguf_files import ARCHITECTURES, WIDE, make_gguf, mixed
 from support.kernel_variants import DTYPES, VARIANTS
 from support.plans import Request, plan
+from support.quantized import KINDS, quantize
 from support.selection import by_night, rest_at_night
 from torch import Tensor
 
@@ -82,7 +83,19 @@ def kernel_modes() -> list[object]:
         for family in ARCHITECTURES
         for kernels in VARIANTS
     ]
-    return of_checkpoints + of_files
+    quantizers: tuple[tuple[Family, str], ...] = (
+        ("qwen3moe", "awq-64"),
+        ("qwen3", "gptq-order"),
+        ("llama3", "packed-32-zeros"),
+    )
+    of_quantizers: list[object] = [
+        pytest.param(
+            Mode(family, kernels, kind), marks=[] if (kernels, kind) == (VARIANTS[-1], "awq-64") else pytest.mark.night
+        )
+        for family, kind in quantizers
+        for kernels in VARIANTS
+    ]
+    return of_checkpoints + of_files + of_quantizers
 
 
 @pytest.fixture(scope="module", params=[*torch_modes(), *kernel_modes()], ids=str)
@@ -100,9 +113,14 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
             folder = model_folder(str(folder / "model.gguf"))
+    elif mode.dtype in KINDS:
+        make_checkpoint(folder / "plain", mode.family, max_positions=LONG, sizes=WIDE)
+        quantize(folder / "plain", KINDS[mode.dtype], folder / "quantized", folder / "meant")
+        folder = folder / "quantized"
     else:
         make_checkpoint(folder, mode.family, max_positions=LONG)
-    options: dict[str, Any] = {"quantization": mode.dtype} if mode.dtype in ("int8", "gguf") else {}
+    is_quantized = mode.dtype in ("int8", "gguf") or mode.dtype in KINDS
+    options: dict[str, Any] = {"quantization": mode.dtype} if is_quantized else {}
     options |= {"attention": "torch"} if mode.kernels == "torch" else {}
     sizes: dict[str, Any] = {
         "num_pages": NUM_PAGES,

@@ -14,6 +14,7 @@ from support.gguf_files import WIDE
 from support.kernel_variants import VARIANTS
 from support.plans import Request, generate, plan
 from support.quantized import KINDS, quantize
+from support.schedules import make_schedule, marked, request, steps
 
 from pipeline.errors import ConfigError
 from stages.generate.forward.gguf_weights import load_gguf
@@ -70,12 +71,37 @@ def test_integers_stay_integers_in_the_kernels(made: Folders) -> None:
     quantized, meant = made
     spec = check_folder(quantized)
     settings = resolve(EngineConfig(device="cpu", dtype="bfloat16", num_pages=32), spec)
-    options = {"quantization": settings.quantization, "kernels": VARIANTS[-1]}
+    options: dict[str, Any] = {"quantization": settings.quantization, "kernels": VARIANTS[-1]}
     engine, exact = make_engine(quantized, "bfloat16", **options), make_engine(meant, "float32", kernels=VARIANTS[-1])
     row = Request(0, list(PROMPT), list(range(64))).row(64)
     found, expected = engine.logits(plan(row)), exact.logits(plan(row))
     assert (found - expected).norm() < 0.2 * expected.norm(), "activations are rounded to 8 bits"
     assert settings.quantization == ("none" if set(spec.blocks) <= {"F32", "BF16"} else "+".join(_blocks(spec)))
+
+
+@pytest.mark.parametrize("kind", ["awq-32", "gptq-order"])
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(folder: Path, tmp_path: Path, kind: str) -> None:
+    quantize(folder, KINDS[kind], tmp_path / "quantized", tmp_path / "meant")
+
+    def tokens(*uids: str, num_pages: int) -> dict[str, list[int]]:
+        engine = make_engine(tmp_path / "quantized", "bfloat16", kernels=VARIANTS[-1], quantization=kind)
+        schedule = make_schedule("radix", num_pages=num_pages, prefill=16, context=64, running=4, vocab_size=90)
+        for uid in uids:
+            assert (
+                schedule.add(request(uid, 20, first=5 * int(uid), max_tokens=30, ignore_eos=True, temperature=0))
+                is None
+            )
+        made: dict[str, list[int]] = {uid: [] for uid in uids}
+        for _, marks, rows in steps(schedule, engine.forward):
+            preempted.extend(marked(marks, "preempted"))
+            for row in rows:
+                made[row.uid].append(row.token)
+        return made
+
+    preempted: list[str] = []
+    together = tokens("0", "1", "2", "3", num_pages=24)
+    assert preempted
+    assert together == {uid: tokens(uid, num_pages=24)[uid] for uid in together}
 
 
 def test_scales_that_are_no_halves_are_kept_in_float32(folder: Path, tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def test_eos_ids_are_those_of_both_files(
         ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "the rope has long_factor None"),
         ({**PHI3, "rope_scaling": LONG}, "the rope has 1 factors; expected 8"),
         (
-            {"quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head"]}},
-            'quantization_config has quant_method "awq"',
+            {"quantization_config": {"quant_method": "hqq", "bits": 4, "modules_to_not_convert": ["lm_head"]}},
+            'quantization_config has quant_method "hqq"',
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quantization_config has quant_method null"),
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling has rope_type 'ntk'"),
