@@ -66,7 +66,7 @@ class _Source:
         found, part = self._unpacked[entry.stored], self.parts[name]
         if found.order_I is not None and len(part.columns) < entry.shape[1]:
             raise ConfigError(
-                f"{entry.file}: the inputs of {name} have an order (desc_act), which ranks cannot divide; --tp 1"
+                f"{entry.file}: the inputs of {name} have an order (desc_act), which ranks cannot divide; pass --tp 1"
             )
         return found
 
