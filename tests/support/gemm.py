@@ -18,7 +18,7 @@ from stages.generate.model.compiled import FORMAT_OF
 from stages.generate.model.gguf import BLOCKS
 
 PANEL = 16
-FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 6}
+FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 6, "int4": 10}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GUARD = 12345.0
 """What lies beyond the arrays that a function may write to."""

@@ -37,7 +37,7 @@ from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.linear import can_pack, pack
-from stages.generate.model.spec import Loading, ModelSpec
+from stages.generate.model.spec import ROUNDED, Loading, ModelSpec
 from stages.generate.sampling.masks import mask_of
 from stages.generate.sampling.sampler import AGAIN, best, draw, draw_again, is_drawn_again
 from stages.generate.sampling.scores import blocks_of, score
@@ -221,7 +221,7 @@ class Engine:
         """Load the weights of the checked *folder* and allocate the pages.
 
         *threads* 0 leaves torch's number. *kernels* is torch, or a variant that this machine can use. With a variant,
-        *attention* is ignored, *quantization* may be int8 or the formats of GGUF files, and torch itself gets one
+        *attention* is ignored, *quantization* may be int8, int4 or the formats of GGUF files, and torch itself gets one
         thread, because its sums depend on the number. *loading* may ask for random weights; they need only config.json.
 
         *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
@@ -253,7 +253,7 @@ class Engine:
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
         if spec.by == "transformers":
             weights: dict[str, Any] = {}
-        elif quantization not in ("none", "int8"):
+        elif quantization not in ("none", *ROUNDED):
             weights = dict(load_blocks(spec, folder, shard=shard, progress=progress))
         else:
             load = _loader(spec, folder, dummy=loading.dummy, map_tied=packed)

@@ -14,7 +14,7 @@ from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.machine import free_memory_bytes
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.gguf import BLOCKS
-from stages.generate.model.spec import ModelSpec, tensor_shapes
+from stages.generate.model.spec import ROUNDED, ModelSpec, tensor_shapes
 
 # L = layers of a part of a page, 2 = keys and values, P = parts of all pages, K = kv heads, S = slots of a page,
 # D = head dim
@@ -26,6 +26,7 @@ PACKED_BYTES: Final = {"Q5_0": 34, "Q5_1": 36, "Q4_K": 148, "Q5_K": 276, "Q6_K":
 Parts: TypeAlias = Sequence[Sequence[int]]
 """Layers of each part of a page."""
 INT8_BYTES: Final = 1 + 2 / 32  # of one weight of a matrix: every 32 share a scale of two bytes
+INT4_BYTES: Final = 1 / 2 + 4 / 32  # and 4 bytes for scale and zero
 
 
 def allocate(
@@ -46,18 +47,20 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, parts: Parts
 
 
 def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
-    """Return the bytes of the weights in memory; with int8, tied embeddings are there twice."""
+    """Return the bytes of the weights in memory; with int8 and int4, tied embeddings are there twice."""
     if spec.by == "transformers":
         return spec.num_weights * dtype.itemsize
     shapes = tensor_shapes(spec)
-    if quantization not in ("none", "int8"):
+    if quantization not in ("none", *ROUNDED):
         sizes = (size / BLOCKS[kind][2] * PACKED_BYTES.get(kind, BLOCKS[kind][2]) for kind, size in spec.blocks.items())
         return int(sum(sizes)) // spec.num_ranks
     if quantization == "none":
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
     shapes.setdefault(HEAD, shapes[EMBEDDING])
     matrices = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
-    return int(matrices * INT8_BYTES) + (sum(map(math.prod, shapes.values())) - matrices) * dtype.itemsize
+    others = sum(map(math.prod, shapes.values())) - matrices
+    head = math.prod(shapes[HEAD]) if quantization == "int4" else matrices
+    return int(head * INT8_BYTES + (matrices - head) * INT4_BYTES) + others * dtype.itemsize
 
 
 def num_pages_for(

@@ -126,6 +126,109 @@ static void pack_q8_0(const void *const rows[PANEL], Format source, int64_t inpu
     }
 }
 
+// ---- int4: a scale and a zero for each group, searched for
+
+#define STEPS 8 // widths of a group that are tried, for each of three zeros
+
+// The integers of one group of 16 outputs, for one zero and width of each, and what they lose.
+typedef struct {
+    float scales[PANEL], zeros[PANEL], losses[PANEL];
+} Choice;
+
+// Round weights to integers of these scales, with the zero, and sum what the best scale for them needs.
+INLINE void try_scales(const float (*weights)[PANEL], const float (*importance)[PANEL], int64_t count, const float *energy,
+                       Choice *choice) {
+    float products[PANEL] = {0}, squares[PANEL] = {0}, inverse[PANEL];
+    for (int o = 0; o < PANEL; o++) inverse[o] = choice->scales[o] > 0.0f ? 1.0f / choice->scales[o] : 0.0f;
+    for (int64_t i = 0; i < count; i++)
+        for (int o = 0; o < PANEL; o++) {
+            float integer = weights[i][o] * inverse[o] + choice->zeros[o];
+            integer = integer < 0.0f ? 0.0f : integer > 15.0f ? 15.0f : integer;
+            float distance = (integer + 12582912.0f) - 12582912.0f - choice->zeros[o];
+            float weighted = importance[i][o] * distance;
+            products[o] += weighted * weights[i][o];
+            squares[o] += weighted * distance;
+        }
+    for (int o = 0; o < PANEL; o++) {
+        float scale = squares[o] > 0.0f ? products[o] / squares[o] : 0.0f;
+        choice->scales[o] = scale;
+        choice->losses[o] = energy[o] - 2.0f * scale * products[o] + scale * scale * squares[o];
+    }
+}
+
+// Choose the scale and the zero of a group of so many inputs with the least weighted error. As for Q4_K, a weight counts
+// by its size and that of all: https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c, `make_qkx2_quants`.
+static void choose(const float (*weights)[PANEL], int64_t count, Choice *best) {
+    float importance[GROUP][PANEL], low[PANEL] = {0}, high[PANEL] = {0}, size[PANEL] = {0}, energy[PANEL] = {0};
+    for (int64_t i = 0; i < count; i++)
+        for (int o = 0; o < PANEL; o++) {
+            float w = weights[i][o];
+            low[o] = w < low[o] ? w : low[o];
+            high[o] = w > high[o] ? w : high[o];
+            size[o] += w * w;
+        }
+    for (int o = 0; o < PANEL; o++) size[o] = __builtin_sqrtf(size[o] / (float)count);
+    for (int64_t i = 0; i < count; i++)
+        for (int o = 0; o < PANEL; o++) {
+            float w = weights[i][o];
+            importance[i][o] = size[o] + (w < 0.0f ? -w : w);
+            energy[o] += importance[i][o] * w * w;
+        }
+    for (int o = 0; o < PANEL; o++) best->losses[o] = 3.4e38f, best->scales[o] = best->zeros[o] = 0.0f;
+    for (int step = 0; step < STEPS; step++)
+        for (int shift = -1; shift <= 1; shift++) {
+            Choice choice;
+            for (int o = 0; o < PANEL; o++) {
+                float scale = (high[o] - low[o]) / (13.5f + 0.5f * (float)step);
+                float zero = scale > 0.0f ? -low[o] / scale : 0.0f;
+                zero = (zero + 12582912.0f) - 12582912.0f + (float)shift;
+                choice.zeros[o] = zero < 0.0f ? 0.0f : zero > 15.0f ? 15.0f : zero;
+                choice.scales[o] = scale;
+            }
+            try_scales(weights, importance, count, energy, &choice);
+            for (int o = 0; o < PANEL; o++)
+                if (choice.losses[o] < best->losses[o]) {
+                    best->losses[o] = choice.losses[o];
+                    best->scales[o] = choice.scales[o];
+                    best->zeros[o] = choice.zeros[o];
+                }
+        }
+    for (int o = 0; o < PANEL; o++)
+        if (!(energy[o] <= 3.4e38f)) best->scales[o] = bits_to_float(0x7fc00000); // a weight is not a number
+}
+
+static void pack_int4(const void *const rows[PANEL], Format source, int64_t inputs, char *panel) {
+    const Format format = INT4_32;
+    Chunk chunk;
+    for (int64_t input = 0; input < inputs; input += GROUP) {
+        float weights[GROUP][PANEL];
+        read_chunk(rows, source, input, least(GROUP, inputs - input), chunk);
+        for (int i = 0; i < GROUP; i++)
+            for (int o = 0; o < PANEL; o++) weights[i][o] = chunk[o][i];
+        char *unit = panel + front_bytes(format, inputs) + panel_offset(format, input);
+        memset(unit, 0, (size_t)unit_bytes(format));
+        for (int64_t first = 0; first < GROUP; first += front_inputs(format)) {
+            char *front = panel + (input + first) / front_inputs(format) * FRONT_BYTES;
+            Choice best;
+            choose((const float (*)[PANEL])weights + first, front_inputs(format), &best);
+            uint16_t scales[PANEL];
+            float widths[PANEL];
+            floats_to_halves(best.scales, scales), floats_to_halves(best.scales + 8, scales + 8);
+            halves_to_floats(scales, widths), halves_to_floats(scales + 8, widths + 8);
+            memset(front, 0, FRONT_BYTES);
+            memcpy(front, scales, sizeof scales);
+            for (int o = 0; o < PANEL; o++) {
+                ((int8_t *)front)[2 * PANEL + o] = (int8_t)-(int)best.zeros[o];
+                for (int64_t i = first; i < first + front_inputs(format); i++) {
+                    float integer = widths[o] > 0.0f ? weights[i][o] / widths[o] + best.zeros[o] : best.zeros[o];
+                    integer = integer < 0.0f ? 0.0f : integer > 15.0f ? 15.0f : integer;
+                    unit[i / 8 * 4 * PANEL + o * 4 + i % 4] |= (char)((int)(integer + 0.5f) << (i % 8 / 4 * 4));
+                }
+            }
+        }
+    }
+}
+
 static void pack_chunk(Format format, const Chunk chunk, int64_t count, char *lines) {
     uint32_t words[PANEL][CHUNK]; // what a line has of each output
     const int64_t num_lines = format == BFLOAT16 ? count / 2 : count;
@@ -154,6 +257,10 @@ static void pack_chunk(Format format, const Chunk chunk, int64_t count, char *li
 void NAME(pack)(Format format, const void *const rows[PANEL], Format source, int64_t inputs, void *panel) {
     if (format == Q8_0) {
         pack_q8_0(rows, source, inputs, panel);
+        return;
+    }
+    if (format == INT4_32) {
+        pack_int4(rows, source, inputs, panel);
         return;
     }
     Chunk chunk;

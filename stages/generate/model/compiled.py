@@ -95,6 +95,8 @@ FORMATS: Final = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16
 TYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 FORMAT_OF: Final = {kind: Format["Q8_0" if kind == "Q5_0" else kind] for kind in BLOCKS if kind not in TYPES.values()}
 """Format of the panels of each type of GGUF files that has blocks."""
+ROUNDED_AS: Final = {"int8": (Format.Q8_0, Format.Q8_0), "int4": (Format.INT4_32, Format.Q8_0)}
+"""`--quantization` -> formats of the matrices of layers, and of the head, of weights that are floats."""
 PANEL: Final = 16
 """Outputs of a panel, as in kernels.h."""
 
@@ -204,7 +206,8 @@ class KernelDecoder:
         assert isinstance(found, Library), found
         self._spec, self._functions, self._collectives = spec, found.functions, collectives
         self._variant = ctypes.addressof(found.variant(variant))
-        self._quantized, self._threads = quantization == "int8", threads
+        self._rounded_as = ROUNDED_AS.get(quantization)
+        self._threads = threads
         parts = parts or (range(spec.num_layers),)
         self._place_of = {layer: (at, place) for at, part in enumerate(parts) for place, layer in enumerate(part)}
         self._kept: list[object] = []
@@ -239,7 +242,7 @@ class KernelDecoder:
             **({} if is_tied and isinstance(embedding_VE, BlockMatrix) else self._embedding(embedding_VE)),
             layers=layers,
             norm=self._norm(weights, "model.norm"),
-            head=self._pack(head_VE),
+            head=self._pack(head_VE, is_head=True),
             kinds=kinds,
             num_kinds=len(kinds),
             num_parts=len(parts),
@@ -499,7 +502,13 @@ class KernelDecoder:
         return layer
 
     def _pack(
-        self, weight: Tensor | BlockMatrix, bias_O: Tensor | None = None, *, pair: bool = False, quantized: bool = True
+        self,
+        weight: Tensor | BlockMatrix,
+        bias_O: Tensor | None = None,
+        *,
+        pair: bool = False,
+        quantized: bool = True,
+        is_head: bool = False,
     ) -> Matrix:
         """Return a packed matrix; a *pair* is two matrices, one on the other, with alternating panels."""
         outputs, inputs = weight.shape
@@ -509,7 +518,8 @@ class KernelDecoder:
             target = FORMAT_OF[weight.type]
         else:
             weight = weight.contiguous()
-            target = Format.Q8_0 if quantized and self._quantized else FORMATS[weight.dtype]
+            rounded = self._rounded_as if quantized else None
+            target = FORMATS[weight.dtype] if rounded is None else rounded[is_head]
         panels = self._arena.take(self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair)))
         place = inputs, self._threads, panels.ctypes.data
         if isinstance(weight, BlockMatrix):

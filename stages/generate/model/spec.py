@@ -17,6 +17,8 @@ DUMMY_SEED: Final = 0
 """Seed of random weights: every engine, and the next one, has the same."""
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 Activation = Literal["silu", "gelu_pytorch_tanh"]
+ROUNDED: Final = ("int8", "int4")
+"""Values of `--quantization` with which float weights are rounded when they are loaded."""
 MOST_ROOM: Final = 1.25
 """Largest room of the parts of a page, of what its layers fill."""
 
@@ -208,8 +210,8 @@ class ModelSpec:
         The result has the rank's heads and intermediate sizes, and the whole vocabulary. Query heads are divided. A
         rank has a copy of each KV head that its query heads need. Each copy serves the same number of query heads, so a
         KV head may be there twice. Intermediate sizes are rounded up to a multiple of *num_ranks*, and the additional
-        weights are zeros. With int8 the multiple is 64 times that: the weights that share a scale stay together. The
-        blocks of GGUF files are never cut.
+        weights are zeros. With int8 and int4 the multiple is 64 times that: weights that share a scale stay together.
+        Blocks are never cut.
 
         Raises:
             ConfigError: The query heads or the blocks cannot be divided.
@@ -230,7 +232,7 @@ class ModelSpec:
                 f"--tp {num_ranks}: the matrices have blocks of {self.block} weights, which so many ranks would cut; "
                 f"pass one of {', '.join(possible)}"
             )
-        multiple = 64 if quantization == "int8" else 1
+        multiple = 64 if quantization in ROUNDED else 1
 
         def part(size: int) -> int:
             return -(-size // (num_ranks * multiple)) * multiple

@@ -68,10 +68,10 @@ class EngineConfig:
     quantization: str = flag(
         "--quantization",
         default="auto",
-        choices=("auto", "none", "int8"),
+        choices=("auto", "none", "int8", "int4"),
         help=(
-            "int8: keep the matrices as 8-bit integers, in about half the memory; it needs the CPU kernels; auto: the "
-            "formats of a GGUF file, else none"
+            "int8: round the matrices to 8-bit integers, which take about half the memory; int4: those of the layers "
+            "to 4 bits, which costs accuracy; both need the CPU kernels; auto: as the weights are"
         ),
     )
     tp: int = flag(

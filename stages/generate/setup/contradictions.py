@@ -9,6 +9,7 @@ from typing import Final
 
 from pipeline.errors import ConfigError
 from stages.generate.kernels import library
+from stages.generate.model.spec import ROUNDED
 from stages.generate.setup.config import EngineConfig
 
 MOST_COMMIT_INTERVAL_MS: Final = 1000
@@ -48,7 +49,7 @@ def variant_of(config: EngineConfig) -> str:
 
 def needing_kernels(config: EngineConfig) -> str:
     """Return the flag that requires the CPU kernels on every device; empty: none does."""
-    if config.quantization == "int8":
+    if config.quantization in ROUNDED:
         return f"--quantization {config.quantization}"
     variant = variant_of(config)
     return f"--kernels {variant}" if variant else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.spec import ROUNDED, ModelSpec
 
 EXPERT_TOKENS: Final = 512  # of work.h
 OWN_ROWS: Final = 8  # ROWS_AT_ONCE of work.h
@@ -38,7 +38,7 @@ def step_bytes(
     inner = spec.intermediate_size if len(experts.layers) < spec.num_layers else 0
     group, width = spec.num_heads // spec.num_kv_heads, _up(spec.head_dim, LANES)
 
-    as_shorts = variant in ("avx2", "avx512f") and (quantization == "int8" or {"Q8_0", "Q5_0"} & set(spec.blocks))
+    as_shorts = variant in ("avx2", "avx512f") and (quantization in ROUNDED or {"Q8_0", "Q5_0"} & set(spec.blocks))
 
     def prepared(inputs: int, *, quantized: bool = True) -> int:
         """Return the bytes of a row that a matrix multiplies."""

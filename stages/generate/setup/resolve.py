@@ -22,7 +22,7 @@ from stages.generate.model.attention import attention_shape
 from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.spec import ROUNDED, ModelSpec
 from stages.generate.sampling import sampler
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.generate.setup.config import ON_CPU, ON_GPU, EngineConfig, ShareConfig, Targets
@@ -250,7 +250,7 @@ def for_transformers(config: EngineConfig) -> EngineConfig:
     """
     given = {
         f"--kernels {config.kernels}": config.kernels not in ("auto", "torch"),
-        f"--quantization {config.quantization}": config.quantization == "int8",
+        f"--quantization {config.quantization}": config.quantization in ROUNDED,
         f"--tp {config.tp}": config.tp > 1,
         "--deterministic": config.deterministic,
         f"--graph {config.graph}": config.graph > 0,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from support.gemm import DTYPES, FORMATS, PANEL, Gemm, Packed, padded
-from support.kernel_variants import Functions
+from support.kernel_variants import VARIANTS, Functions
 from torch import Tensor
 
 from stages.generate.kernels.library import Matrix
@@ -122,6 +122,54 @@ def test_a_weight_too_large_for_int8_shows(gemm: Gemm) -> None:
     weight[3, 40] = 9e6
     y = gemm(gemm.pack("int8", weight), numbers(2, 70))
     assert y[:, 3].isnan().all() and y[:, 4:].isfinite().all()
+
+
+def int4_weights(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Return the weights that the panels of int4 have, those of INT4_32 in gemm.h; and their scales, each for 32."""
+    num_panels, num_units = padded(packed.matrix.outputs, PANEL) // PANEL, padded(packed.matrix.inputs, 64) // 64
+    panels = packed.panels[:-64].reshape(num_panels, -1)
+    fronts = panels[:, : 2 * num_units * 64].reshape(num_panels, -1, 64)
+    scales_PGO = fronts[..., : 2 * PANEL].copy().view(np.float16).astype(np.float64)
+    zeros_PGO = -fronts[..., 2 * PANEL : 3 * PANEL].copy().view(np.int8).astype(np.float64)
+    lines = panels[:, 2 * num_units * 64 :].reshape(num_panels, 2 * num_units, 4, PANEL, 4)
+    integers = np.stack((lines & 15, lines >> 4), axis=3).transpose(0, 4, 1, 2, 3, 5)  # P, O, G, line, half, 4
+    integers_POGI = integers.reshape(num_panels, PANEL, 2 * num_units, 32)
+    scales_POG1 = scales_PGO.transpose(0, 2, 1)[..., None]
+    whole = (integers_POGI - zeros_PGO.transpose(0, 2, 1)[..., None]) * scales_POG1
+    outputs, inputs = packed.matrix.outputs, packed.matrix.inputs
+    weights = whole.reshape(num_panels * PANEL, -1)[:outputs, :inputs].copy()
+    return torch.from_numpy(weights), torch.from_numpy(scales_POG1.reshape(num_panels * PANEL, -1)[:outputs].copy())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(17, 70), (100, 512)])
+def test_int4_is_nearer_than_the_nearest_of_sixteen_equal_steps(gemm: Gemm, outputs: int, inputs: int) -> None:
+    weight, x = numbers(outputs, inputs) * 0.02, numbers(50, inputs)
+    packed = gemm.pack("int4", weight)
+    weight_OI, _ = int4_weights(packed)
+    parts = F.pad(weight, (0, -inputs % 32)).view(outputs, -1, 32).double()
+    low, high = parts.amin(2, keepdim=True).clamp(max=0), parts.amax(2, keepdim=True).clamp(min=0)
+    step = ((high - low) / 15).clamp(min=1e-9)
+    zero = (-low / step).round()
+    plain = (((parts / step + zero).round().clamp(0, 15) - zero) * step).view(outputs, -1)[:, :inputs]
+    importance = parts.pow(2).mean(2, keepdim=True).sqrt() + parts.abs()
+    importance = importance.view(outputs, -1)[:, :inputs]
+    loss, plain_loss = (((each - weight) ** 2 * importance).sum() for each in (weight_OI, plain))
+    assert loss < 0.9 * plain_loss
+    exact = F.linear(x.double(), weight_OI)
+    assert (gemm(packed, x) - exact).norm() < 0.01 * exact.norm()
+
+
+def test_int4_is_rounded_alike_on_every_cpu() -> None:
+    weight = numbers(33, 200).bfloat16()
+    panels = [Gemm(Functions(variant)).pack("int4", weight).panels for variant in VARIANTS]
+    assert all((each == panels[0]).all() for each in panels)
+
+
+def test_a_weight_that_int4_has_no_scale_for_shows(gemm: Gemm) -> None:
+    weight = numbers(16, 70)
+    weight[3, 40], weight[5, 1] = 9e6, float("nan")
+    y = gemm(gemm.pack("int4", weight), numbers(2, 70))
+    assert y[:, [3, 5]].isnan().all() and y[:, [0, 1, 2, 4, *range(6, 16)]].isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-30, 1e29])
