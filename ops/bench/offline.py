@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +31,7 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.process.config import ModelConfig
 from stages.generate.loop.flights import Forward, launching
 from stages.generate.model.checkpoint import check_folder, model_id
+from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.setup.config import EngineConfig
@@ -159,8 +160,8 @@ class Cost:
     """Parameters of all experts together."""
     chosen_share: float
     """Share of the experts that a token uses."""
-    weight_bytes: int
-    """Bytes per parameter."""
+    weight_bytes: float
+    """Bytes per parameter, on average."""
     kv_bytes: int
     """Bytes of the keys and values of one token."""
 
@@ -261,7 +262,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux
     bandwidth = read_bandwidth(settings.device, settings.threads)
     gemm = gemm_rate(settings.device, settings.dtype, settings.threads)
-    cost = cost_of(check_folder(llm.folder, engine.loading), settings.dtype.itemsize)
+    spec = check_folder(llm.folder, engine.loading)
+    cost = cost_of(spec, settings.dtype.itemsize)
+    cost = replace(cost, weight_bytes=bytes_per_weight(spec, settings.dtype, settings.quantization))
     document = {
         **report.setup(["minisgl", "bench", "offline", *arguments], PACKAGES),
         "model": {
@@ -373,6 +376,20 @@ def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
         weight_bytes=dtype_bytes,
         kv_bytes=kv_bytes,
     )
+
+
+def bytes_per_weight(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> float:
+    """Return the bytes of a weight in memory, on average; the head of tied embeddings may be a copy."""
+    from stages.generate.forward.pool import weights_bytes
+
+    if quantization == "none":
+        return dtype.itemsize
+    shapes = tensor_shapes(spec)
+    count = sum(map(math.prod, shapes.values()))
+    count += 0 if "lm_head.weight" in shapes else math.prod(shapes["model.embed_tokens.weight"])
+    if spec.blocks:
+        count = sum(size // BLOCKS[kind][2] * BLOCKS[kind][1] for kind, size in spec.blocks.items())
+    return weights_bytes(spec, dtype, quantization) / count
 
 
 def decode_share(steps: Sequence[TimedStep], cost: Cost, bytes_per_s: float) -> float:

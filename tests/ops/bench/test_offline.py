@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ops.bench.offline import (
     Rate,
     StepClock,
     TimedStep,
+    bytes_per_weight,
     chosen,
     cost_of,
     decode_share,
@@ -289,3 +290,21 @@ def test_embeddings_count_only_where_they_are_the_head_too(tmp_path: Path, shape
     write_config(shape, tmp_path)
     cost = cost_of(read_spec(tmp_path), 2)
     assert cost.dense + cost.head == num_multiplied
+
+
+@pytest.mark.parametrize(
+    ("quantization", "blocks", "least", "most"),
+    [
+        ("none", {}, 2, 2),
+        ("int8", {}, 1.0625, 1.6),
+        ("int4", {}, 0.625, 1.4),
+        ("int4_128", {"INT4_128": 68 * 1000, "BF16": 2 * 128_000}, (0.53125 + 2) / 2, (0.53125 + 2) / 2),
+    ],
+    ids=["none", "int8", "int4", "awq"],
+)
+def test_quantized_weights_have_fewer_bytes(
+    tmp_path: Path, quantization: str, blocks: dict[str, int], least: float, most: float
+) -> None:
+    write_config(SHAPES["95m"], tmp_path)
+    spec = replace(read_spec(tmp_path), blocks=blocks)
+    assert least <= bytes_per_weight(spec, torch.bfloat16, quantization) <= most
