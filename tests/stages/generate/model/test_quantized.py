@@ -168,3 +168,26 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(
     with pytest.raises(ConfigError) as refused:
         check_folder(path.parent)
     assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["awq-64", "gptq-32", "packed-128", "int8-128"])
+def test_matrices_that_are_one_in_the_file_are_divided_as_they_are_stored(tmp_path: Path, kind: str) -> None:
+    make_checkpoint(tmp_path / "plain", "phi3", head_dim=64, sizes=WIDE)
+    quantize(tmp_path / "plain", KINDS[kind], tmp_path / "quantized", tmp_path / "meant")
+    spec = check_folder(tmp_path / "quantized")
+    weights = load_gguf(spec, tmp_path / "quantized", dtype=torch.float32, device=torch.device("cpu"))
+    expected = load_file(tmp_path / "meant" / "model.safetensors")
+    assert len(expected) == len(weights) + spec.tie_embeddings
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight), name
+
+
+def test_biases_of_zeros_that_no_module_has_are_left_out(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, KINDS["gptq-32"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors, name = load_file(path), "model.layers.0.mlp.down_proj.bias"
+    save_file({**tensors, name: torch.zeros(256)}, path)
+    assert check_folder(path.parent)
+    save_file({**tensors, name: torch.ones(256)}, path)
+    with pytest.raises(ConfigError, match=r"down_proj.bias is not part of Qwen2ForCausalLM; it would be ignored"):
+        check_folder(path.parent)
