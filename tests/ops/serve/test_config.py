@@ -185,7 +185,7 @@ BAD = {
     "one of radix, naive": "--cache lru",
     "reference": "--attn fast",
     "bfloat16": "--dtype int8",
-    "int8": "--quantization int4",
+    "int8": "--quantization int3",
     "cuda": "--device tpu",
     "avx512": "--kernels sse",
     "letters, digits, dots, dashes and underscores": "--group a/b",

@@ -30,8 +30,8 @@ int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows,
 #endif
 
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof(*(array))))
-static const char *const names[] = {"float32", "bfloat16", "float16", "int8"};
-static const Format formats[] = {FLOAT32, BFLOAT16, FLOAT16, Q8_0};
+static const char *const names[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+static const Format formats[] = {FLOAT32, BFLOAT16, FLOAT16, Q8_0, INT4_32};
 static const Variant *variant;
 
 static void *memory(int64_t bytes, int filling) {
@@ -70,7 +70,7 @@ static void report(const void *bytes, int64_t count, const char *what, ...) {
 }
 
 static Matrix matrix_of(Format format, int64_t outputs, int64_t inputs, int pair, float scale) {
-    const Format source = format == Q8_0 ? BFLOAT16 : format;
+    const Format source = format >= Q4_0 ? BFLOAT16 : format;
     const int64_t all = round_up(outputs, PANEL) * (pair + 1);
     char *weights = numbers(source, outputs * inputs * (pair + 1), scale);
     char *panels = memory(kernels_packed_bytes(variant, format, outputs, inputs, pair), 0xff);
@@ -89,8 +89,9 @@ static void multiply_all(void) {
     for (int s = 0; s < 3 * COUNT(shapes); s++)
         for (int which = 0; which < COUNT(formats); which++) {
         const Format format = formats[which];
+            const int has_few_exponents = format == FLOAT16 || format == INT4_32;
             const int64_t outputs = shapes[s / 3][0], inputs = shapes[s / 3][1], stride = round_up(outputs, PANEL);
-            const Matrix matrix = matrix_of(format, outputs, inputs, 0, format == FLOAT16 ? 0.5f : scales[s % 3]);
+            const Matrix matrix = matrix_of(format, outputs, inputs, 0, has_few_exponents ? 0.5f : scales[s % 3]);
             const int64_t bytes = variant->activation_bytes(format, inputs);
             report(matrix.panels, kernels_packed_bytes(variant, format, outputs, inputs, 0), "%s panels %ld x %ld",
                    names[which], (long)outputs, (long)inputs);
@@ -118,7 +119,8 @@ static void multiply_blocks(void) {
         Format format;
     } types[] = {{2, 32, 18, {0, 0}, Q4_0},     {3, 32, 20, {0, 2}, Q4_1},     {6, 32, 22, {0, 0}, Q8_0},
                  {7, 32, 24, {0, 2}, Q5_1},     {8, 32, 34, {0, 0}, Q8_0},     {12, 256, 144, {0, 2}, Q4_K},
-                 {13, 256, 176, {0, 2}, Q5_K},  {14, 256, 210, {208, 208}, Q6_K}};
+                 {13, 256, 176, {0, 2}, Q5_K},  {14, 256, 210, {208, 208}, Q6_K},
+                 {100, 32, 20, {0, 0}, INT4_32}, {101, 64, 36, {0, 0}, INT4_64}, {102, 128, 68, {0, 0}, INT4_128}};
     static const int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 70};
     enum { OUTPUTS = 37, PANELS = 3 };
     for (int64_t t = 0; t < COUNT(types); t++) {
@@ -214,7 +216,7 @@ static void compute_steps(void) {
     enum { TOKENS = 44, ROWS = 4, PAGES = ROWS * WIDTH };
     for (int which = 0; which < COUNT(formats); which++) {
         const Format format = formats[which];
-        const Format plain = format == Q8_0 ? BFLOAT16 : format;
+        const Format plain = format >= Q4_0 ? BFLOAT16 : format;
         Mlp experts[EXPERTS];
         Layer layers[LAYERS] = {0};
         for (int i = 0; i < EXPERTS; i++) experts[i] = mlp_of(format);
@@ -224,31 +226,41 @@ static void compute_steps(void) {
                 .q_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2), .k_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2),
                 .qkv = {matrix_of(format, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, 0, 0.5f)},
                 .output = matrix_of(format, HIDDEN, HEADS * HEAD_DIM, 0, 0.25f), .mlp = mlp_of(format),
-                .router = matrix_of(plain, EXPERTS, HIDDEN, 0, 0.25f), .experts = i ? experts : NULL};
+                .router = matrix_of(plain, EXPERTS, HIDDEN, 0, 0.25f), .experts = i ? experts : NULL, .kind = i,
+                .norm_after_attention = which % 2 ? numbers(FLOAT32, HIDDEN, 2) : NULL,
+                .norm_after_mlp = which % 2 ? numbers(FLOAT32, HIDDEN, 2) : NULL};
+        Kind kinds[LAYERS] = {{.frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1.25f},
+                              {.frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1}};
         Model model = {.variant = variant, .num_layers = LAYERS, .hidden = HIDDEN, .num_heads = HEADS,
                        .num_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .vocabulary = VOCABULARY,
                        .num_embeddings = VOCABULARY, .num_experts = EXPERTS, .experts_per_token = 2, .normalize = 1,
                        .eps = 0x1p-20f, .embedding_type = plain == BFLOAT16 ? 30 : plain == FLOAT16, // a `ggml_type`
                        .embedding = numbers(plain, VOCABULARY * HIDDEN, 1), .layers = layers,
                        .norm = numbers(FLOAT32, HIDDEN, 2), .head = matrix_of(format, VOCABULARY, HIDDEN, 0, 0.5f),
-                       .frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1.25f};
+                       .rotary_dim = HEAD_DIM, .attention_scale = 0.22f, .embedding_scale = 1.5f, .gelu = which % 2,
+                       .kinds = kinds, .num_kinds = LAYERS};
         const int64_t num_numbers = LAYERS * 2 * PAGES * KV_HEADS * PAGE_SIZE * HEAD_DIM;
         void *before = numbers(plain, num_numbers, 2);
-        int32_t token_ids[TOKENS], tables[PAGES], rows[TOKENS], places[TOKENS], best[TOKENS], allowed_best[TOKENS];
+        int32_t token_ids[TOKENS], tables[2 * PAGES], rows[TOKENS], places[TOKENS], best[TOKENS], allowed_best[TOKENS];
         uint32_t bits[(VOCABULARY + 31) / 32];
         const uint32_t *allowed[TOKENS];
         for (int i = 0; i < COUNT(bits); i++) bits[i] = i % 3 ? 0x9e3779b9u * (uint32_t)i : UINT32_MAX;
         for (int i = 0; i < TOKENS; i++) allowed[i] = i % 5 ? bits : NULL;
         for (int i = 0; i < TOKENS; i++) token_ids[i] = i * 37 % VOCABULARY, rows[i] = i, places[i] = TOKENS - 1 - i;
-        for (int i = 0; i < PAGES; i++) tables[i] = i * 5 % PAGES;
         for (int way = 0; way < 3; way++) {
             void *pages = memory(num_numbers * bytes_of(plain), 0);
             float *x = memory(TOKENS * HIDDEN * 4, 0xff), *logits = memory(TOKENS * VOCABULARY * 4, 0xff);
             memcpy(pages, before, (size_t)(num_numbers * bytes_of(plain)));
             model.threads = way == 0 ? 1 : 3;
-            model.window = way == 2 ? 100 : 0;
+            // With a window and caps; the pages of the second layer are parts of their own.
+            model.num_parts = way == 2 ? 2 : 1;
+            kinds[1].window = model.window = way == 2 ? 100 : 0;
+            model.attention_cap = model.logits_cap = way == 2 ? 30 : 0;
+            for (int i = 0; i < LAYERS; i++) layers[i].part = way == 2 ? i : 0, layers[i].place = way == 2 ? 0 : i;
+            const int num_pages = (int)model.num_parts * PAGES;
+            for (int i = 0; i < num_pages; i++) tables[i] = i * 5 % num_pages;
             Step step = {TOKENS, ROWS, token_ids, starts, lengths, tables, WIDTH,
-                         .pages = pages, .num_pages = PAGES, .page_size = PAGE_SIZE, .format = plain, .x = x};
+                         .pages = pages, .num_pages = num_pages, .page_size = PAGE_SIZE, .format = plain, .x = x};
             const uint32_t usual = enter();
             leave(STRANGE);
             int outcome = kernels_forward(&model, &step);
