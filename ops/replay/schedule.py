@@ -29,6 +29,7 @@ from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.journal import JournalStep, steps
 from pipeline.log.protocol import Entry, HistoryLog
 from pipeline.names import parse_id
+from stages.generate.kvcache.base import LocalLayers
 from stages.generate.loop.pace import Pace
 from stages.generate.loop.past import recorded_request
 from stages.generate.schedule.again import StepsMissing, differences
@@ -226,7 +227,11 @@ def _otherwise(
     )
     tokens = {uid: requests.all_tokens(uid) for uid in requests.uids}
     if "num_pages" in limits:
-        _check_pages(limits["num_pages"], orjson.loads(steps[0].schedule)["page_size"], requests, tokens)
+        plain = orjson.loads(steps[0].schedule)
+        local = LocalLayers(*plain["local"])
+        chunks = (limits.get(name, 0) for name in ("max_prefill_length", "mixed_prefill_length"))
+        local = dataclasses.replace(local, largest_chunk=max(local.largest_chunk, *chunks))
+        _check_pages(limits["num_pages"], plain["page_size"], local, requests, tokens)
     estimates = {
         name: lived_again(steps, requests.request, tokens, time_of, **other)
         for name, other in (("estimated_as_it_was", {}), ("estimated", limits))
@@ -250,11 +255,13 @@ def far_off(measured: Mapping[str, float], estimated: Mapping[str, float]) -> li
     ]
 
 
-def _check_pages(num_pages: int, page_size: int, requests: Requests, tokens: Mapping[str, Sequence[int]]) -> None:
+def _check_pages(
+    num_pages: int, page_size: int, local: LocalLayers, requests: Requests, tokens: Mapping[str, Sequence[int]]
+) -> None:
     """Raise CannotPlan if one of the requests does not fit into so many pages."""
     lengths = {uid: len(requests.request(uid, 0).prompt_ids) + max(len(made), 1) for uid, made in tokens.items()}
     longest = max(lengths, key=lengths.__getitem__)
-    needed = -(-lengths[longest] // page_size)
+    needed = local.whole_pages(-(-lengths[longest] // page_size), page_size)
     if needed > num_pages:
         raise CannotPlan(
             f"--num-pages {num_pages}: {one_line(longest)} has {lengths[longest]:,} tokens, which need {needed:,} "

@@ -41,7 +41,7 @@ def integers_of(kind: Kind, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if kind.has_zeros:
         low, high = parts_OGI.amin(2).clamp(max=0), parts_OGI.amax(2).clamp(min=0)
         scales_OG = ((high - low) / most).half()
-        zeros_OG = (-low / scales_OG.float()).round().clamp(1, most)
+        zeros_OG = (-low / scales_OG.float()).round().clamp(0, most)
     else:
         scales_OG = (parts_OGI.abs().amax(2) / (most // 2)).half()
         zeros_OG = torch.full_like(scales_OG, 2 ** (kind.bits - 1)).float()
@@ -86,14 +86,21 @@ def pack_gptq(kind: Kind, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tensor]
     order_I = groups_I.argsort(stable=True)
     integers, scales, zeros = integers_of(kind, weight_OI[:, order_I])
     integers = torch.empty_like(integers).index_copy_(1, order_I, integers)
-    stored = zeros - int(kind.config["checkpoint_format"] == "gptq")
     tensors = {
         "qweight": words(integers.T, kind.bits, 0),
-        "qzeros": words(stored.T, kind.bits, 1),
+        "qzeros": stored_zeros(kind, words(zeros.T, kind.bits, 1)),
         "scales": scales.T.contiguous(),
         "g_idx": groups_I.int(),
     }
     return tensors, meant(kind, integers, scales, zeros, groups_I)
+
+
+def stored_zeros(kind: Kind, zeros: Tensor) -> Tensor:
+    """Return words of zeros as the format has them: the first one has 1 less in each, subtracted from whole words."""
+    if kind.config["checkpoint_format"] != "gptq":
+        return zeros
+    less = zeros.long() - (0x11111111 if kind.bits == 4 else 0x01010101)
+    return (((less + 2**31) % 2**32) - 2**31).int()
 
 
 def pack_packed(kind: Kind, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tensor]:

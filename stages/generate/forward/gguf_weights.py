@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.forward.unpacked import Unpacked, unpacked
-from stages.generate.forward.weights import DTYPES, Progress, clear_rest, fused_name, parts_of, places_of, seen
+from stages.generate.forward.weights import DTYPES, EXPERT, Progress, clear_rest, fused_name, parts_of, places_of, seen
 from stages.generate.kernels.library import Library, library
 from stages.generate.model.checkpoint import HEAD, read_tensors
 from stages.generate.model.compiled import BlockMatrix
@@ -49,6 +50,7 @@ class _Source:
         """Bytes of the whole tensors."""
         self.total_bytes = sum(self.sizes.values())
         self._unpacked: dict[Stored, Unpacked] = {}
+        self._likeness: dict[str, tuple[str, bytes]] = {}
 
     def unpacked(self, name: str) -> Unpacked | None:
         """Return the rows of a quantized weight; None: it is none. Those of the last ones are kept.
@@ -70,10 +72,24 @@ class _Source:
             )
         return found
 
+    def place(self, name: str) -> tuple[Path, int, int]:
+        """Return the file of a tensor, where it or its first part begins there, and its own begin."""
+        entry = self.entries[name]
+        first = entry.begin if entry.stored is None else min(part.begin for part in entry.stored.tensors.values())
+        return entry.file, first, entry.begin
+
     def kind(self, name: str) -> str:
         """Return the type of a tensor."""
         found = self.unpacked(name)
         return self.entries[name].dtype if found is None else found.kind
+
+    def likeness(self, name: str) -> tuple[str, bytes]:
+        """Return what the parts of one matrix must have in common. It is asked again for their biases."""
+        if name not in self._likeness:
+            found = self.unpacked(name)
+            order_I = None if found is None else found.order_I
+            self._likeness[name] = self.kind(name), b"" if order_I is None else order_I.tobytes()
+        return self._likeness[name]
 
     def rows(self, name: str) -> npt.NDArray[np.uint64]:
         """Return the addresses of the rank's rows of a tensor, each from the rank's first column on."""
@@ -106,7 +122,7 @@ def load_gguf(
     weights, places = places_of(shard or spec, dtype, device)
     done_bytes = 0
     with seen(progress) as report:
-        for name in sorted(places, key=lambda name: (source.entries[name].file, source.entries[name].begin)):
+        for name in sorted(places, key=source.place):
             _widen(source, name, places[name])
             done_bytes += source.sizes[name]
             report(done_bytes, source.total_bytes)
@@ -134,12 +150,28 @@ def load_blocks(
             weights |= _kept(source, fused, names)
             done_bytes += sum(source.sizes[name] for name in names)
             report(done_bytes, source.total_bytes)
+    _check_experts(folder, weights)
     return weights
+
+
+def _check_experts(folder: Path, weights: Mapping[str, Tensor | BlockMatrix]) -> None:
+    """Raise ConfigError if the experts of a layer are of several kinds: the kernels prepare the rows of all at once."""
+    kinds: dict[str, set[str]] = {}
+    for name, weight in weights.items():
+        if (expert := EXPERT.fullmatch(name)) is not None:
+            kind = weight.type if isinstance(weight, BlockMatrix) else str(weight.dtype).removeprefix("torch.")
+            kinds.setdefault(f"{expert[1]}.*.{expert[3]}", set()).add(kind)
+    for name, found in kinds.items():
+        if len(found) > 1:
+            raise ConfigError(
+                f"{folder}: {name} has weights of several kinds ({', '.join(sorted(found))}), which the kernels do not "
+                "mix; pass --dtype float32"
+            )
 
 
 def _kept(source: _Source, fused: str, names: list[str]) -> dict[str, Tensor | BlockMatrix]:
     """Return the tensors *names* as one, or each by itself."""
-    of_weights = {_likeness(source, name.rpartition(".")[0] + ".weight") for name in names}
+    of_weights = {source.likeness(name.rpartition(".")[0] + ".weight") for name in names}
     if len(of_weights) > 1 and "qkv_proj" in fused:
         return {name: tensor for each in names for name, tensor in _kept(source, each, [each]).items()}
     kind, *others = sorted({source.kind(name) for name in names})
@@ -158,13 +190,6 @@ def _kept(source: _Source, fused: str, names: list[str]) -> dict[str, Tensor | B
     for name, place in zip(names, torch.split(whole, rows), strict=True):
         _widen(source, name, place)
     return {fused: whole}
-
-
-def _likeness(source: _Source, name: str) -> tuple[str, bytes]:
-    """Return what the parts of one matrix must have in common."""
-    found = source.unpacked(name)
-    order_I = None if found is None else found.order_I
-    return source.kind(name), b"" if order_I is None else order_I.tobytes()
 
 
 def _widen(source: _Source, name: str, place: Tensor) -> None:

@@ -82,8 +82,9 @@ def _integers(stored: Stored, shape: tuple[int, ...]) -> tuple[Bytes, Zeros, Any
     elif scheme.layout == "gptq":
         words = _read(tensors["qweight"])
         packed_OB = words.view(np.uint8).reshape(*words.shape, 4).transpose(1, 0, 2).reshape(stored.shape[0], -1)
-        zeros = _read(tensors["qzeros"]).view(np.uint8)
-        zeros_OG = (_nibbles(zeros) if scheme.bits == 4 else zeros).T.astype(np.int16) + scheme.zero_offset
+        ones = np.uint32(scheme.zero_offset * (0x11111111 if scheme.bits == 4 else 0x01010101))
+        zeros = (_read(tensors["qzeros"]).view(np.uint32) + ones).view(np.uint8)  # in words, as they were subtracted
+        zeros_OG = (_nibbles(zeros) if scheme.bits == 4 else zeros).T.astype(np.int16)
     elif scheme.layout == "packed":
         packed_OB = _read(tensors["weight_packed"]).view(np.uint8)
         zeros_OG = np.full(shape, 1 << (scheme.bits - 1), np.int16)
@@ -97,7 +98,8 @@ def _integers(stored: Stored, shape: tuple[int, ...]) -> tuple[Bytes, Zeros, Any
         packed_OB = _read(tensors["weight"]).view(np.uint8) ^ 128
         zeros_OG = np.full(shape, 128, np.int16)
         if "weight_zero_point" in tensors:
-            zeros_OG += _read(tensors["weight_zero_point"]).reshape(shape)
+            zeros = _read(tensors["weight_zero_point"])
+            zeros_OG += zeros.reshape(shape if zeros.size > 1 else (1, 1))
     for name in {"g_idx", "weight_g_idx"} & tensors.keys():
         packed_OB, order_I = _ordered(stored, packed_OB, _read(tensors[name]))
     return packed_OB, zeros_OG, order_I

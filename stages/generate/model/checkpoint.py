@@ -346,7 +346,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
     expected, has_gguf = tensor_shapes(spec), is_gguf(folder)
-    quantized = {name for name, entry in entries.items() if entry.stored}
+    quantized = {stored.name for entry in entries.values() if (stored := entry.stored) is not None}
+    quantized |= {name for name, entry in entries.items() if entry.stored}  # parts of those that are one in the file
     for name in expected:
         if name not in entries:
             where = weight_files(folder)[0].name if has_gguf else WEIGHTS_FILE
@@ -377,7 +378,9 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
 
 
 def _is_zero(entry: TensorEntry) -> bool:
-    """Return whether all bytes of a small tensor are zero."""
+    """Return whether all bytes of a tensor of one dimension are zero."""
+    if len(entry.shape) != 1:
+        return False
     with entry.file.open("rb") as file:
         file.seek(entry.begin)
         return not any(file.read(entry.end - entry.begin))

@@ -27,10 +27,17 @@ if TYPE_CHECKING:
     from stages.generate.model.checkpoint import TensorEntry
 
 METHODS: Final = "awq, gptq, compressed-tensors and fp8"
-UNUSED: Final = frozenset({"weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"})
+UNUSED: Final = frozenset(
+    {"weight_shape", "activation_scale", "kv_scale"}
+    | {f"{name}_{kind}" for name in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")}
+)
 """Tensors that are not needed: a shape that the others have, too, and scales of activations."""
+GPTQ_FORMATS: Final = ("gptq", "gptq_v2")
 INT4: Final = {size: kind for kind, (_, size, _) in BLOCKS.items() if kind.startswith("INT4")}
 """Weights that share a scale in memory -> kind of their blocks."""
+MOST: Final = 2**20
+"""Largest group or block: more inputs than any model has."""
+BYTES: Final = {"I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 WORD: Final = 32
 """Bits of the integers in which small ones are packed."""
 
@@ -50,6 +57,8 @@ class Scheme:
     """Outputs and inputs that share a scale of FP8; 0: all."""
     is_float: bool = False
     """Whether the numbers are FP8."""
+    needs_zeros: bool = False
+    """Whether each weight must have zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +95,8 @@ def read_scheme(path: Path, given: object) -> Scheme | None:
         if method == "compressed-tensors":
             return _compressed(config)
         if method == "fp8":
-            block = config.get("weight_block_size") or (0, 0)
-            return Scheme("fp8", "plain", 8, block=_pair(block), is_float=True)
+            sizes = config.get("weight_block_size")
+            return Scheme("fp8", "plain", 8, block=_pair(sizes) if sizes else (0, 0), is_float=True)
     except _UnknownError as unknown:
         raise ConfigError(
             f"{path}: quantization_config of {method}: {unknown}; pass another file of this model, such as its GGUF in "
@@ -104,15 +113,17 @@ class _UnknownError(Exception):
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    _among(config, "version", ("gemm",), "gemm")
+    version = config.get("version")
+    _among({"version": version.lower() if isinstance(version, str) else version or "gemm"}, "version", ("gemm",))
     bits = _among(config, "bits", (4,), config.get("w_bit"))
     return Scheme("awq", "awq", bits, _group(config.get("group_size", config.get("q_group_size"))))
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    if config.get("dynamic"):
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, dict) or not all(rule.startswith("-") for rule in rules):  # those leave modules out
         raise _UnknownError("dynamic is given: modules of different kinds are not supported")
-    form = _among(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    form = _among({"checkpoint_format": config.get("checkpoint_format") or "gptq"}, "checkpoint_format", GPTQ_FORMATS)
     bits = _among(config, "bits", (4, 8))
     return Scheme("gptq", "gptq", bits, _group(config.get("group_size")), zero_offset=int(form == "gptq"))
 
@@ -120,23 +131,32 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     groups = config.get("config_groups")
     groups = groups if isinstance(groups, dict) else {}
-    of_weights = [one.get("weights") for one in groups.values() if isinstance(one, dict)]
-    if not of_weights or not isinstance(of_weights[0], dict) or any(one != of_weights[0] for one in of_weights):
+    every = [one for one in groups.values() if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
+    of_weights = [{name: one["weights"].get(name) for name in READ} for one in every]
+    forms = [config.get("format") or one.get("format") for one in every]
+    if not every or any(one != of_weights[0] for one in of_weights) or any(form != forms[0] for form in forms):
         raise _UnknownError("config_groups must say how weights are quantized, and the same for all")
-    weights = of_weights[0]
-    form = config.get("format") or next((one.get("format") for one in groups.values()), None)
+    if config.get("transform_config"):
+        raise _UnknownError("transform_config is given: rotated activations are not supported")
+    weights, form = of_weights[0], forms[0]
     layouts: Mapping[str, Literal["packed", "plain"]] = {"pack-quantized": "packed", "int-quantized": "plain"}
     layouts = {**layouts, "float-quantized": "plain", "naive-quantized": "plain"}
-    if form not in layouts:
+    if not isinstance(form, str) or form not in layouts:
         raise _UnknownError(f"format is {json.dumps(form):.50}; supported: {', '.join(layouts)}")
     bits = _among(weights, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
     is_float = form in ("float-quantized", "naive-quantized")
-    if weights.get("type", "int") != ("float" if is_float else "int"):
+    if (weights["type"] or "int") != ("float" if is_float else "int"):
         raise _UnknownError(f"type is {json.dumps(weights.get('type')):.50} in the format {form}")
-    strategy = _among(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
-    group = _group(weights.get("group_size")) if strategy == "group" else 0
-    block = _pair(weights.get("block_structure")) if strategy == "block" else (0, 0)
-    return Scheme("compressed-tensors", layouts[form], bits, group, block=block, is_float=is_float)
+    strategies = ("tensor", "channel", "group", "block" if is_float else "group")
+    strategy = _among({"strategy": weights["strategy"] or "tensor"}, "strategy", strategies)
+    group = _group(weights["group_size"]) if strategy == "group" else 0
+    block = _pair(weights["block_structure"]) if strategy == "block" else (0, 0)
+    needs_zeros = weights["symmetric"] is False and not is_float
+    return Scheme("compressed-tensors", layouts[form], bits, group, 0, block, is_float, needs_zeros)
+
+
+READ: Final = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+"""What of the weights of a config group decides how they lie."""
 
 
 def _among(config: Mapping[str, Any], name: str, known: tuple[Any, ...], default: object = None) -> Any:
@@ -150,14 +170,14 @@ def _group(size: object) -> int:
     """Return a group's size; -1 or none at all: a whole row."""
     if size in (None, -1):
         return 0
-    if type(size) is not int or size <= 0:
+    if type(size) is not int or not 0 < size <= MOST:
         raise _UnknownError(f"group_size is {json.dumps(size):.50}; expected a number of inputs, or -1")
     return size
 
 
 def _pair(given: object) -> tuple[int, int]:
     sizes = given if isinstance(given, (list, tuple)) else ()
-    if len(sizes) != 2 or any(type(size) is not int or size < 0 for size in sizes):
+    if len(sizes) != 2 or any(type(size) is not int or not 0 < size <= MOST for size in sizes):
         raise _UnknownError(f"the shape of a block is {json.dumps(given):.50}; expected two numbers")
     return sizes[0], sizes[1]
 
@@ -179,6 +199,10 @@ def gathered(tensors: Mapping[str, TensorEntry], scheme: Scheme) -> dict[str, Te
     for module, parts in modules.items():
         used = _parts_of(parts, scheme)
         found |= {f"{module}.{kind}": entry for kind, entry in parts.items() if kind not in used and kind not in UNUSED}
+        if used and "weight" in parts.keys() - used:
+            raise ConfigError(
+                f"{parts['weight'].file}: {module}.weight is there beside its quantized form; one must go"
+            )
         if used:
             found[f"{module}.weight"] = _entry(module, {kind: parts[kind] for kind in used}, scheme)
     return found
@@ -212,19 +236,27 @@ def _entry(module: str, parts: Mapping[str, TensorEntry], scheme: Scheme) -> Ten
         if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
             expected = " or ".join(f"{'/'.join(dtypes)} {shape}" for shape in shapes or ("of two dimensions",))
             raise refused(f"{name} is {entry.dtype} {entry.shape}, expected {expected}")
+        if entry.end - entry.begin != math.prod(entry.shape) * BYTES[entry.dtype]:
+            raise refused(f"{name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
 
     floats, per_word = ("F16", "BF16", "F32"), WORD // scheme.bits
     if len(main.shape) != 2 or not all(main.shape):
         raise refused(f"{kind} has shape {main.shape}, expected two dimensions")
+    if scheme.needs_zeros and "weight_zero_point" not in parts:
+        raise refused(f"weight_zero_point is missing beside {kind}")
+    if scheme.is_float and "weight_zero_point" in parts:
+        raise refused("weight_zero_point is there, which FP8 does not have")
     rows, columns = main.shape
     scale = next((name for name in ("scales", "weight_scale", "weight_scale_inv") if name in parts), "weight_scale")
     if scheme.layout == "plain":
         shape = rows, columns
-        every = [(), (1,), (rows,), (rows, 1)]
+        every = [(), (1,), (1, 1), (rows,), (rows, 1)]
         if scheme.block[1]:
             every = [(-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))]
         elif scheme.group:
             every = [(rows, -(-columns // scheme.group))]
+            if columns % scheme.group:
+                raise refused(f"{kind} has {columns} inputs, which groups of {scheme.group} do not divide")
         check(kind, ("F8_E4M3",) if scheme.is_float else ("I8",))
         check(scale, floats, *every)
         if "weight_zero_point" in parts:

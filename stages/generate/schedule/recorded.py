@@ -188,6 +188,7 @@ class RecordedSchedule(Schedule):
             if local.num_parts:
                 local = dataclasses.replace(local, largest_chunk=max(local.largest_chunk, limits.largest_chunk))
             pages = max(num_pages, plain["num_pages"])
+            limits = dataclasses.replace(limits, context=min(limits.context, local.capacity(pages, plain["page_size"])))
             cache, allocations = remade(plain["cache"], pages, plain["page_size"], cached, local)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still, came_at) in enumerate(plain["requests"]):
@@ -202,8 +203,7 @@ class RecordedSchedule(Schedule):
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
             schedule._num_prefilled = plain["prefilled"]
-            if 0 < num_pages < plain["num_pages"]:
-                schedule._take_away(plain["num_pages"] - num_pages)
+            schedule._take_away(plain["num_pages"] - (num_pages or plain["num_pages"]))
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UndecodableEvent(f"the snapshot of a schedule does not decode: {error!r}") from error
         return schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib import metadata
 from typing import Final
 
@@ -122,7 +122,8 @@ class Settings:
     def of_all_ranks(self) -> str:
         """Everything that must be the same on all ranks, but for the number of pages: ranks agree on that."""
         limits = self.limits
-        return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}"
+        local = f" local layers {astuple(self.local)}" if self.local.num_parts else ""
+        return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}{local}"
 
     def with_fused(self, modules: tuple[str, ...]) -> Settings:
         """Return the settings of an engine in which these modules of FlashInfer compute parts of the layers."""
@@ -416,7 +417,7 @@ def resolve_quantization(config: EngineConfig, spec: ModelSpec, kernels: str) ->
     formats = "+".join(kind.lower() for kind in spec.blocks if BLOCKS[kind][1] > 1)
     if config.quantization != "auto":
         raise ConfigError(
-            f"--quantization {config.quantization}: the weights are {formats or 'not quantized'}; leave it out"
+            f"--quantization {config.quantization}: the weights are {formats or 'in a file of blocks'}; leave it out"
         )
     widened = kernels == "torch" or config.dtype == "float32" or config.dummy_weight
     return "none" if widened or not formats else formats

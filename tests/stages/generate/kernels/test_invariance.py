@@ -114,7 +114,7 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
             patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
             folder = model_folder(str(folder / "model.gguf"))
     elif mode.dtype in KINDS:
-        make_checkpoint(folder / "plain", mode.family, max_positions=LONG, sizes=WIDE)
+        make_checkpoint(folder / "plain", mode.family, num_layers=3, max_positions=LONG, sizes=WIDE)
         quantize(folder / "plain", KINDS[mode.dtype], folder / "quantized", folder / "meant")
         folder = folder / "quantized"
     else:

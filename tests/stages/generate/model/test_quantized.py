@@ -17,7 +17,7 @@ from support.quantized import KINDS, quantize
 from support.schedules import make_schedule, marked, request, steps
 
 from pipeline.errors import ConfigError
-from stages.generate.forward.gguf_weights import load_gguf
+from stages.generate.forward.gguf_weights import load_blocks, load_gguf
 from stages.generate.forward.unpacked import unpacked
 from stages.generate.model.checkpoint import check_folder, read_tensors
 from stages.generate.model.spec import ModelSpec
@@ -26,6 +26,16 @@ from stages.generate.setup.resolve import resolve
 
 Folders = tuple[Path, Path]
 PROMPT = list(range(5, 40))
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    of_weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return {"targets": ["Linear"], "weights": {**of_weights, **weights}}
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group()}}
+    return {**config, **changes}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +87,32 @@ def test_integers_stay_integers_in_the_kernels(made: Folders) -> None:
     found, expected = engine.logits(plan(row)), exact.logits(plan(row))
     assert (found - expected).norm() < 0.2 * expected.norm(), "activations are rounded to 8 bits"
     assert settings.quantization == ("none" if set(spec.blocks) <= {"F32", "BF16"} else "+".join(_blocks(spec)))
+
+
+def test_a_zero_of_zero_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Of a group in which no weight is negative. The first version of GPTQ subtracts 1 from whole words of zeros."""
+    make_checkpoint(tmp_path / "plain", "qwen2", num_layers=2, sizes=WIDE)
+    path, name = tmp_path / "plain" / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(path)
+    tensors[name][::3, 64:128].abs_()
+    save_file(tensors, path, {"format": "pt"})
+    quantize(tmp_path / "plain", KINDS["gptq-zeros"], tmp_path / "quantized", tmp_path / "meant")
+    spec = check_folder(tmp_path / "quantized")
+    weights = load_gguf(spec, tmp_path / "quantized", dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(weights[name], load_file(tmp_path / "meant" / "model.safetensors")[name])
+
+
+def test_experts_of_several_kinds_are_refused_by_the_kernels_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "qwen3moe", num_layers=3, sizes=WIDE)
+    quantize(tmp_path / "plain", KINDS["packed-128"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.experts.2.down_proj.weight_scale"][3, 0] = 2.0**-27
+    save_file(tensors, path, {"format": "pt"})
+    spec = check_folder(path.parent)
+    with pytest.raises(ConfigError, match=r"down_proj.weight has .* \(INT4_128, float32\).* --dtype float32"):
+        load_blocks(spec, path.parent)
+    assert load_gguf(spec, path.parent, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["awq-32", "gptq-order"])
@@ -131,6 +167,15 @@ def test_scales_that_are_no_halves_are_kept_in_float32(folder: Path, tmp_path: P
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups must say"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "the shape of a block is [128]; expected two numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "the shape of a block is [0, 128]"),
+        ({"quant_method": "fp8", "weight_block_size": [10**30, 128]}, "the shape of a block is [1000000"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "dynamic is given"),
+        (compressed(format=["x"]), 'format is ["x"]; supported: pack-quantized'),
+        (compressed(config_groups={"a": 5, "b": {"weights": None}}), "config_groups must say"),
+        (compressed(config_groups={"a": group(), "b": group(num_bits=8)}), "and the same for all"),
+        (compressed(transform_config={"R1": {}}), "transform_config is given"),
+        (compressed(config_groups={"a": group(strategy="block", block_structure=[2, 2])}), 'strategy is "block"'),
+        (compressed(config_groups={"a": group(group_size=2**40)}), "group_size is 1099511627776; expected"),
     ],
     ids=str,
 )
@@ -180,6 +225,40 @@ def test_matrices_that_are_one_in_the_file_are_divided_as_they_are_stored(tmp_pa
     assert len(expected) == len(weights) + spec.tie_embeddings
     for name, weight in expected.items():
         assert torch.equal(weights[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("awq-32", {"version": "GEMM"}),
+        ("awq-32", {"version": None}),
+        ("gptq-32", {"checkpoint_format": None, "dynamic": {"-:.*lm_head": {}}}),
+        ("packed-128", {"config_groups": {"a": group(group_size=128, observer="mse"), "b": {"weights": None}}}),
+    ],
+    ids=str,
+)
+def test_what_quantizers_write_in_several_ways_is_read(
+    folder: Path, tmp_path: Path, kind: str, config: dict[str, Any]
+) -> None:
+    quantize(folder, KINDS[kind], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "config.json"
+    written = json.loads(path.read_text())
+    expected = check_folder(path.parent)
+    path.write_text(json.dumps({**written, "quantization_config": {**written["quantization_config"], **config}}))
+    assert check_folder(path.parent) == expected
+
+
+def test_tensors_that_are_shorter_than_they_say_are_refused(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, KINDS["fp8"], tmp_path / "quantized", tmp_path / "meant")
+    path = tmp_path / "quantized" / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.layers.0.self_attn.q_proj.weight"]["shape"][0] *= 2
+    made = json.dumps(header).encode()
+    path.write_bytes(len(made).to_bytes(8, "little") + made + data[8 + size :])
+    with pytest.raises(ConfigError, match=r"q_proj.weight has 65536 bytes for shape \(512, 256\)"):
+        check_folder(path.parent)
 
 
 def test_biases_of_zeros_that_no_module_has_are_left_out(folder: Path, tmp_path: Path) -> None:

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 from support.journalled import POISON, Life, live, run
+from support.schedules import TOKEN, request
+from support.schedules import steps as plans
 from support.selection import by_night
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
 from pipeline.log.journal import JournalStep, steps
+from stages.generate.kvcache import make_cache
+from stages.generate.kvcache.base import LocalLayers
 from stages.generate.loop.log_thread import Arrived, Ended, Update
 from stages.generate.schedule.again import Again, StepsMissing, differences
-from stages.generate.schedule.recorded import SNAPSHOT_VERSION
+from stages.generate.schedule.recorded import SNAPSHOT_VERSION, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, ScheduleLimits
 
 NUM_STEPS = by_night(500, 5000)
 EVERY = by_night(100, 500)
@@ -120,6 +125,28 @@ def test_a_snapshot_of_an_engine_that_planned_by_other_rules_is_refused(life: Li
     assert older != journal[0].schedule
     with pytest.raises(UndecodableEvent, match=f"version 1, here {SNAPSHOT_VERSION}"):
         Again(dataclasses.replace(journal[0], schedule=older), life.request_of)
+
+
+@pytest.mark.parametrize("name", ["radix", "naive"])
+def test_a_snapshot_lives_on_with_longer_chunks(name: str) -> None:
+    """Local parts are reserved for the longest chunk, so fewer requests may have pages at once than before."""
+    local = LocalLayers(2, 8, 16)
+    limits = ScheduleLimits(local.capacity(20, 4), 16, 4, max_running_requests=4, vocab_size=1000)
+    schedule = RecordedSchedule(make_cache(name, 20, 4, local), limits, [], Identity("generate-0", 1, "w"))
+    made = {uid: request(uid, 30, first=100 * int(uid), max_tokens=60, ignore_eos=True) for uid in "0123"}
+    for new in made.values():
+        schedule.add(new)
+    list(plans(schedule, most=8))
+    assert schedule.num_running > 1
+    again = RecordedSchedule.restored(
+        schedule.snapshot(),
+        9,
+        lambda uid, n: dataclasses.replace(made[uid], output_ids=(TOKEN,) * n),
+        max_prefill_length=64,
+    )
+    assert again.problems() == [] and again.free_pages >= 0
+    assert len(list(plans(again))) > 60
+    assert again.num_running == again.num_waiting == 0
 
 
 class Leaves(Life):

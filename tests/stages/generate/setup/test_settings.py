@@ -204,5 +204,7 @@ def test_local_layers_have_parts_of_pages_where_the_kernels_compute_and_the_cont
     assert resolve(replace(few, max_prefill_length=2048), mixed).local == NO_LOCAL_LAYERS
     assert resolve(few, replace(mixed, kind_of=(1,) * 6)).local == NO_LOCAL_LAYERS
     assert resolve(few, replace(mixed, kind_of=(0, 0, 0, 0, 0, 1))).local == NO_LOCAL_LAYERS, "its part would be empty"
+    longer = resolve(replace(few, max_prefill_length=96), mixed)
+    assert longer.local.num_parts and longer.of_all_ranks != settings.of_all_ranks, "its pages are others"
     whole = resolve(replace(few, num_pages=0, max_running_requests=3), mixed)
     assert whole.num_pages == 3 * -(-(32 + 2 * at_once) // 3), "enough for three requests of 512 tokens"
