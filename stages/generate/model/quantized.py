@@ -32,6 +32,8 @@ UNUSED: Final = frozenset(
     | {f"{name}_{kind}" for name in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")}
 )
 """Tensors that are not needed: a shape that the others have, too, and scales of activations."""
+READ: Final = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+"""What of the weights of a config group decides how they lie."""
 GPTQ_FORMATS: Final = ("gptq", "gptq_v2")
 INT4: Final = {size: kind for kind, (_, size, _) in BLOCKS.items() if kind.startswith("INT4")}
 """Weights that share a scale in memory -> kind of their blocks."""
@@ -147,16 +149,12 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
     is_float = form in ("float-quantized", "naive-quantized")
     if (weights["type"] or "int") != ("float" if is_float else "int"):
         raise _UnknownError(f"type is {json.dumps(weights.get('type')):.50} in the format {form}")
-    strategies = ("tensor", "channel", "group", "block" if is_float else "group")
+    strategies = ("tensor", "channel", "group", *(("block",) if is_float else ()))
     strategy = _among({"strategy": weights["strategy"] or "tensor"}, "strategy", strategies)
     group = _group(weights["group_size"]) if strategy == "group" else 0
     block = _pair(weights["block_structure"]) if strategy == "block" else (0, 0)
     needs_zeros = weights["symmetric"] is False and not is_float
     return Scheme("compressed-tensors", layouts[form], bits, group, 0, block, is_float, needs_zeros)
-
-
-READ: Final = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
-"""What of the weights of a config group decides how they lie."""
 
 
 def _among(config: Mapping[str, Any], name: str, known: tuple[Any, ...], default: object = None) -> Any:
