@@ -558,7 +558,8 @@ def lived_again(
             match word.split():
                 case ["add", n, _, uid] if uid not in known:  # else its engine died, which does not happen here
                     known.add(uid)
-                    schedule.add(request_of(uid, int(n)))
+                    if (failed := schedule.add(request_of(uid, int(n)))) is not None:
+                        raise CannotPlan(f"{one_line(uid)} does not fit these limits: {failed.message}")
                     times.came(uid, at_ms)
                 case ["drop", uid] if (schedule.num_output(uid) or 0) >= len(tokens.get(uid, ())):
                     schedule.drop(uid)

@@ -5,6 +5,7 @@ would have happened with other limits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.memory_log.log import MemoryLog
 from support.selection import rest_at_night
 
 from minisgl import main
-from ops.replay.schedule import far_off, fitted, lived_again, measured, parts_of
+from ops.replay.schedule import CannotPlan, far_off, fitted, lived_again, measured, parts_of
 from pipeline.archive.folder import make_archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Submitted, Tokenized, TokensProduced, encode
@@ -27,6 +28,7 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, Names, tokens_id
 from pipeline.recording import Recording
 from stages.generate.schedule.plan import BatchPlan, PlanRow
+from stages.generate.schedule.request import NewRequest
 
 NUM_STEPS, EVERY = 300, 100
 Tool = Callable[..., tuple[int, str, str]]
@@ -292,3 +294,13 @@ def test_a_request_without_a_known_token_gets_one_and_leaves(life: Life, journal
     time_of = fitted([(1, 0, 0, 0, 0)], [2], [1])
     outcome = lived_again(journal[:1], life.request_of, {"r0": []}, time_of)
     assert (outcome.tokens, outcome.steps) == (1, 1)
+
+
+def test_a_request_that_the_limits_do_not_take_is_named(life: Life, journal: list[JournalStep]) -> None:
+    """Longer chunks reserve more local parts, so the context of the estimate may be shorter than the engine's."""
+
+    def too_long(uid: str, n: int) -> NewRequest:
+        return dataclasses.replace(life.request_of(uid, n), prompt_ids=(5,) * 64)
+
+    with pytest.raises(CannotPlan, match=r"r\d+ does not fit these limits: .* maximum context length is 64 tokens"):
+        lived_again(journal, too_long, life.made, fitted([(1, 0, 0, 0, 0)], [2], [1]))
