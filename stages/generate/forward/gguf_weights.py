@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from stages.generate.model.gguf import BLOCKS
 from stages.generate.model.quantized import Stored
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
+logger = structlog.get_logger()
 PIECE_WEIGHTS: Final = 2**20
 """Weights that a thread widens at a time."""
 KEPT: Final = 3
@@ -50,6 +52,8 @@ class _Source:
         """Bytes of the whole tensors."""
         self.total_bytes = sum(self.sizes.values())
         self._unpacked: dict[Stored, Unpacked] = {}
+        self.widened: set[Stored] = set()
+        """Weights that became floats because of their numbers."""
         self._likeness: dict[str, tuple[str, bytes]] = {}
 
     def unpacked(self, name: str) -> Unpacked | None:
@@ -64,7 +68,9 @@ class _Source:
         if entry.stored not in self._unpacked:
             if len(self._unpacked) == KEPT:
                 del self._unpacked[next(iter(self._unpacked))]
-            self._unpacked[entry.stored] = unpacked(entry)
+            self._unpacked[entry.stored] = made = unpacked(entry)
+            if made.kind != entry.dtype:
+                self.widened.add(entry.stored)
         found, part = self._unpacked[entry.stored], self.parts[name]
         if found.order_I is not None and len(part.columns) < entry.shape[1]:
             raise ConfigError(
@@ -151,6 +157,9 @@ def load_blocks(
             done_bytes += sum(source.sizes[name] for name in names)
             report(done_bytes, source.total_bytes)
     _check_experts(folder, weights)
+    if source.widened:
+        reason = "their scales are not float16, or they have 8 bits and a zero"
+        logger.info("weights_are_widened", dtype="float32", matrices=len(source.widened), reason=reason)
     return weights
 
 

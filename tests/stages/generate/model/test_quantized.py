@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from support.checkpoints import make_checkpoint, make_engine, reference_tokens
 from support.gguf_files import WIDE
 from support.kernel_variants import VARIANTS
@@ -149,6 +150,9 @@ def test_scales_that_are_no_halves_are_kept_in_float32(folder: Path, tmp_path: P
     save_file(tensors, path)
     found = {each: unpacked(entry).kind for each, entry in read_tensors(path.parent).items() if entry.stored}
     assert found.pop(name) == "F32" and set(found.values()) == {"INT4_128"}
+    with capture_logs() as logs:
+        load_blocks(check_folder(path.parent), path.parent)
+    assert [(line["event"], line["matrices"]) for line in logs] == [("weights_are_widened", 1)]
     tensors[f"{name}_scale"][3, 1] = float("inf")
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=r"down_proj.weight has a scale that is not a finite number"):
