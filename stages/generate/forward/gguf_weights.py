@@ -43,7 +43,7 @@ class _Source:
     def __init__(self, spec: ModelSpec, shard: ModelSpec, folder: Path) -> None:
         found = library()
         if not isinstance(found, Library):
-            raise ConfigError(f"GGUF files need the CPU kernels, which read their blocks on every device: {found}")
+            raise ConfigError(f"blocks of weights need the CPU kernels, which read them on every device: {found}")
         self.widen = found.functions.kernels_widen
         self.widen.argtypes, self.widen.restype = [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p], None
         self.entries, self.parts, self.shapes = read_tensors(folder), parts_of(spec, shard), tensor_shapes(shard)
