@@ -384,11 +384,12 @@ def bytes_per_weight(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> 
 
     if quantization == "none":
         return dtype.itemsize
-    shapes = tensor_shapes(spec)
-    count = sum(map(math.prod, shapes.values()))
-    count += 0 if "lm_head.weight" in shapes else math.prod(shapes["model.embed_tokens.weight"])
     if spec.blocks:
         count = sum(size // BLOCKS[kind][2] * BLOCKS[kind][1] for kind, size in spec.blocks.items())
+    else:
+        shapes = tensor_shapes(spec)
+        shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
+        count = sum(map(math.prod, shapes.values()))
     return weights_bytes(spec, dtype, quantization) / count
 
 

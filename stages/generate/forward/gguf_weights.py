@@ -57,7 +57,7 @@ class _Source:
         self._likeness: dict[str, tuple[str, bytes]] = {}
 
     def unpacked(self, name: str) -> Unpacked | None:
-        """Return the rows of a quantized weight; None: it is none. Those of the last ones are kept.
+        """Return the rows of a weight, or None if it is not quantized. The last ones stay in memory.
 
         Raises:
             ConfigError: Its numbers cannot be, or ranks would divide inputs that are not in order.
@@ -123,7 +123,7 @@ def load_gguf(
     shard: ModelSpec | None = None,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
-    """Return the weights of GGUF files as floats: see `load_weights`."""
+    """Return the weights of GGUF files or of a quantized checkpoint as floats: see `load_weights`."""
     source = _Source(spec, shard or spec, folder)
     weights, places = places_of(shard or spec, dtype, device)
     done_bytes = 0
@@ -132,6 +132,9 @@ def load_gguf(
             _widen(source, name, places[name])
             done_bytes += source.sizes[name]
             report(done_bytes, source.total_bytes)
+    if any(entry.stored is not None and entry.stored.scheme.is_float for entry in source.entries.values()):
+        reason = "nothing here computes with FP8; int8 is less exact"
+        logger.info("weights_are_widened", dtype=str(dtype).removeprefix("torch."), reason=reason)
     return weights
 
 
@@ -142,10 +145,10 @@ def load_blocks(
     shard: ModelSpec | None = None,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor | BlockMatrix]:
-    """Return the weights of GGUF files for the kernels, by the fused names.
+    """Return the weights of GGUF files or of a quantized checkpoint for the kernels, by the fused names.
 
-    q, k and v of different formats stay apart. Matrices of blocks stay in the files. Other tensors have the dtype of
-    the file, and gate and up of different formats are float32.
+    q, k and v of different formats stay apart. Matrices of blocks stay in the GGUF files. Other tensors have the dtype
+    of the file, and gate and up of different formats are float32.
     """
     source = _Source(spec, shard or spec, folder)
     weights: dict[str, Tensor | BlockMatrix] = {}
@@ -193,7 +196,7 @@ def _kept(source: _Source, fused: str, names: list[str]) -> dict[str, Tensor | B
                 memory.append(found.rows_OB)
                 order_I = found.order_I
         if len(of_weights) > 1 or (order_I is not None and (".experts." in fused or fused == HEAD)):
-            raise ConfigError(f"{fused}: inputs in an order of their own (desc_act) are not supported there")
+            raise ConfigError(f"{fused}: its inputs have an order (desc_act), which only --dtype float32 follows here")
         return {fused: BlockMatrix(kind, np.concatenate(addresses), inputs[0], tuple(memory), order_I)}
     whole = torch.empty((sum(rows), *inputs), dtype=torch.float32 if others else DTYPES[kind])
     for name, place in zip(names, torch.split(whole, rows), strict=True):

@@ -14,7 +14,7 @@ import torch
 from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import TensorEntry
 from stages.generate.model.gguf import BLOCKS
-from stages.generate.model.quantized import Stored
+from stages.generate.model.quantized import SCALES, Stored
 
 # O = outputs, I = inputs, G = groups of inputs that share a scale, B = bytes of a row
 
@@ -122,7 +122,7 @@ def _ordered(stored: Stored, packed_OB: Bytes, groups_I: npt.NDArray[Any]) -> tu
 
 def _scales(stored: Stored) -> Floats:
     """Return scales_OG, in float32, which has every number of the other dtypes. Those of blocks are [O / size, G]."""
-    name = next(name for name in ("scales", "weight_scale", "weight_scale_inv") if name in stored.tensors)
+    name = next(name for name in SCALES if name in stored.tensors)
     scales = _floats(stored.tensors[name])
     if name == "scales":
         return scales.T
@@ -136,7 +136,7 @@ def _spread(stored: Stored, numbers_OG: Floats) -> Floats:
     """Return a number for each weight."""
     outputs, inputs = stored.shape
     num_outputs, num_inputs = stored.scheme.block if stored.scheme.block[1] else (1, stored.group)
-    wide: Floats = np.repeat(np.repeat(numbers_OG, num_inputs, 1), num_outputs or outputs, 0)[:outputs, :inputs]
+    wide: Floats = np.repeat(np.repeat(numbers_OG, num_inputs, 1), num_outputs, 0)[:outputs, :inputs]
     return wide
 
 

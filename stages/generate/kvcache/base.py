@@ -33,11 +33,11 @@ class LocalLayers:
     """Largest number of tokens of a row that are computed in a step."""
 
     def first_page(self, position: int, page_size: int) -> int:
-        """Return the first page of which the tokens from *position* on see local parts."""
+        """Return the index of the first page in the window of the token at *position*."""
         return max(0, position + 1 - self.window) // page_size
 
     def num_at_once(self, num_pages: int, page_size: int) -> int:
-        """Return of how many pages a row of *num_pages* that are not behind it needs the local parts at once."""
+        """Return of how many pages a request needs local parts at once, if it has *num_pages* from its window on."""
         most = -(-(self.window - 1 + self.largest_chunk) // page_size) + 1
         return min(num_pages, most) if self.num_parts else 0
 
@@ -96,11 +96,11 @@ class Allocation:
     """The local parts of the pages from `first_local` on."""
     first_local: int = 0
     num_told: int = 0
-    """Number of pages whose local parts `cover` has returned, or that are behind."""
+    """Number of first pages whose local parts the caller of `cover` knows, or does not need any more."""
     num_covered: int = 0
     """Number of tokens that the last plan, or the cache, has computed."""
     num_reserved: int = 0
-    """Number of pages whose local parts it may have at once."""
+    """Number of pages whose local parts are reserved for it: it never has those of more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Held:
     first_local: int = 0
     """See `Allocation`."""
     local: str = ""
-    """For each page whose local parts it has: s if they are shared, else p."""
+    """One letter for each page whose local parts it has: s if they are shared, p if they are its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class NaiveCache:
         self._num_unlocked = 0
         """Number of pages that no allocation has and that may be evicted."""
         self._num_local = 0
-        """Number of pages whose local parts are there."""
+        """Number of pages that have local parts now, of a request or of the cache."""
         self._num_reserved = 0
 
     @property

@@ -249,7 +249,7 @@ class RadixCache(NaiveCache):
     def _push(self, used: int, node: _Node, *, is_local: bool) -> None:
         self._num_pushed += 1
         heapq.heappush(self._evictable, (used, self._num_pushed, node, is_local))
-        if len(self._evictable) > 4 * self.num_pages:  # most entries are void, and nothing was evicted for long
+        if len(self._evictable) > 2 * self._pool.num_pages:  # most entries are void, and nothing was evicted for long
             self._evictable = [entry for entry in self._evictable if self._is_valid(entry)]
             heapq.heapify(self._evictable)
 

@@ -29,6 +29,9 @@ USUAL: Final = Loading()
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 TENSOR_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2}
+"""Dtypes of weights that are not quantized, and their bytes."""
+ALL_BYTES: Final = {**TENSOR_BYTES, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
+"""The same with those of quantized ones."""
 PARTS: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Matrices that some checkpoints have in one, and their names apart."""
 FUSED: Final = re.compile(rf"\.({'|'.join(PARTS)})\.")
@@ -367,14 +370,14 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
         if entry.dtype not in TENSOR_BYTES and not (has_gguf and len(shape) > 1) and not entry.stored:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
+        for part in () if has_gguf else entry.stored.tensors.values() if entry.stored else (entry,):
+            size = part.end - part.begin
+            if size != math.prod(part.shape) * ALL_BYTES[part.dtype]:
+                raise ConfigError(f"{path}: corrupt: {name} has {size} bytes for shape {part.shape}")
         if entry.shape != shape:
             raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {shape}")
         if entry.stored and name in (EMBEDDING, HEAD):
             raise ConfigError(f"{path}: {name} is quantized; only the matrices of layers may be; pass another file")
-        if has_gguf or entry.stored:
-            continue
-        if entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
-            raise ConfigError(f"{path}: corrupt: {name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
 
 
 def _is_zero(entry: TensorEntry) -> bool:

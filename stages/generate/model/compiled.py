@@ -199,8 +199,9 @@ class KernelDecoder:
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part. *parts*: layers
-        of each part of a page; by default one has all.
+        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
+
+        *parts*: the layers of each part of a page (`ModelSpec.page_parts`); empty: one part has all layers.
         """
         found = library()
         assert isinstance(found, Library), found

@@ -125,7 +125,7 @@ def read_spec(folder: Path) -> ModelSpec:
     architecture, row = _architecture(path, fields)
     config = _Config(path, {**row.defaults, **_of_text(fields)})
     config.refuse_unless("use_bidirectional_attention", False)
-    read_scheme(path, config.fields.get("quantization_config"))
+    read_scheme(path, config.fields.get("quantization_config"))  # refuses what we do not know
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:

@@ -34,12 +34,12 @@ UNUSED: Final = frozenset(
 """Tensors that are not needed: a shape that the others have, too, and scales of activations."""
 READ: Final = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
 """What of the weights of a config group decides how they lie."""
-GPTQ_FORMATS: Final = ("gptq", "gptq_v2")
 INT4: Final = {size: kind for kind, (_, size, _) in BLOCKS.items() if kind.startswith("INT4")}
 """Weights that share a scale in memory -> kind of their blocks."""
 MOST: Final = 2**20
 """Largest group or block: more inputs than any model has."""
-BYTES: Final = {"I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
+SCALES: Final = ("scales", "weight_scale", "weight_scale_inv")
+"""Names of the scales of a weight: the first one that is there."""
 WORD: Final = 32
 """Bits of the integers in which small ones are packed."""
 
@@ -80,7 +80,7 @@ class Stored:
 
 
 def read_scheme(path: Path, given: object) -> Scheme | None:
-    """Return the scheme that a `quantization_config` describes; None: there is none.
+    """Return what a `quantization_config` says, or None if there is none.
 
     Raises:
         ConfigError: We do not know it.
@@ -115,9 +115,9 @@ class _UnknownError(Exception):
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    version = config.get("version")
-    _among({"version": version.lower() if isinstance(version, str) else version or "gemm"}, "version", ("gemm",))
-    bits = _among(config, "bits", (4,), config.get("w_bit"))
+    version = config.get("version") or "gemm"
+    _among("version", version.lower() if isinstance(version, str) else version, ("gemm",))
+    bits = _among("bits", config.get("bits", config.get("w_bit")), (4,))
     return Scheme("awq", "awq", bits, _group(config.get("group_size", config.get("q_group_size"))))
 
 
@@ -125,8 +125,8 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     rules = config.get("dynamic") or {}
     if not isinstance(rules, dict) or not all(rule.startswith("-") for rule in rules):  # those leave modules out
         raise _UnknownError("dynamic is given: modules of different kinds are not supported")
-    form = _among({"checkpoint_format": config.get("checkpoint_format") or "gptq"}, "checkpoint_format", GPTQ_FORMATS)
-    bits = _among(config, "bits", (4, 8))
+    form = _among("checkpoint_format", config.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
+    bits = _among("bits", config.get("bits"), (4, 8))
     return Scheme("gptq", "gptq", bits, _group(config.get("group_size")), zero_offset=int(form == "gptq"))
 
 
@@ -140,25 +140,23 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
         raise _UnknownError("config_groups must say how weights are quantized, and the same for all")
     if config.get("transform_config"):
         raise _UnknownError("transform_config is given: rotated activations are not supported")
-    weights, form = of_weights[0], forms[0]
-    layouts: Mapping[str, Literal["packed", "plain"]] = {"pack-quantized": "packed", "int-quantized": "plain"}
-    layouts = {**layouts, "float-quantized": "plain", "naive-quantized": "plain"}
-    if not isinstance(form, str) or form not in layouts:
-        raise _UnknownError(f"format is {json.dumps(form):.50}; supported: {', '.join(layouts)}")
-    bits = _among(weights, "num_bits", (4, 8) if form == "pack-quantized" else (8,))
-    is_float = form in ("float-quantized", "naive-quantized")
-    if (weights["type"] or "int") != ("float" if is_float else "int"):
-        raise _UnknownError(f"type is {json.dumps(weights.get('type')):.50} in the format {form}")
+    weights = of_weights[0]
+    form = _among("format", forms[0], ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    is_packed, is_float = form == "pack-quantized", form in ("float-quantized", "naive-quantized")
+    bits = _among("num_bits", weights["num_bits"], (4, 8) if is_packed else (8,))
+    _among("type", weights["type"] or "int", ("float" if is_float else "int",))
     strategies = ("tensor", "channel", "group", *(("block",) if is_float else ()))
-    strategy = _among({"strategy": weights["strategy"] or "tensor"}, "strategy", strategies)
+    strategy = _among("strategy", weights["strategy"] or "tensor", strategies)
     group = _group(weights["group_size"]) if strategy == "group" else 0
     block = _pair(weights["block_structure"]) if strategy == "block" else (0, 0)
     needs_zeros = weights["symmetric"] is False and not is_float
-    return Scheme("compressed-tensors", layouts[form], bits, group, 0, block, is_float, needs_zeros)
+    return Scheme(
+        "compressed-tensors", "packed" if is_packed else "plain", bits, group, 0, block, is_float, needs_zeros
+    )
 
 
-def _among(config: Mapping[str, Any], name: str, known: tuple[Any, ...], default: object = None) -> Any:
-    value = config.get(name, default)
+def _among(name: str, value: object, known: tuple[Any, ...]) -> Any:
+    """Return *value* if it is one of those that are known."""
     if type(value) not in (int, str) or value not in known:
         raise _UnknownError(f"{name} is {json.dumps(value):.50}; supported: {', '.join(map(str, known))}")
     return value
@@ -234,8 +232,6 @@ def _entry(module: str, parts: Mapping[str, TensorEntry], scheme: Scheme) -> Ten
         if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
             expected = " or ".join(f"{'/'.join(dtypes)} {shape}" for shape in shapes or ("of two dimensions",))
             raise refused(f"{name} is {entry.dtype} {entry.shape}, expected {expected}")
-        if entry.end - entry.begin != math.prod(entry.shape) * BYTES[entry.dtype]:
-            raise refused(f"{name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
 
     floats, per_word = ("F16", "BF16", "F32"), WORD // scheme.bits
     if len(main.shape) != 2 or not all(main.shape):
@@ -245,30 +241,28 @@ def _entry(module: str, parts: Mapping[str, TensorEntry], scheme: Scheme) -> Ten
     if scheme.is_float and "weight_zero_point" in parts:
         raise refused("weight_zero_point is there, which FP8 does not have")
     rows, columns = main.shape
-    scale = next((name for name in ("scales", "weight_scale", "weight_scale_inv") if name in parts), "weight_scale")
+    scale = next((name for name in SCALES if name in parts), "weight_scale")
+    shape = {
+        "awq": (columns * per_word, rows),
+        "gptq": (columns, rows * per_word),
+        "packed": (rows, columns * per_word),
+        "plain": (rows, columns),
+    }[scheme.layout]
+    if shape[1] % (scheme.group or shape[1]):
+        raise refused(f"{kind} has {shape[1]} inputs, which groups of {scheme.group} do not divide")
+    groups = shape[1] // (scheme.group or shape[1])
     if scheme.layout == "plain":
-        shape = rows, columns
         every = [(), (1,), (1, 1), (rows,), (rows, 1)]
         if scheme.block[1]:
             every = [(-(-rows // scheme.block[0]), -(-columns // scheme.block[1]))]
         elif scheme.group:
-            every = [(rows, -(-columns // scheme.group))]
-            if columns % scheme.group:
-                raise refused(f"{kind} has {columns} inputs, which groups of {scheme.group} do not divide")
+            every = [(rows, groups)]
         check(kind, ("F8_E4M3",) if scheme.is_float else ("I8",))
         check(scale, floats, *every)
         if "weight_zero_point" in parts:
             check("weight_zero_point", ("I8",), parts[scale].shape)
     else:
-        shape = {
-            "awq": (columns * per_word, rows),
-            "gptq": (columns, rows * per_word),
-            "packed": (rows, columns * per_word),
-        }[scheme.layout]
         check(kind, ("I32",))
-        if shape[1] % (scheme.group or shape[1]):
-            raise refused(f"{kind} has {shape[1]} inputs, which groups of {scheme.group} do not divide")
-        groups = shape[1] // (scheme.group or shape[1])
         words = shape[0] // per_word
         if scheme.layout == "packed":
             check(scale, floats, (shape[0], groups))

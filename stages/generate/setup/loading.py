@@ -14,9 +14,8 @@ from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import Measure
 from stages.generate.kernels import library
 from stages.generate.kernels.probe import faster_than
-from stages.generate.model.config import scheme_of
 from stages.generate.model.spec import ModelSpec
-from stages.generate.setup.config import EngineConfig, GenerateConfig
+from stages.generate.setup.config import GenerateConfig
 from stages.generate.setup.resolve import Settings
 
 logger = structlog.get_logger()
@@ -40,8 +39,6 @@ def load_engine(
     if spec.block > 1 and settings.quantization == "none" and not config.engine.dummy_weight:
         asked = "--dtype float32" if config.engine.dtype == "float32" else ""
         logger.info("weights_are_widened", dtype=dtype, reason=asked or "only the CPU kernels compute with blocks")
-    elif is_fp8(spec, folder, config.engine):
-        logger.info("weights_are_widened", dtype=dtype, reason="nothing here computes with FP8; int8 is less exact")
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
     measure = None
@@ -96,14 +93,6 @@ def load_engine(
         **_heads_of(spec, settings),
     )
     return engine
-
-
-def is_fp8(spec: ModelSpec, folder: Path, engine: EngineConfig) -> bool:
-    """Return whether our decoder computes a checkpoint in FP8."""
-    if spec.by == "transformers" or engine.dummy_weight:
-        return False
-    scheme = scheme_of(folder)
-    return scheme is not None and scheme.is_float
 
 
 def _warn_if_slow(kernels: str) -> None:

@@ -54,7 +54,7 @@ class Settings:
     kernels: str
     """Variant of the kernels that computes the model, or `torch`."""
     quantization: str
-    """`none`, `int8`, or the formats of GGUF files that the kernels compute with, such as `q4_k+q6_k`."""
+    """`none`, `int8`, `int4`, or the formats of the weights that the kernels compute with, such as `q4_k+q6_k`."""
     local: LocalLayers = NO_LOCAL_LAYERS
     """Layers that have parts of pages of their own."""
     why_torch: str = ""
@@ -412,15 +412,13 @@ def resolve_quantization(config: EngineConfig, spec: ModelSpec, kernels: str) ->
     Raises:
         ConfigError: The file has a quantization of its own.
     """
-    if not spec.blocks:
-        return "none" if config.quantization == "auto" else config.quantization
     formats = "+".join(kind.lower() for kind in spec.blocks if BLOCKS[kind][1] > 1)
+    if not formats:
+        return "none" if config.quantization == "auto" else config.quantization
     if config.quantization != "auto":
-        raise ConfigError(
-            f"--quantization {config.quantization}: the weights are {formats or 'in a file of blocks'}; leave it out"
-        )
+        raise ConfigError(f"--quantization {config.quantization}: the weights are {formats} already; leave it out")
     widened = kernels == "torch" or config.dtype == "float32" or config.dummy_weight
-    return "none" if widened or not formats else formats
+    return "none" if widened else formats
 
 
 def resolve_dtype(spec: ModelSpec, name: str, *, slow_bfloat16: bool = False) -> torch.dtype:

@@ -116,6 +116,19 @@ def test_experts_of_several_kinds_are_refused_by_the_kernels_alone(tmp_path: Pat
     assert load_gguf(spec, path.parent, dtype=torch.float32, device=torch.device("cpu"))
 
 
+def test_fp8_may_be_rounded_to_int8(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, KINDS["fp8-blocks"], tmp_path / "quantized", tmp_path / "meant")
+    spec = check_folder(tmp_path / "quantized")
+    assert resolve(EngineConfig(device="cpu", quantization="int8", num_pages=32), spec).quantization == "int8"
+    with capture_logs() as logs:
+        rounded = make_engine(tmp_path / "quantized", "bfloat16", kernels=VARIANTS[-1], quantization="int8")
+    assert [line["event"] for line in logs] == ["weights_are_widened"]
+    exact = make_engine(tmp_path / "meant", "float32", kernels=VARIANTS[-1])
+    row = Request(0, list(PROMPT), list(range(64))).row(64)
+    found, expected = rounded.logits(plan(row)), exact.logits(plan(row))
+    assert 0 < (found - expected).norm() < 0.2 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", ["awq-32", "gptq-order"])
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(folder: Path, tmp_path: Path, kind: str) -> None:
     quantize(folder, KINDS[kind], tmp_path / "quantized", tmp_path / "meant")
