@@ -169,7 +169,7 @@ def resolve(
     shape = attention_shape(spec, page_size, dtype, device, spec.kinds[0].window)
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
     wanted = config.max_seq_len or spec.max_positions
-    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
+    limits = limits_of(config, spec, wanted, cuda=cuda)
     largest_step_bytes = 0
     if kernels != "torch":
         largest_step_bytes = step_bytes(
@@ -179,18 +179,10 @@ def resolve(
             variant=kernels,
             threads=threads,
             page_size=page_size,
-            num_tokens=max_prefill_length + config.max_running_requests,
+            num_tokens=limits.max_prefill_length + config.max_running_requests,
             num_rows=config.max_running_requests,
             max_seq_len=wanted,
         )
-    limits = ScheduleLimits(
-        context=wanted,
-        max_prefill_length=max_prefill_length,
-        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
-        mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
-        max_running_requests=config.max_running_requests,
-        vocab_size=spec.vocab_size,
-    )
     local = local_layers(spec, limits, page_size) if kernels != "torch" else NO_LOCAL_LAYERS
     num_pages = config.num_pages or num_pages_for(
         spec,
@@ -233,6 +225,19 @@ def resolve(
         by=f"transformers-{metadata.version('transformers')}" if spec.by == "transformers" else "",
         rope=spec.long_or_short(limits.context),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
+    )
+
+
+def limits_of(config: EngineConfig, spec: ModelSpec, context: int, *, cuda: bool) -> ScheduleLimits:
+    """Return the bounds of plans that serve *context* tokens."""
+    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
+    return ScheduleLimits(
+        context=context,
+        max_prefill_length=max_prefill_length,
+        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
+        mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
+        max_running_requests=config.max_running_requests,
+        vocab_size=spec.vocab_size,
     )
 
 
