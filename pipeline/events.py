@@ -350,6 +350,10 @@ class TokenRow(Value):
     """None: the request goes on."""
     chunks: int = 0
     """See TokensProduced."""
+    drafted: int | None = None
+    """Number of tokens that were drafted to follow this one in its step; None: no token. The right ones follow it."""
+    predicted: bool | None = None
+    """Whether the drafts are of the client's prediction; None: no token was drafted."""
     score: Score | None = None
     prompt_scores: Scores | None = None
     """Scores of all tokens of the prompt but the first; set with the first token, if they were asked for."""
@@ -371,6 +375,8 @@ class StepStats(Value):
     """Numbers about what one step computed, and what the engine held after it."""
 
     decode_rows: int = 0
+    drafts: int | None = None
+    """Number of tokens that were drafted to follow those of the decode rows; None: no token."""
     prefill_rows: int = 0
     prefill_tokens: int = 0
     mixed_prefill_length: int | None = None
@@ -408,7 +414,8 @@ class StepCompleted(Event):
     """Calls of the schedule since the step before, in order: `add <n> <length> <uid>` (a request with n tokens of
     output and a prompt of this length), `drop <uid>`, `flush`, `alone <uid>`, `all`, `plan`, `complete`, `skip` and
     `start over`. If the last four are missing, it ends with `plan` and `complete`. With a step in flight, `plan <n>`
-    has its own `mixed_prefill_length`, and `no plan` means that the step must land first. Only for the journal."""
+    has its own `mixed_prefill_length`, and `no plan` means that the step must land first. Before a plan, `draft <n>
+    <uid>` says that it has n drafts of a request; with a grammar their tokens follow. Only for the journal."""
     chunks: tuple[Chunk, ...] = ()
     """Chunks of prompts, in the order of the plan. Only for the journal."""
     schedule: str = ""
@@ -469,9 +476,15 @@ def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
 def _plain_row(row: StepRow) -> dict[str, Any]:
     if type(row) is not TokenRow or row.score is not None or row.prompt_scores is not None:
         return row.model_dump(mode="json", exclude_none=True)
-    if row.end is None:
-        return {"kind": "token", "uid": row.uid, "n": row.n, "token": row.token, "chunks": row.chunks}
-    return {"kind": "token", "uid": row.uid, "n": row.n, "token": row.token, "end": row.end, "chunks": row.chunks}
+    plain = {"kind": "token", "uid": row.uid, "n": row.n, "token": row.token}
+    if row.end is not None:
+        plain["end"] = row.end
+    plain["chunks"] = row.chunks
+    if row.drafted is not None:
+        plain["drafted"] = row.drafted
+    if row.predicted is not None:
+        plain["predicted"] = row.predicted
+    return plain
 
 
 def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:

@@ -91,15 +91,14 @@ class JournalWriter:
         ends = {str(at): row.end for at, row in enumerate(made) if row.end is not None}
         if ends:
             fields["ends"] = orjson.dumps(ends).decode()
-            going_on = [row for row in made if row.end is None]
-            uids, numbers = [row.uid for row in going_on], [row.n for row in going_on]
         pieces = {str(at): row.chunks for at, row in enumerate(made) if row.chunks}
         if pieces:
             fields["pieces"] = orjson.dumps(pieces).decode()
         if len(made) < len(step.rows):
             others = [row.model_dump(mode="json") for row in step.rows if isinstance(row, EventRow)]
             fields["events"] = orjson.dumps(others).decode()
-        self._following = uids, [n + 1 for n in numbers]
+        following = _following(made)
+        self._following = [*following], [*following.values()]
         return fields
 
 
@@ -127,8 +126,18 @@ class JournalReader:
                 step = _step(self._last, entry.fields, named)
             except (ValidationError, orjson.JSONDecodeError, KeyError, ValueError) as error:
                 raise UndecodableEvent(f"the entry {entry.id} of a journal does not decode: {error}") from error
-            self._following = [(row.n + 1, row.uid) for row in step.rows if row.end is None]
+            self._following = [(n, uid) for uid, n in _following(step.rows).items()]
             yield step
+
+
+def _following(rows: Iterable[TokenRow | Row]) -> dict[str, int]:
+    """Return uid -> number of its next token, for the requests that go on after a step with *rows*."""
+    following: dict[str, int] = {}
+    for row in rows:
+        following[row.uid] = row.n + 1
+        if row.end is not None:
+            del following[row.uid]
+    return following
 
 
 def steps(entries: Iterable[Entry]) -> Iterator[JournalStep]:
@@ -168,7 +177,8 @@ class Mentions:
             ends = set(_loaded(entry.fields, "ends", default={}))
         except orjson.JSONDecodeError:
             uids = None
-        self._following = None if uids is None else [uid for at, uid in enumerate(uids) if str(at) not in ends]
+        ended = {uid for at, uid in enumerate(uids or ()) if str(at) in ends}
+        self._following = None if uids is None else [uid for uid in dict.fromkeys(uids) if uid not in ended]
         told = self._uids_in(text for name, text in entry.fields.items() if name != "tokens")
         is_about = not self._bases.isdisjoint(told | {base_uid(uid) for uid in uids or ()})
         self._has_begun |= is_about

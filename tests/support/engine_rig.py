@@ -44,7 +44,7 @@ from stages.tokenize.prompts import Rendered
 from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS = 3000
-CONTEXT = 64
+CONTEXT = 128
 POISON = 150
 """A token on which the engine raises."""
 LIMITS = ScheduleLimits(

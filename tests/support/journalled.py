@@ -57,6 +57,7 @@ class Life:
 
     def __init__(self, seed: int, num_steps: int) -> None:
         self.chance = random.Random(seed)
+        self.drafts = "" if seed % 2 else "all"
         self.stop = Stop()
         self.lost = threading.Event()
         self.status = SimpleNamespace(flushed_pages=0, books_wrong=0)
@@ -158,12 +159,14 @@ def live(cache: str, num_steps: int, snapshot_every: int, seed: int = 0, *, over
 
 def run(life: Life, cache: str = "radix", snapshot_every: int = 1000, *, overlap: bool = False) -> RecordedSchedule:
     """Let a worker live *life*; return its schedule."""
-    limits = ScheduleLimits(64, 24, 6, max_running_requests=5, vocab_size=VOCABULARY)
+    limits = ScheduleLimits(64, 24, 6, max_running_requests=5, vocab_size=VOCABULARY, most_drafts=8)
     cache, _, local = cache.partition(" with ")
     pages = make_cache(cache, 30, 4, LocalLayers(2, 7, 24) if local else NO_LOCAL_LAYERS)
     schedule = RecordedSchedule(pages, limits, [EOS], Identity(ENGINE, EPOCH, "w", "n"))
     with silent_loop(snapshot_every):
         pace = Fickle(life.chance)
-        worker = GenerateWorker(life, schedule, cast(Any, life), cast(Any, life), pace=pace, overlap=overlap)
+        worker = GenerateWorker(
+            *(life, schedule, cast(Any, life), cast(Any, life)), pace=pace, overlap=overlap, drafts=life.drafts
+        )
         worker.run(life.stop)
     return schedule

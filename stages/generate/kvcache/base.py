@@ -5,6 +5,7 @@
 | `begin` | no page | locks the pages of the longest cached prefix |
 | `grow` | pages of its own | the same, and evicts unlocked pages if it must |
 | `cover` | local parts of its own | those that are cached, else its own |
+| `shrink` | frees the last pages | the same: they are its own |
 | `fill` | nothing | full pages are shared as soon as the plan that fills them is made |
 | `end` | frees all | unlocks the shared pages, frees the rest |
 
@@ -169,6 +170,13 @@ class PrefixCache(Protocol):
         token from the step on sees.
 
         Return a page, and the local parts, which are new to the caller, of it and of those behind it.
+        """
+        ...
+
+    def shrink(self, allocation: Allocation, end: int, num_pages: int) -> None:
+        """Give back all but the first *num_pages* of *allocation*.
+
+        What was computed from position *end* on is void, and `fill` has recorded none of it.
         """
         ...
 

@@ -62,6 +62,17 @@ class NaiveCache:
         allocation.num_covered, allocation.num_told = end, behind
         return told, tuple(chain.from_iterable(islice(allocation.local, told - allocation.first_local, None)))
 
+    def shrink(self, allocation: Allocation, end: int, num_pages: int) -> None:
+        self._pool.free(allocation.pages[num_pages:])
+        del allocation.pages[num_pages:]
+        if not self.local.num_parts:
+            return
+        while allocation.first_local + len(allocation.local) > num_pages:
+            self._free_local_parts(allocation.local.pop())
+        allocation.num_told = min(allocation.num_told, num_pages)
+        allocation.num_covered = min(allocation.num_covered, end)
+        self._reserve(allocation, self._needed_at_once(allocation, num_pages))
+
     def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         """Nothing to remember."""
 

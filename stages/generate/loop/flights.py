@@ -19,6 +19,7 @@ from pipeline.events import EventRow, Failed, StepRow
 from stages.generate.loop.grammars import refusal
 from stages.generate.loop.meter import EngineMeter
 from stages.generate.loop.pace import Budget, Pace
+from stages.generate.loop.row_cost import RowCost
 from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, Computed, filled
 from stages.generate.schedule.schedule import Schedule
 
@@ -112,12 +113,20 @@ class Flight:
 class Flights:
     """The steps in flight of one engine, oldest first."""
 
-    def __init__(self, engine: Forward, schedule: Schedule, meter: EngineMeter, pace: Pace | None) -> None:
+    def __init__(
+        self,
+        engine: Forward,
+        schedule: Schedule,
+        meter: EngineMeter,
+        pace: Pace | None,
+        row_cost: RowCost | None = None,
+    ) -> None:
         self._engine = launching(engine)
         self._several = cast(Several, engine) if getattr(engine, "computes_several", False) else None
         self._schedule = schedule
         self._meter = meter
         self._pace = pace
+        self._row_cost = row_cost
         self._flights: deque[Flight] = deque()
         self._token_ids: Sequence[int] = ()
         """Tokens of the last step that landed."""
@@ -199,6 +208,8 @@ class Flights:
         self._meter.computed(flight.plan)
         if self._pace is not None:
             self._pace.measured(flight.plan, flight.seconds, flight.budget)
+        if self._row_cost is not None:
+            self._row_cost.measured(flight.plan, flight.seconds)
         return rows
 
     def _waited_for(self, flight: Flight) -> tuple[Computed | None, Exception | None]:
@@ -234,7 +245,8 @@ class Flights:
             "out_of_memory",
             error=str(error),
             step=plan.step,
-            decode_rows=plan.num_decode_rows,
+            decode_rows=plan.num_decode_rows - plan.num_drafts,
+            drafts=plan.num_drafts,
             prefill_tokens=[len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]],
             uids=[holder[0] for holder in holders if holder is not None],
             remedy="lower --memory-ratio, --max-prefill-length or --max-running-requests if it happens again",
@@ -251,10 +263,11 @@ class Flights:
         return rows, [uid for uid, *_ in misfits]
 
     def _of_requests_here(self, plan: BatchPlan, computed: Computed) -> Computed:
-        """Return only the tokens of requests that did not end while the step ran."""
-        tables = [row.table for row in plan.rows if row.sample is not None]
-        tokens = zip(tables, computed.token_ids, strict=True)
-        return replace(computed, token_ids=[token for table, token in tokens if self._holder(table) is not None])
+        """Return only the tokens of requests that did not end while the step ran, without those that follow drafts."""
+        rows = [row for row in plan.rows if row.sample is not None]
+        tokens = zip(rows, computed.token_ids, strict=True)
+        here = [token for row, token in tokens if not row.is_draft and self._holder(row.table) is not None]
+        return replace(computed, token_ids=here)
 
     def _holder(self, table: int) -> tuple[str, int] | None:
         with contextlib.suppress(KeyError):  # the request ended elsewhere while the step ran
@@ -263,12 +276,13 @@ class Flights:
 
     def _begun_again(self, flight: Flight) -> tuple[list[StepRow], list[str]]:
         """Return the rows of a step that failed, and the uids of the requests that failed in it."""
-        rows = filled(flight.plan, self._token_ids).rows
+        rows = [row for row in filled(flight.plan, self._token_ids).rows if not row.is_draft]
+        num_streams = flight.plan.num_decode_rows - flight.plan.num_drafts
         errors: list[Exception] = []
         of_requests: dict[str, tuple[int, Exception]] = {}
         """Failed requests that are still here, with n and error. A broken engine raises for the others, too."""
         for index, row in enumerate(rows):
-            alone = BatchPlan(flight.plan.step, (row,), int(index < flight.plan.num_decode_rows))
+            alone = BatchPlan(flight.plan.step, (row,), int(index < num_streams))
             try:
                 computed = self._engine.wait(self._engine.launch(alone, None))
                 computed.fits(alone)

@@ -3,10 +3,14 @@
 Knows llguidance and the model's tokenizer. Only the grammar and the output decide what is allowed. So a request gets
 the same tokens in any batch, after a takeover and in a replay. Limits count work (`pipeline.grammars`). The clock ends
 only a compilation that is stuck before the first token.
+
+Drafts are followed for their masks, and taken back. They change no mask and end no request: a matcher that gives up
+after it has followed some begins again without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -34,6 +38,10 @@ MOST_KEPT: Final = 64
 """Number of compiled grammars that are kept for the next request with the same one."""
 COMPILE_S: Final = 5.0
 """Time after which a compilation is stuck: the limits end others in a fraction of a second."""
+SLOW_MASK_S: Final = 0.0003
+"""If the last mask took longer, nothing is drafted: masks of drafts might take longer than the steps they save."""
+FORCED_BYTES: Final = 256
+"""Largest length of forced text that is cut into drafts."""
 NewMatcher = Callable[[bool], "LLMatcher"]
 """Returns a matcher at the beginning of its grammar. If the argument is true it is a new one, else a copy that shares
 what others computed."""
@@ -43,16 +51,27 @@ class GrammarMatcher:
     """Follows one output; a `Matcher` of the schedule. The thread that reads *followers* computes the masks."""
 
     def __init__(
-        self, new: NewMatcher, vocab_size: int, output_ids: Sequence[int], followers: queue.SimpleQueue[_Follow | None]
+        self,
+        new: NewMatcher,
+        vocab_size: int,
+        output_ids: Sequence[int],
+        followers: queue.SimpleQueue[_Follow | None],
+        cut: Callable[[str], list[int]] = lambda text: [],
     ) -> None:
-        """Take in *output_ids* and compute the first mask, in the calling thread."""
-        self._new, self._vocab_size, self._followers = new, vocab_size, followers
+        """Take in *output_ids* and compute the first mask, in the calling thread. *cut*: cuts text into tokens."""
+        self._new, self._vocab_size, self._followers, self._cut = new, vocab_size, followers, cut
+        self._nothing = np.zeros(-(-vocab_size // 32), np.uint32)
         self._tokens: list[int] = []
         self._allowed: Words | None = None
+        self._allowed_ahead: list[Words] = []
+        """What may come after each of the drafts."""
+        self._mask_s = 0.0
+        """Time of the last mask."""
         self._last = threading.Lock()
-        """A lock that is held until the last token is taken in."""
+        """A lock that is held until the last token, or the last drafts, are taken in."""
         self._error = ""
         self._matcher, self._is_fresh = new(False), False
+        self._may_draft, self._has_drafted = True, False
         self.take_in(output_ids)
 
     @property
@@ -62,14 +81,58 @@ class GrammarMatcher:
 
     def advance(self, token: int) -> None:
         """See `Matcher`."""
-        self._last = threading.Lock()
-        self._last.acquire()
-        self._followers.put((self, token, self._last))
+        self._put((token,), are_drafts=False)
 
-    def allowed(self) -> Words | None:
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
         """See `Matcher`."""
         with self._last:
-            return self._allowed
+            drafts = self._drafts(proposed, most)
+        self._allowed_ahead = []
+        if drafts:
+            self._put(drafts, are_drafts=True)
+        return drafts
+
+    def allowed(self, ahead: int = 0) -> Words | None:
+        """See `Matcher`."""
+        with self._last:
+            if ahead == 0:
+                return self._allowed
+            return self._allowed_ahead[ahead - 1] if ahead <= len(self._allowed_ahead) else self._nothing
+
+    def _put(self, tokens: Sequence[int], *, are_drafts: bool) -> None:
+        self._last = threading.Lock()
+        self._last.acquire()
+        self._followers.put((self, tokens, are_drafts, self._last))
+
+    def _drafts(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        if self._error or not self._may_draft or self._mask_s > SLOW_MASK_S or self._matcher.is_error():
+            return ()
+        forced = self._matcher.compute_ff_bytes()
+        text = forced[:FORCED_BYTES].decode(errors="replace").partition("\ufffd")[0]  # a named token is no text
+        drafts = self._cut(text)[:most] if forced else list(proposed)
+        return drafts[: self._matcher.validate_tokens(drafts)] if drafts else ()
+
+    def follow_drafts(self, drafts: Sequence[int]) -> None:
+        """Compute what may come after each of *drafts*. The matcher stays where it is."""
+        self._has_drafted = True
+        allowed: list[Words] = []
+        num_taken, matcher = 0, self._matcher
+        try:
+            while num_taken < len(drafts) and matcher.consume_tokens([drafts[num_taken]]):
+                num_taken += 1
+                allowed.append(np.frombuffer(matcher.compute_bitmask(), np.uint32))
+            if matcher.is_error() or not matcher.rollback(num_taken):
+                raise ValueError(matcher.get_error())
+            self._allowed_ahead = allowed
+        except BaseException:  # a panic in Rust is not an Exception
+            with contextlib.suppress(BaseException):  # `take_in` will find that out
+                self._begin_again(self._tokens)
+
+    def _begin_again(self, tokens: Sequence[int]) -> bool:
+        """Begin anew with states of its own, and without drafts from now on if they may have used up the old ones."""
+        self._matcher, self._is_fresh = self._new(True), True
+        self._may_draft, self._has_drafted = self._may_draft and not self._has_drafted, False
+        return self._is_computed(tokens)
 
     def take_in(self, token_ids: Sequence[int]) -> None:
         """Take in tokens and compute which may follow; set `error` if that fails.
@@ -84,26 +147,25 @@ class GrammarMatcher:
             if self._is_computed(token_ids):
                 return
             reason = self._matcher.get_error()  # the second attempt's is often that a token does not fit
-            if not self._is_fresh:
-                self._matcher, self._is_fresh = self._new(True), True
-                if self._is_computed(self._tokens):
-                    return
+            if (self._has_drafted or not self._is_fresh) and self._begin_again(self._tokens):
+                return
             self._error = brief(reason) or "it is in no state to go on from"
         except BaseException as error:  # a panic in Rust is not an Exception, and this thread must go on
             self._error = brief(repr(error))
         self._allowed = None
 
     def _is_computed(self, token_ids: Sequence[int]) -> bool:
-        matcher = self._matcher
+        matcher, began_s = self._matcher, time.perf_counter()
         if matcher.is_error() or (token_ids and not matcher.consume_tokens(list(token_ids))):
             return False
         self._allowed = np.frombuffer(matcher.compute_bitmask(), np.uint32)
         assert 32 * len(self._allowed) >= self._vocab_size, "fewer bits than tokens"
+        self._mask_s = time.perf_counter() - began_s
         return not matcher.is_error()
 
 
-_Follow = tuple[GrammarMatcher, int, threading.Lock]
-"""A matcher, the token that it takes in, and the lock that is released then."""
+_Follow = tuple[GrammarMatcher, Sequence[int], bool, threading.Lock]
+"""A matcher, the tokens that it takes in, whether they are drafts, and the lock that is released then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,8 +289,8 @@ class Grammars:
 
     def _follow_all(self) -> None:
         while (follow := self._followers.get()) is not None:
-            matcher, token, taken_in = follow
-            matcher.take_in([token])
+            matcher, tokens, are_drafts, taken_in = follow
+            (matcher.follow_drafts if are_drafts else matcher.take_in)(tokens)
             taken_in.release()
 
     def _compiled(self, arrived: Arrived) -> GrammarMatcher | Failed:
@@ -246,7 +308,8 @@ class Grammars:
             def new(is_fresh: bool) -> LLMatcher:
                 return self._new(request.grammar, is_fresh=is_fresh)
 
-            matcher = GrammarMatcher(new, self._vocab_size, request.output_ids, self._followers)
+            cut = self._vocabulary().greedy_tokenize
+            matcher = GrammarMatcher(new, self._vocab_size, request.output_ids, self._followers, cut)
         except BaseException as error:  # a panic in Rust is not an Exception, and this thread must go on
             logger.exception("grammar_not_compiled", uid=request.uid)
             return Failed(status=500, code="engine_error", message=f"The grammar could not be compiled: {error!r}")

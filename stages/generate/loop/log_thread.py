@@ -194,11 +194,13 @@ class LogThread:
     ) -> None:
         """As EngineLink."""
         made_s, self._told_room = time.monotonic(), (room, self._num_read)
-        while not self._outbox.has_place(0.5):
-            if not self._thread.is_alive():
-                return
-            self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
-        group = self._outbox.put(PendingStep(number, event, tuple(ended), made_s), at_once=settled)
+        places = self._outbox.places_for(event)
+        for _ in range(places):
+            while not self._outbox.has_place(0.5):
+                if not self._thread.is_alive():
+                    return
+                self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
+        group = self._outbox.put(PendingStep(number, event, tuple(ended), made_s, places), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._report_progress()
 

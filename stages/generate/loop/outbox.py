@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.events import EventRow, StepCompleted
+from pipeline.events import EventRow, StepCompleted, TokenRow
 
 MOST_TOGETHER: Final = 8
 """Largest number of steps in a group."""
-MOST_HANDED_OVER: Final = 16
-"""Number of queued, uncommitted steps at which an engine waits. `past.TOKENS_IN_DOUBT` depends on it."""
+MOST_HANDED_OVER: Final = 32
+"""An engine waits when a request has so many tokens in queued steps. `past.TOKENS_IN_DOUBT` depends on it."""
 FEWEST_HANDED_OVER: Final = 2
-"""The same number where each step is committed at once."""
+"""Where each step is committed at once: number of such steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class PendingStep:
     """Uids whose entries the commit consumes."""
     made_s: float = 0.0
     """Time when the step was computed, by the engine's clock."""
+    places: int = 1
+    """Number of places that the engine has reserved for it."""
 
     @property
     def may_wait(self) -> bool:
@@ -80,6 +82,11 @@ class Group:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def places(self) -> int:
+        """Number of places that its steps take."""
+        return sum(step.places for step in self._steps)
 
     def add(self, step: PendingStep) -> bool:
         """Add a step; return False if the group was taken because its time was over."""
@@ -123,8 +130,15 @@ class Outbox:
 
     # for the engine's loop
 
+    def places_for(self, event: StepCompleted) -> int:
+        """Return how many places a step takes: the most tokens that a request may have in it."""
+        drafted = (
+            [row.drafted for row in event.rows if type(row) is TokenRow and row.drafted] if event.figures.drafts else ()
+        )
+        return 1 + max(drafted, default=0) if self._interval_s else 1
+
     def has_place(self, timeout_s: float) -> bool:
-        """Reserve a place for one more step, waiting at most *timeout_s*; True: the caller must queue a step."""
+        """Reserve one more place for a step, waiting at most *timeout_s*; True: the caller must queue the step."""
         if self._open is not None and self._places.empty():
             self.close()  # its steps must not wait for a step that waits for a place
         try:
@@ -188,6 +202,6 @@ class Outbox:
     def committed(self, groups: Sequence[Group]) -> None:
         """Free the places of *groups*, which are in the log now."""
         for group in groups:
-            for _ in range(len(group)):
+            for _ in range(group.places):
                 self._places.put(None)
             group.committed.set()

@@ -95,9 +95,9 @@ class Pace:
 
     def measured(self, plan: BatchPlan, seconds: float, budget: Budget | None) -> None:
         """Learn from a step that took *seconds*. *budget*: the one it was planned with."""
-        streams = plan.num_decode_rows
-        context = sum(row.start + 1 for row in plan.rows[:streams])
-        chunks = [(row.start, len(row.token_ids)) for row in plan.rows[streams:]]
+        streams = plan.num_decode_rows - plan.num_drafts
+        context = sum(row.start + 1 for row in plan.rows[: plan.num_decode_rows] if not row.is_draft)
+        chunks = [(row.start, len(row.token_ids)) for row in plan.rows[plan.num_decode_rows :]]
         if not chunks:
             self._plain.append((streams, context, seconds))
             self._num_mixed = 0

@@ -11,10 +11,13 @@ from pipeline.names import SEAL
 from pipeline.serving import Serving
 from pipeline.walk import NOT_COMPUTED, walk
 from stages.generate.loop.flights import MOST_STEPS
-from stages.generate.loop.outbox import MOST_HANDED_OVER
+from stages.generate.loop.outbox import FEWEST_HANDED_OVER, MOST_HANDED_OVER
 from stages.generate.schedule.request import NewRequest
+from stages.generate.setup.config import MOST_DRAFTS
 
-TOKENS_IN_DOUBT = MOST_HANDED_OVER + MOST_STEPS
+MOST_AT_ONCE = max(MOST_STEPS, 1 + MOST_DRAFTS)
+"""Largest number of tokens of a request that one call of the engine makes."""
+TOKENS_IN_DOUBT = max(MOST_HANDED_OVER, FEWEST_HANDED_OVER * (1 + MOST_DRAFTS)) + MOST_AT_ONCE
 """Number of tokens after which a successor has certainly come further than the engine that died. That engine may have
 computed steps that are not in the log: the queued ones, and those of one call before the one in which it died. With
 overlap these are fewer.

@@ -35,6 +35,7 @@ from stages.generate.loop.grammars import Grammars
 from stages.generate.loop.log_thread import LogThread
 from stages.generate.loop.meter import EngineMeter, measure_cache
 from stages.generate.loop.pace import Budget, Pace
+from stages.generate.loop.row_cost import RowCost
 from stages.generate.loop.suspects import Suspects
 from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
@@ -63,6 +64,8 @@ GIVES_WAY = 8
 SWITCH_INTERVAL_S = 0.0005
 """Longest time that the log thread keeps the interpreter from the forward pass, which needs it at every operation."""
 NO_STEP = StepCompleted(rows=())
+STEPS_BESIDE_DRAFTS = 2
+"""Largest number of steps in a call while drafts are expected to pay: they may be found after each token."""
 GRAMMAR_POLL_S = 0.005
 """Pause between two looks for updates while an idle engine waits for a grammar."""
 
@@ -82,12 +85,14 @@ class GenerateWorker:
         *,
         overlap: bool = False,
         together_s: float = 0.0,
+        drafts: str = "",
     ) -> None:
         """*pace*: decides how many prompt tokens a step computes, instead of the limits of *schedule*.
 
         *grammars*: of the engine's tokenizer; without it, a request with a grammar ends this worker. *overlap*: the
         worker plans and launches the next step before it waits for the tokens of the last one. *together_s*: time in
-        which several steps may be computed in one call.
+        which several steps may be computed in one call. *drafts*: `paying` drafts that are expected to save time, or
+        `all`; empty: none.
         """
         self._schedule = schedule
         self._log_thread = log_thread
@@ -111,7 +116,9 @@ class GenerateWorker:
         """Requests with a grammar whose compilation has not begun."""
         self._books = PageAudit(schedule, slot_lease)
         self._meter = EngineMeter(measures or Measures(), schedule)
-        self._flights = Flights(engine, schedule, self._meter, pace)
+        self._row_cost = RowCost() if drafts == "paying" else None
+        self._drafts = drafts
+        self._flights = Flights(engine, schedule, self._meter, pace, self._row_cost)
         self._snapshot = schedule.snapshot() if isinstance(schedule, RecordedSchedule) else ""
         """Snapshot of the schedule before the next step, if that step records one; else empty."""
         self._snapshot_from = SNAPSHOT_EVERY
@@ -127,7 +134,7 @@ class GenerateWorker:
             self._slot_lease.report_progress(patience_s=STEP_TIMEOUT_S)
             self._take_in()
             takes_over = self._resumed and self._schedule.may_admit
-            ahead = self._overlap and not takes_over and not self._suspects
+            ahead = self._overlap and not takes_over and not self._suspects and not self._may_draft
             if not ahead or self._snapshot_is_due or self._flights.have_failed:
                 self._land_until(0)
             self._try_suspects()
@@ -152,7 +159,7 @@ class GenerateWorker:
         """Plan and launch the next step; False: there is nothing to compute, or a step must land first."""
         schedule, pace = self._schedule, self._pace
         budget = pace.budget(schedule.work) if pace is not None and schedule.has_prompts else None
-        planned = schedule.plan(None if budget is None else budget.tokens)
+        planned = schedule.plan(None if budget is None else budget.tokens, self._row_cost_now)
         if planned is None:
             return False
         plan, marks = planned
@@ -170,7 +177,21 @@ class GenerateWorker:
         waits = self._uncompiled or self._resumed or self._suspects or self._grammars
         if waits or self._overlap or not self._flights.can_compute_several:
             return 1
-        return max(1, min(MOST_STEPS, int(self._together_s / self._step_s)))
+        most = (
+            STEPS_BESIDE_DRAFTS if self._may_draft and self._schedule.expects_drafts(self._row_cost_now) else MOST_STEPS
+        )
+        return max(1, min(most, int(self._together_s / self._step_s)))
+
+    @property
+    def _may_draft(self) -> bool:
+        return bool(self._drafts) and self._schedule.may_draft
+
+    @property
+    def _row_cost_now(self) -> int | None:
+        """See `Schedule.plan`."""
+        if self._row_cost is not None:
+            return self._row_cost.thousandths(max(self._schedule.num_running, 1))
+        return 0 if self._drafts else None
 
     def _land_until(self, most: int) -> None:
         """Wait for steps in flight and commit them, oldest first, until at most *most* are left."""
@@ -370,7 +391,8 @@ def _figures(flight: Flight) -> dict[str, Any]:
     plan = flight.plan
     prefills = plan.rows[plan.num_decode_rows :]
     return {
-        "decode_rows": plan.num_decode_rows,
+        "decode_rows": plan.num_decode_rows - plan.num_drafts,
+        "drafts": plan.num_drafts or None,
         "prefill_rows": len(prefills),
         "prefill_tokens": sum(len(row.token_ids) for row in prefills),
         "forward_ms": round(flight.seconds * 1000, 3),
@@ -494,6 +516,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder:
                 grammars,
                 overlap=overlap,
                 together_s=loaded.settings.commit_interval_s,
+                drafts=loaded.settings.drafts,
             )
             worker.run(process.stop)
         except Fenced as error:

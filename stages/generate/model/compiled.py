@@ -28,7 +28,7 @@ from stages.generate.model.spec import LayerKind, ModelSpec, mlp_norm_of
 from stages.generate.sampling.compiled import addresses
 from stages.generate.sampling.draws import make_draws
 from stages.generate.sampling.sampler import best as best_of
-from stages.generate.schedule.plan import BatchPlan, Sample, Words
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample, Words
 
 HUGE: Final = 2**21
 """Bytes of a huge page on x86-64, and on aarch64 where small pages have 4 KiB."""
@@ -178,7 +178,9 @@ class _Inputs(NamedTuple):
 
     step: _Step
     starts: tuple[int, ...]
-    """Where each row begins, and their end."""
+    """Where each row of the plan begins, and their end."""
+    rows: tuple[PlanRow, ...]
+    """The last row of the plan in each row of the kernels."""
     kept: tuple[Any, ...]
     """Arrays that *step* points to; the tokens come first."""
 
@@ -268,7 +270,7 @@ class KernelDecoder:
         """
         x_TE = torch.empty(sum(len(row.token_ids) for row in plan.rows), self._spec.hidden_size)
         inputs = self._inputs(plan, tables, kv_L2PKSD, x_TE.data_ptr(), last_R)
-        self._raise_for(self._compute(inputs.step, x_TE), inputs, plan, tables)
+        self._raise_for(self._compute(inputs.step, x_TE), inputs, tables)
         return x_TE, inputs.starts
 
     @property
@@ -319,7 +321,7 @@ class KernelDecoder:
         outcome = self._functions.kernels_steps(
             model, step, inputs.step.token_ids, inputs.step.lengths, ctypes.byref(several)
         )
-        self._raise_for(outcome, inputs, plan, tables)
+        self._raise_for(outcome, inputs, tables)
         return [kept[-1][step * num_rows : (step + 1) * num_rows].tolist() for step in range(several.num_done)]
 
     def _inputs(
@@ -335,7 +337,12 @@ class KernelDecoder:
         rows = plan.rows
         starts = (0, *accumulate(len(row.token_ids) for row in rows))
         lengths = [row.start + len(row.token_ids) for row in rows]
-        token_ids_T = array("i", chain.from_iterable(row.token_ids for row in rows))
+        starts_of_rows = starts
+        if plan.num_drafts:  # a row and its drafts are a chunk: it reads its pages once
+            last = [at for at in range(len(rows)) if at + 1 == len(rows) or not rows[at + 1].is_draft]
+            starts = (0, *(starts[at + 1] for at in last))
+            rows, lengths = tuple(rows[at] for at in last), [lengths[at] for at in last]
+        token_ids_T = array("i", chain.from_iterable(row.token_ids for row in plan.rows))
         if last_R is not None:
             known_T = np.frombuffer(token_ids_T, np.int32)
             unknown_T = known_T < 0
@@ -365,11 +372,11 @@ class KernelDecoder:
             x=x_address,
         )
         kept = token_ids_T, starts_B, lengths_B, frequencies_TF, pages_BMN
-        return _Inputs(step, starts, kept)
+        return _Inputs(step, starts_of_rows, rows, kept)
 
-    def _raise_for(self, outcome: int, inputs: _Inputs, plan: BatchPlan, tables: PageTables) -> None:
+    def _raise_for(self, outcome: int, inputs: _Inputs, tables: PageTables) -> None:
         """Raise the error of an outcome that is not DONE."""
-        step, rows = inputs.step, plan.rows
+        step, rows = inputs.step, inputs.rows
         if outcome == _NO_MEMORY:
             raise MemoryError(f"there is no memory for a step of {step.num_tokens} tokens")
         if outcome == _WRONG_TOKEN:

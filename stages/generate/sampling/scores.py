@@ -32,29 +32,30 @@ def score(
     logits_RV: Tensor,
     token_ids: Sequence[int],
 ) -> dict[int, RowScores]:
-    """Return table row -> scores of its drawn token and its prompt, for the rows that ask for them.
+    """Return table row -> scores of its drawn tokens and its prompt, for the rows that ask for them.
 
     *starts*: where in T each row begins. *logits_RV*: at least the rows that ask for scores must be filled in.
     """
     found: dict[int, RowScores] = {}
     sampled = iter(range(len(token_ids)))
     for index, row in enumerate(plan.rows):
-        token: Score | None = None
+        before = found.get(row.table, RowScores()) if row.is_draft else RowScores()
+        tokens = before.tokens
         prompt: tuple[Score, ...] = ()
         if row.sample is not None:
             sample = next(sampled)
             params = row.sample.params
             if params.logprobs is not None and token_ids[sample] != NOT_A_NUMBER:
                 drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
-                token = scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids)[0]
+                tokens += tuple(scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids))
         if row.scoring is not None:
             prompt = tuple(
                 one
                 for x_NE, targets in blocks_of(row, starts[index], x_TE)
                 for one in scores_of(logits_of(x_NE), targets, row.scoring.num_top)
             )
-        if token is not None or prompt:
-            found[row.table] = RowScores(token, prompt)
+        if tokens or prompt:
+            found[row.table] = RowScores(tokens, prompt)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
@@ -12,7 +12,7 @@ from pipeline.errors import MiniSGLError, UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
 from pipeline.log.entries import clipped
 from pipeline.log.journal import JournalStep
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan
 from stages.generate.schedule.recorded import LANDED, LITERAL, USUAL, RecordedSchedule
 from stages.generate.schedule.request import NewRequest
 
@@ -21,6 +21,20 @@ NOTHING: Final = BatchPlan(0, (), 0)
 
 class StepsMissing(MiniSGLError):
     """A step is not in the journal."""
+
+
+class ToldSchedule(RecordedSchedule):
+    """A schedule whose drafts are those of the journal."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: dict[str, tuple[int, Sequence[int]]] = {}
+        """uid -> number of drafts in the next plan, and with a grammar their tokens."""
+
+    def _drafts_of(self, row_cost: int | None) -> dict[str, Sequence[int]]:
+        told, self.told = self.told, {}
+        here = {uid: self._by_uid[uid] for uid in told if uid in self._by_uid}
+        return {uid: told[uid][1] if one.is_constrained else one.drafts(told[uid][0]) for uid, one in here.items()}
 
 
 class Again:
@@ -36,7 +50,7 @@ class Again:
             UndecodableEvent: The snapshot does not decode.
         """
         self._request_of = request_of
-        self.schedule = RecordedSchedule.restored(first.schedule, first.number, request_of)
+        self.schedule = ToldSchedule.restored(first.schedule, first.number, request_of)
         self._next = first.epoch, first.number
         self.plan = NOTHING
         """Plan of the last step that landed."""
@@ -85,6 +99,8 @@ class Again:
                     marks += self._land(len(self._in_flight))
                     marks += self.schedule.start_over()
                     yield from self._counts(step)
+                case ["draft", count, uid, *token_ids]:
+                    self.schedule.told[uid] = int(count), [int(token) for token in token_ids]
                 case ["plan", *budget] | ["no", "plan", *budget]:
                     planned = self.schedule.plan(self._budget(step, budget))
                     yield "a plan", planned is not None, word.startswith("plan")
@@ -92,9 +108,13 @@ class Again:
                         self._in_flight.append(planned)
                 case ["complete"]:
                     sampled = self.schedule.sampled
-                    yield "the rows", [uid for uid, is_here in sampled if is_here], [row.uid for row in step.rows]
-                    tokens = {row.uid: row.token for row in step.rows}
-                    made = self.schedule.complete([tokens.get(uid, 0) for uid, _ in sampled])
+                    uids = [*dict.fromkeys(uid for uid, is_here in sampled if is_here)]
+                    yield "the rows", uids, [*dict.fromkeys(row.uid for row in step.rows)]
+                    tokens: dict[str, deque[int]] = {}
+                    for row in step.rows:
+                        tokens.setdefault(row.uid, deque()).append(row.token)
+                    drawn = [tokens[uid].popleft() if tokens.get(uid) else NOT_A_NUMBER for uid, _ in sampled]
+                    made = self.schedule.complete(drawn)
                     its = [(row.uid, row.n, row.end, row.chunks) for row in step.rows]
                     yield "the tokens", [(row.uid, row.n, row.end, row.chunks) for row in made], its
                     marks += self._land(1)
@@ -129,16 +149,10 @@ class Again:
     def _counts(self, step: JournalStep) -> Iterator[tuple[str, object, object]]:
         plan, figures = self.plan, step.figures
         prefills = plan.rows[plan.num_decode_rows :]
-        counts = plan.num_decode_rows, len(prefills), sum(len(row.token_ids) for row in prefills)
-        yield (
-            "decode rows, prefill rows and prefill tokens",
-            counts,
-            (
-                figures.decode_rows,
-                figures.prefill_rows,
-                figures.prefill_tokens,
-            ),
-        )
+        num_tokens = sum(len(row.token_ids) for row in prefills)
+        counts = plan.num_decode_rows - plan.num_drafts, plan.num_drafts, len(prefills), num_tokens
+        its = figures.decode_rows, figures.drafts or 0, figures.prefill_rows, figures.prefill_tokens
+        yield "decode rows, drafts, prefill rows and prefill tokens", counts, its
 
 
 def differences(

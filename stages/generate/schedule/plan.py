@@ -40,8 +40,16 @@ class Matcher(Protocol):
         """Take in the next token of the output, which is not its last."""
         ...
 
-    def allowed(self) -> Words | None:
-        """Return one bit for each token, 1 if it may come next; None: the matcher gave up. Wait until that is known."""
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Return up to *most* tokens that may come next: those that must, else the first of *proposed* that may. The
+        matcher takes them as drafts."""
+        ...
+
+    def allowed(self, ahead: int = 0) -> Words | None:
+        """Return one bit for each token, 1 if it may come next, after *ahead* drafts. Wait until that is known.
+
+        None: the matcher gave up. After drafts: no bit may be set, which says nothing of the tokens.
+        """
         ...
 
 
@@ -70,6 +78,8 @@ class Sample:
     """Tokens that penalties apply to; None: there are no penalties. It is the request's own record: `settled` counts
     the tokens before `position`, and a later sample counts on.
     """
+    ahead: int = 0
+    """Number of drafts among the tokens before `position`. A sample that has some comes after one that has fewer."""
 
     def settled(self) -> Sample:
         """Return the sample with what depends on the tokens before `position`, which are all known now."""
@@ -79,8 +89,10 @@ class Sample:
         if self.bad_words is not None:
             first = max(self.prompt_length, self.position - self.bad_words.reach)
             forbidden += self.bad_words.completed_by(self.token_ids[first : self.position])
-        seen = None if self.seen is None else self.seen.follow(self.token_ids, self.position)
-        allowed = None if self.matcher is None else self.matcher.allowed()
+        seen = self.seen
+        if seen is not None:
+            seen = (seen.ahead if self.ahead else seen.follow)(self.token_ids, self.position)
+        allowed = None if self.matcher is None else self.matcher.allowed(self.ahead)
         return Sample(self.params, self.position, forbidden, (), self.prompt_length, allowed=allowed, seen=seen)
 
     @property
@@ -105,7 +117,10 @@ class Scoring:
 
 @dataclass(slots=True)
 class PlanRow:
-    """One request in one step: a decode row has one token, a prefill chunk one or more."""
+    """One request in one step: a decode row has one token, a prefill chunk one or more.
+
+    A request may have several decode rows, one after the other: the tokens of all but the first are drafts.
+    """
 
     table: int
     """Row of the page table that the request holds from admission to end: 0 <= table < max_running_requests."""
@@ -124,6 +139,8 @@ class PlanRow:
     new_local: tuple[int, ...] = ()
     """Local parts (`LocalLayers`) of the pages from `first_local` on, those of a page together."""
     first_local: int = 0
+    is_draft: bool = False
+    """Whether its token is a draft: what it draws counts only if the row before drew that token."""
 
 
 @dataclass(slots=True)
@@ -133,6 +150,8 @@ class BatchPlan:
     step: int
     rows: tuple[PlanRow, ...]
     num_decode_rows: int
+    num_drafts: int = 0
+    """Number of decode rows whose token is a draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +169,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """The log-probabilities of the tokens of one row."""
+    """The log-probabilities of the tokens of one request."""
 
-    token: Score | None = None
-    """Score of the token that was drawn."""
+    tokens: tuple[Score, ...] = ()
+    """Scores of the tokens that its rows drew, up to one that is none."""
     prompt: tuple[Score, ...] = ()
     """One score for each of `Scoring.targets`."""
 
@@ -165,7 +184,7 @@ class Computed:
     token_ids: Sequence[int]
     """One token for each row that samples, in row order; or NOT_A_NUMBER, which matters only if its request is here."""
     scores: Mapping[int, RowScores] = field(default_factory=dict)
-    """Scores by `PlanRow.table`, for the rows that ask for them."""
+    """Scores by `PlanRow.table`, for the requests that ask for them."""
 
     def fits(self, plan: BatchPlan) -> None:
         """Raise if this cannot be the result of *plan*: then the tokens cannot be assigned to requests.

@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Self
 
 import orjson
 
@@ -27,8 +27,9 @@ SNAPSHOT_EVERY: Final = 1000
 """Number of steps from one snapshot to the next .."""
 SNAPSHOT_EVERY_S: Final = 60.0
 """.. unless this time is over: an engine with little to do makes few steps before they expire."""
-SNAPSHOT_VERSION: Final = 3
-"""2: the prompt that lacks the fewest tokens is computed first. 3: local layers have parts of pages of their own."""
+SNAPSHOT_VERSION: Final = 4
+"""2: the prompt that lacks the fewest tokens is computed first. 3: local layers have parts of pages of their own. 4:
+there are drafts."""
 LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
 """A record without any of these words ends with the usual ones."""
 USUAL: Final = ("plan", "complete")
@@ -47,6 +48,7 @@ class RecordedSchedule(Schedule):
         self._chunks_in_flight: deque[list[Chunk]] = deque()
         """Chunks of each step in flight, oldest first. Empty once `note` has returned them."""
         self._chunks_landed: list[Chunk] = []
+        self._drafts_said: list[str] = []
 
     # the calls that are recorded
 
@@ -70,12 +72,15 @@ class RecordedSchedule(Schedule):
         self._said.append("all" if uid is None else f"alone {uid}")
         return super().isolate(uid)
 
-    def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
+    def plan(
+        self, mixed_prefill_length: int | None = None, row_cost: int | None = None
+    ) -> tuple[BatchPlan, list[StepRow]] | None:
         in_flight = bool(self._flights)
         budget = f" {mixed_prefill_length}" if in_flight and mixed_prefill_length is not None else ""
-        planned = super().plan(mixed_prefill_length)
+        self._drafts_said = []
+        planned = super().plan(mixed_prefill_length, row_cost)
         if planned is not None:
-            self._said.append(f"plan{budget}")
+            self._said += (*self._drafts_said, f"plan{budget}")
             self._chunks_in_flight.append(self._chunks)
             self._chunks = []
         elif in_flight:  # else nothing is here, and the attempt has touched no page
@@ -95,6 +100,13 @@ class RecordedSchedule(Schedule):
     def skip_step(self) -> int:
         self._said.append("skip")
         return super().skip_step()
+
+    def _drafted_rows(
+        self, request: Request, drafts: Sequence[int], new_pages: Sequence[int], first_page: int
+    ) -> list[PlanRow]:
+        token_ids = drafts if request.is_constrained else ()
+        self._drafts_said.append(" ".join(map(str, ("draft", len(drafts), request.uid, *token_ids))))
+        return super()._drafted_rows(request, drafts, new_pages, first_page)
 
     def _chunk(self, request: Request, budget: int, pages: list[int], first_page: int) -> PlanRow:
         row = super()._chunk(request, budget, pages, first_page)
@@ -146,7 +158,10 @@ class RecordedSchedule(Schedule):
             "arrived": self._num_arrived,
             "prefilled": self._num_prefilled,
             "requests": [
-                [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still, one.came_at]
+                [
+                    *(one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still),
+                    *(one.came_at, one.acceptance),
+                ]
                 for one in (*self._running, *self._waiting)
             ],
             "held": [dataclasses.astuple(held) for held in snapshot.held],
@@ -165,7 +180,7 @@ class RecordedSchedule(Schedule):
         *,
         num_pages: int = 0,
         **other_limits: int,
-    ) -> RecordedSchedule:
+    ) -> Self:
         """Return the schedule of a snapshot, before step *number*. *request_of* returns a request with n output tokens.
 
         *num_pages* and *other_limits* replace the snapshot's. If there are fewer pages, or fewer requests may run, the
@@ -191,9 +206,9 @@ class RecordedSchedule(Schedule):
             limits = dataclasses.replace(limits, context=min(limits.context, local.capacity(pages, plain["page_size"])))
             cache, allocations = remade(plain["cache"], pages, plain["page_size"], cached, local)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
-            for at, (uid, arrival, n, num_computed, chunks, stands_still, came_at) in enumerate(plain["requests"]):
+            for at, (uid, arrival, n, num_computed, chunks, *others) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
-                request.stands_still, request.came_at = stands_still, came_at
+                request.stands_still, request.came_at, request.acceptance = others
                 if at < len(allocations) and not schedule._tables:
                     cache.end(allocations[at])
                 elif at < len(allocations):

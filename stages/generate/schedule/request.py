@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pipeline.events import FinishReason, SamplingParams, Scores
 from stages.generate.kvcache.base import Allocation
 from stages.generate.schedule.bad_words import BadWords
+from stages.generate.schedule.drafts import Drafts
 from stages.generate.schedule.plan import Matcher, Sample, Scoring
 from stages.generate.schedule.seen import Seen
+
+WHOLE: Final = 1024
+"""An acceptance of 1: all drafts are what was drawn."""
+MEMORY: Final = 8
+"""Number of drafts that an acceptance remembers."""
+HOPE: Final = 1
+"""What a low acceptance gains with a token that came without drafts, so that they are tried again some time."""
+MANY_STREAMS: Final = 8
+"""With so many streams nothing is drafted: the rows of a step share what it costs, so drafts would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,8 @@ class NewRequest:
     matcher: Matcher | None = None
     """Follows the output through the grammar, and has taken in `output_ids`. None if there is no grammar, or if nothing
     is computed because its tokens are known."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects as output: drafts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +89,15 @@ class Request:
     """Whether it came with tokens of another engine: its client's stream pauses until it is computed."""
     last_plan: int = 0
     """Ordinal of the last plan that has a row of it."""
+    prediction: tuple[int, ...] = ()
+    """See NewRequest."""
+    acceptance: int = WHOLE // 2
+    """Part of its last drafts that were what was drawn, of WHOLE: a decaying mean."""
+    num_drafts: int = 0
+    """Number of drafts in the step in flight."""
+    is_predicted: bool = False
+    """Whether these are of the client's prediction."""
+    _drafts: Drafts | None = None
     num_known: int = field(init=False)
     """Number of known tokens in `token_ids`. The others are placeholders."""
     is_plain: bool = field(init=False)
@@ -136,9 +158,50 @@ class Request:
             return None
         return Scoring(tuple(self.token_ids[start + 1 : end + 1]), num_top)
 
-    def sample(self, eos_ids: tuple[int, ...]) -> Sample:
-        """Return how the next token is sampled. The result may change once the step after the next one is planned."""
+    def most_drafts(self, most: int, streams: int, row_cost: int) -> int:
+        """Return how many drafts pay, up to *most*, in a step with *streams*. *row_cost*: see `Schedule.plan`.
+
+        One more draft makes a step longer for all streams, and adds a token if it and all before it are accepted.
+        """
+        most = min(most, self.limit - 1 - len(self.token_ids))
+        if row_cost <= 0:
+            return max(most, 0)
+        chance, count = self.acceptance, 0
+        while count < most and chance * 1000 > row_cost * streams * WHOLE:
+            count, chance = count + 1, chance * self.acceptance // WHOLE
+        return count
+
+    def drafts(self, most: int) -> Sequence[int]:
+        """Return up to *most* tokens that may come next, by what came before. All its tokens are known."""
+        if most <= 0:
+            self.is_predicted = False
+            return ()
+        if self._drafts is None:
+            self._drafts = Drafts(self.token_ids[: self.prompt_length], self.prediction)
+        self._drafts.follow(self.token_ids)
+        proposed, self.is_predicted = self._drafts.propose(most)
+        return proposed
+
+    def judge(self, *, was_right: bool) -> None:
+        """Learn whether a draft was what was drawn."""
+        if was_right:
+            self.acceptance += -(-(WHOLE - self.acceptance) // MEMORY)
+        else:
+            self.acceptance -= self.acceptance // MEMORY
+
+    def hope(self) -> None:
+        """Learn that a token came without drafts."""
+        if self.acceptance < WHOLE // 2:
+            self.acceptance += HOPE
+
+    def sample(self, eos_ids: tuple[int, ...], ahead: int = 0) -> Sample:
+        """Return how the next token is sampled, after *ahead* drafts.
+
+        Without drafts, the result may change once the step after the next one is planned.
+        """
         sampling, position = self.sampling, len(self.token_ids)
+        if self.is_plain and ahead:
+            return Sample(sampling, position, (), (), self.prompt_length)
         if self.is_plain:
             sample = self._samples[position % 2]
             sample.position = position
@@ -148,7 +211,11 @@ class Request:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids
         bad_words, seen = self.bad_words or None, self.seen
         token_ids = self.token_ids if seen or bad_words else ()
-        return Sample(sampling, position, forbidden, token_ids, self.prompt_length, bad_words, self.matcher, seen=seen)
+        return Sample(
+            *(sampling, position, forbidden, token_ids, self.prompt_length, bad_words, self.matcher),
+            seen=seen,
+            ahead=ahead,
+        )
 
     def learn(self, position: int, token: int, eos_ids: Sequence[int]) -> FinishReason | None:
         """Replace the placeholder at *position*. Return why the request ends with this token; None: it goes on."""

@@ -13,6 +13,10 @@ A plan may be made while the step before is in flight, whose tokens are not know
 samples has a placeholder, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`,
 `plan`, `complete`, `plan`, `complete`, .. If a request leaves while a step in flight has a row of it, it keeps its
 pages and its row of the page table until that step has landed: nothing else is written there before.
+
+If no step is in flight, a request may have drafts: tokens that may come next. Each has a decode row of its own, and is
+in the request's list of tokens as if it were known. `complete` keeps what the rows drew while that is what was drafted.
+So the tokens are the same as without drafts, and come in fewer steps.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from operator import attrgetter
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
 from stages.generate.kvcache.base import Allocation, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
-from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
-from stages.generate.schedule.request import NewRequest, Request
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, PlanRow, RowScores, Work
+from stages.generate.schedule.request import MANY_STREAMS, NewRequest, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class ScheduleLimits:
     mixed_prefill_per_request: int = 0
     """Raises `mixed_prefill_length` to this many tokens for each request in hand: with many running a step is long
     anyway, and with many waiting more requests gain from it."""
+    most_drafts: int = 0
+    """Largest number of drafts of a request in a step."""
 
     @property
     def largest_chunk(self) -> int:
@@ -99,9 +105,10 @@ class Schedule:
         self._num_prefilled = 0
         """Number of prompt tokens planned so far."""
         self._step = 0
-        self._flights: deque[list[tuple[Request, int, int]]] = deque()
-        """Tokens that each step in flight samples, oldest step first: requests, chunks, positions of tokens."""
-        self._sampled: list[tuple[Request, int, int]] = []
+        self._flights: deque[list[tuple[Request, int, int, int]]] = deque()
+        """Tokens that each step in flight samples, oldest step first: requests, chunks, positions of tokens, numbers of
+        drafts before them."""
+        self._sampled: list[tuple[Request, int, int, int]] = []
         """The same for the plan that is being made."""
         self._num_plans = self._num_landed = 0
         """Number of plans made, and of those no longer in flight."""
@@ -157,6 +164,7 @@ class Schedule:
             matcher=new.matcher,
             reads_cache=new.reads_cache,
             stands_still=bool(new.output_ids),
+            prediction=new.prediction,
         )
         self._num_arrived += 1
         insort(self._waiting, request, key=by_order)
@@ -188,7 +196,7 @@ class Schedule:
         complete: their tokens are invalid.
         """
         gave_up = [one for one, *_ in self._flights[0] if one.matcher is not None and one.matcher.error]
-        here = [one for one in gave_up if self._by_uid.get(one.uid) is one]
+        here = [one for one in dict.fromkeys(gave_up) if self._by_uid.get(one.uid) is one]
         return [
             (one.uid, one.num_output, one.matcher.error, one.grammar_param) for one in here if one.matcher is not None
         ]
@@ -282,23 +290,39 @@ class Schedule:
             prompts=[(len(one.token_ids) - missing, missing) for one, missing in self._prompts()],
         )
 
-    def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
+    @property
+    def may_draft(self) -> bool:
+        """Whether a plan may have drafts if no step is in flight."""
+        return self._limits.most_drafts > 0 and 0 < len(self._running) < MANY_STREAMS
+
+    def expects_drafts(self, row_cost: int | None) -> bool:
+        """Return whether a draft of a request would pay. *row_cost*: see `plan`."""
+        if row_cost is None:
+            return False
+        running = self._running
+        return any(one.most_drafts(self._limits.most_drafts, len(running), row_cost) for one in running)
+
+    def plan(
+        self, mixed_prefill_length: int | None = None, row_cost: int | None = None
+    ) -> tuple[BatchPlan, list[StepRow]] | None:
         """Return the next step and its marks (Admitted, Preempted); None: there is nothing to compute.
 
         While a step is in flight, None also means that it must land first: every request waits for it, or there are too
         few pages. A request is preempted only once all its tokens are known.
 
-        *mixed_prefill_length*: the largest number of prompt tokens, instead of the limits'.
+        *mixed_prefill_length*: the largest number of prompt tokens, instead of the limits'. *row_cost*: the time of one
+        more row, in thousandths of a step without drafts; 0: as many as possible are drafted. None: nothing is.
         """
         assert len(self._flights) < 2, "a placeholder names a row of the step right before"
-        if self._flights and self._is_short:
+        if self._flights and (self._is_short or any(ahead for *_, ahead in self._flights[-1])):
             return None
         marks: list[StepRow] = []
         self._sampled = []
-        rows = self._plan_decodes(marks)
-        num_decode_rows = len(rows)
-        if self._waiting or num_decode_rows < len(self._running):  # else all decode, as in most steps
-            rows += self._plan_prefills(self._prefill_budget(num_decode_rows, mixed_prefill_length), marks)
+        rows = self._plan_decodes(marks, row_cost)
+        num_decode_rows, num_drafts = len(rows), sum(ahead > 0 for *_, ahead in self._sampled)
+        num_streams = num_decode_rows - num_drafts
+        if self._waiting or num_streams < len(self._running):  # else all decode, as in most steps
+            rows += self._plan_prefills(self._prefill_budget(num_streams, mixed_prefill_length), marks)
         if not rows:
             may_run = self._by_uid if self._alone is None else {self._alone} & self._by_uid.keys()
             assert not may_run or self._flights, "requests are here, but no row could be planned"
@@ -306,7 +330,7 @@ class Schedule:
         self._flights.append(self._sampled)
         self._num_plans += 1
         self._step += 1
-        return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
+        return BatchPlan(self._step, tuple(rows), num_decode_rows, num_drafts), marks
 
     def alike(self, most: int) -> tuple[int, list[tuple[int, ...]]]:
         """Return how many steps, the last planned one included and at most *most*, have the same rows if no row draws a
@@ -317,13 +341,13 @@ class Schedule:
         ends: list[tuple[int, ...]] = []
         if most == 1:
             return 1, ends
-        for request, chunks, position in self._sampled:
+        for request, chunks, position, _ in self._sampled:
             room = len(request.allocation.pages) * self._cache.page_size - request.num_computed
             most = min(most, request.limit - position, 1 + room)
             if chunks or not request.is_simple:
                 return 1, []
             ends.append(request.ends(self._eos_ids))
-        return (1, []) if self._waiting or len(ends) < len(self._running) else (most, ends)
+        return (1, []) if self._waiting or len(ends) != len(self._running) else (most, ends)
 
     def start_over(self) -> list[StepRow]:
         """Undo the plan of the oldest step in flight, which failed, and the one after it: preempt every running request
@@ -335,6 +359,7 @@ class Schedule:
         self._step -= len(self._flights) - 1
         for request, *_ in chain.from_iterable(self._flights):
             del request.token_ids[request.num_known :]
+            request.num_drafts = 0
         self._flights.clear()
         self._num_landed = self._num_plans
         self._let_leave()
@@ -356,8 +381,22 @@ class Schedule:
                 request.prompt_scores.extend(scores[request.table].prompt)
         page_size = self._cache.page_size
         self._num_landed += 1
-        for (request, chunks, position), token in zip(self._flights[0], token_ids, strict=True):
+        refused: Request | None = None
+        for (request, chunks, position, ahead), token in zip(self._flights[0], token_ids, strict=True):
+            if ahead and (request is refused or token == NOT_A_NUMBER):
+                if request is not refused:  # another step will find that out
+                    self._refuse(request, position)
+                    refused = request
+                continue
+            draft = request.token_ids[position]  # or a placeholder, below 0
             end = request.learn(position, token, self._eos_ids)
+            if draft >= 0:
+                request.judge(was_right=token == draft)
+                if token != draft or end is not None:
+                    self._refuse(request, position + 1)
+                    refused = request
+            elif not request.num_drafts:
+                request.hope()
             if self._by_uid.get(request.uid) is not request:
                 continue  # the request ended while the step ran; its uid may have come again
             if request.num_computed > position and request.num_known % page_size == 0:
@@ -366,18 +405,34 @@ class Schedule:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token)
             else:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
+            if request.num_drafts and not ahead:
+                row = row.model_copy(update={"drafted": request.num_drafts, "predicted": request.is_predicted})
             if request.table in scores or request.prompt_scores:  # the last chunk may have had no token to score
-                score = scores[request.table].token if request.table in scores else None
-                told = {"score": score, "prompt_scores": request.prompt_scores or None}
+                of_it = scores[request.table].tokens[ahead:] if request.table in scores else ()
+                told = {"score": of_it[0] if of_it else None, "prompt_scores": request.prompt_scores or None}
                 request.prompt_scores = Scores()
                 row = row.model_copy(update=told)
             rows.append(row)
             if end is not None:
                 del self._by_uid[request.uid]
                 self._leave(request)
-        self._flights.popleft()
+        for request, *_, ahead in self._flights.popleft():
+            if ahead == request.num_drafts > 0:
+                self._settle_drafts(request)
         self._let_leave()
         return rows
+
+    def _refuse(self, request: Request, length: int) -> None:
+        """Remove the drafts of a request from its token number *length* on."""
+        del request.token_ids[length:]
+        request.num_computed = length - 1
+
+    def _settle_drafts(self, request: Request) -> None:
+        """Give back the pages of drafts that were refused."""
+        request.num_drafts = 0
+        if request.table >= 0:
+            num_pages = -(-len(request.token_ids) // self._cache.page_size)
+            self._cache.shrink(request.allocation, request.num_computed, num_pages)
 
     @property
     def next_step(self) -> int:
@@ -401,13 +456,19 @@ class Schedule:
             return max(min(mixed_prefill_length, limits.max_prefill_length), 0 if num_streams else 1)
         return limits.prefill_budget(num_streams, len(self._running) + len(self._waiting))
 
-    def _plan_decodes(self, marks: list[StepRow]) -> list[PlanRow]:
+    def _plan_decodes(self, marks: list[StepRow], row_cost: int | None) -> list[PlanRow]:
         rows: list[PlanRow] = []
         page_size, number = self._cache.page_size, self._num_plans + 1
+        drafts_of = self._drafts_of(row_cost)
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
                 continue  # an earlier request preempted it just now, or its prompt is not done
             start, first_page = request.num_computed, len(request.allocation.pages)
+            if drafts := drafts_of.get(request.uid):
+                missing = max(self._pages_missing(request, start + 1 + len(drafts)), 0)
+                if (new_pages := self._cache.grow(request.allocation, missing)) is not None:
+                    rows += self._drafted_rows(request, drafts, new_pages, first_page)
+                    continue
             if start < first_page * page_size and (start + 1) % page_size:
                 # As `_row`, for the usual case: the page has room and does not become full, so the cache does not
                 # change.
@@ -422,9 +483,71 @@ class Schedule:
                 rows.append(self._row(request, 1, new_pages, first_page))
         return rows
 
+    def _drafts_of(self, row_cost: int | None) -> dict[str, Sequence[int]]:
+        """Return uid -> drafts, for the requests that have some in the plan being made. *row_cost*: see `plan`."""
+        if row_cost is None or self._flights or not self._limits.most_drafts:
+            return {}
+        decoding = [request for request in self._running if request.decodes]
+        if len(decoding) >= MANY_STREAMS:
+            return {}
+        # Each request may need a page for its next token. Drafts have only what is left.
+        pages = self._cache.num_available - len(decoding)
+        found: dict[str, Sequence[int]] = {}
+        for request in decoding:
+            drafts = self._drafts_for(request, len(decoding), row_cost)
+            if not drafts:
+                continue
+            held = len(request.allocation.pages)
+            most = (held + max(pages, 0)) * self._cache.page_size - request.num_computed - 1
+            if drafts := drafts[: max(most, 0)]:
+                pages -= max(self._pages_missing(request, request.num_computed + 1 + len(drafts)), 0)
+                found[request.uid] = drafts
+        return found
+
+    def _drafts_for(self, request: Request, streams: int, row_cost: int) -> Sequence[int]:
+        """Return the tokens that are drafted for a request that decodes, one of *streams*."""
+        at_most = self._limits.most_drafts
+        most = request.most_drafts(at_most, streams, row_cost)
+        proposed = request.drafts(most)
+        if not request.is_constrained:
+            return proposed
+        return self._drafts_by_grammar(request, proposed, at_most if row_cost * streams < 1000 else 0)
+
+    def _drafts_by_grammar(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Return up to *most* tokens that the grammar forces, else the first of *proposed* that fit it."""
+        most = min(most, request.limit - 1 - len(request.token_ids))
+        if request.matcher is None or most <= 0:
+            return ()
+        drafts = request.matcher.draft(proposed, most)
+        request.is_predicted = request.is_predicted and list(drafts) == list(proposed[: len(drafts)])
+        return drafts
+
+    def _drafted_rows(
+        self, request: Request, drafts: Sequence[int], new_pages: Sequence[int], first_page: int
+    ) -> list[PlanRow]:
+        """Return the rows of a request's next token and of *drafts*. It has pages for all of them."""
+        start, allocation = request.num_computed, request.allocation
+        end, num_pages = start + 1 + len(drafts), len(allocation.pages)
+        request.num_computed, request.last_plan, request.stands_still = end, self._num_plans + 1, False
+        request.num_drafts = len(drafts)
+        first_local, new_local = self._cache.cover(allocation, end)
+        self._cache.fill(allocation, request.token_ids, start + 1)
+        sample = request.sample(self._eos_ids)
+        token = request.token_ids[start]
+        rows = [
+            PlanRow(request.table, start, (token,), tuple(new_pages), first_page, sample, None, new_local, first_local)
+        ]
+        for ahead, draft in enumerate(drafts, 1):
+            self._sampled.append((request, 0, len(request.token_ids), ahead - 1))
+            request.token_ids.append(draft)
+            sample = request.sample(self._eos_ids, ahead)
+            rows.append(PlanRow(request.table, start + ahead, (draft,), (), num_pages, sample, is_draft=True))
+        self._expect(request, 0)
+        return rows
+
     def _expect(self, request: Request, chunks: int) -> None:
         """Append a placeholder to a request for the token that the plan being made samples."""
-        self._sampled.append((request, chunks, len(request.token_ids)))
+        self._sampled.append((request, chunks, len(request.token_ids), request.num_drafts))
         request.token_ids.append(-len(self._sampled))
 
     def _pages_for(self, request: Request, marks: list[StepRow]) -> list[int] | None:

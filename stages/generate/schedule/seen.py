@@ -47,3 +47,10 @@ class Seen:
                 self.counts.append(1)
         self._length = length
         return self
+
+    def ahead(self, token_ids: Sequence[int], length: int) -> Seen:
+        """Return another record, with the first *length* of *token_ids*: this one has counted all but the last few."""
+        other = Seen(self._prompt_length)
+        other._length, other._places = self._length, dict(self._places)
+        other.prompt_ids, other.output_ids, other.counts = self.prompt_ids, self.output_ids[:], self.counts[:]
+        return other.follow(token_ids, length)

@@ -48,6 +48,8 @@ class Targets:
         return cls(step_s, step_s, 0.0)
 
 
+MOST_DRAFTS: Final = 8
+"""Largest number of tokens that are drafted for a request in a step."""
 ON_CPU: Final = Targets()
 ON_GPU: Final = Targets(0.03, 0.04)
 
@@ -190,6 +192,17 @@ class EngineConfig:
         help=(
             "on: plan the next step and pass tokens on while the device computes; auto: on for one GPU, off for "
             "ranks (--tp), and off for a CPU, where each token would come a step later"
+        ),
+    )
+    speculate: str = flag(
+        "--speculate",
+        default="auto",
+        choices=("auto", "off", *map(str, range(1, MOST_DRAFTS + 1))),
+        help=(
+            "guess the next tokens of a request from its text, its grammar or its `prediction`, and compute them in "
+            "one step: answers are the same, and those that repeat something come sooner; auto: as many as save time; "
+            "1 to 8: so many, whether they do or not; neither with 8 streams and more; only where tokens do not depend "
+            "on the batch (CPU kernels, --deterministic)"
         ),
     )
     commit_interval_ms: int = flag(

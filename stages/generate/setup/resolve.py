@@ -25,7 +25,7 @@ from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ROUNDED, ModelSpec
 from stages.generate.sampling import sampler
 from stages.generate.schedule.schedule import ScheduleLimits
-from stages.generate.setup.config import ON_CPU, ON_GPU, EngineConfig, ShareConfig, Targets
+from stages.generate.setup.config import MOST_DRAFTS, ON_CPU, ON_GPU, EngineConfig, ShareConfig, Targets
 from stages.generate.setup.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
 from stages.generate.setup.kernel_memory import step_bytes
 
@@ -64,6 +64,8 @@ class Settings:
     targets: Targets | None = None
     """Targets of steps, from which measured times make the number of prompt tokens. Then chunks differ from run to run,
     which must not change tokens. None: the limits decide."""
+    drafts: str = ""
+    """Whether `paying` tokens are drafted, or `all`; empty: none."""
     overlap: bool = False
     """Whether the next step is planned and launched before the tokens of the last one are known."""
     num_ranks: int = 1
@@ -170,6 +172,8 @@ def resolve(
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
     wanted = config.max_seq_len or spec.max_positions
     limits = limits_of(config, spec, wanted, cuda=cuda)
+    most_drafts = min(resolve_drafts(config, kernels), limits.largest_chunk - 1)
+    limits = replace(limits, most_drafts=most_drafts)
     largest_step_bytes = 0
     if kernels != "torch":
         largest_step_bytes = step_bytes(
@@ -215,6 +219,7 @@ def resolve(
         why_torch=why_torch,
         context_flag="--num-pages" if limits.context < wanted else "--max-seq-len",
         targets=resolve_targets(config, kernels, device),
+        drafts=("paying" if config.speculate == "auto" else "all") if most_drafts else "",
         overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
         num_ranks=config.tp,
         cpus=frozenset() if cuda else _cpus(share),
@@ -238,6 +243,25 @@ def limits_of(config: EngineConfig, spec: ModelSpec, context: int, *, cuda: bool
         mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
         max_running_requests=config.max_running_requests,
         vocab_size=spec.vocab_size,
+    )
+
+
+def resolve_drafts(config: EngineConfig, kernels: str) -> int:
+    """Return the largest number of drafts that `--speculate` means.
+
+    Raises:
+        ConfigError: They would change tokens.
+    """
+    is_possible = kernels != "torch" or config.deterministic
+    if config.speculate.isdigit() and not is_possible:
+        raise ConfigError(
+            f"--speculate {config.speculate}: with torch a token depends on the rows beside it, so drafts would change "
+            "tokens; leave it out, or pass --deterministic"
+        )
+    return (
+        int(config.speculate)
+        if config.speculate.isdigit()
+        else MOST_DRAFTS * (config.speculate == "auto" and is_possible)
     )
 
 

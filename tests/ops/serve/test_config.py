@@ -63,7 +63,8 @@ ENGINE = flags(
     "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --model-impl --trust-remote-code "
     "--device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
-    "--target-itl --max-running-requests --overlap --commit-interval --graph|--cuda-graph-max-bs --deterministic "
+    "--target-itl --max-running-requests --overlap --speculate --commit-interval --graph|--cuda-graph-max-bs "
+    "--deterministic "
     "--page-size --num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
@@ -111,10 +112,10 @@ def pairs(text: str) -> list[tuple[str, str]]:
 
 
 TEXTS = pairs(
-    "--generation-config none --host :: --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d --limits /l.toml "
-    "--admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu --kernels avx2 --attn fa,fi "
-    "--cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 --from 7-1200 --user ann "
-    "--url http://h:1 --tokenizer /t --prompt Hi --plot /p.png --model-impl native"
+    "--generation-config none --host :: --speculate off --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d "
+    "--limits /l.toml --admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu "
+    "--kernels avx2 --attn fa,fi --cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 "
+    "--from 7-1200 --user ann --url http://h:1 --tokenizer /t --prompt Hi --plot /p.png --model-impl native"
 )
 NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "

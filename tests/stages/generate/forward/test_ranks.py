@@ -155,8 +155,8 @@ def test_rank_0_draws_and_scores_as_a_single_one(
         chunk = replace(scored.row(50), scoring=Scoring(tuple(PROMPT[1:51]), 1))
         steps = [engine.forward(plan(chunk)), engine.forward(plan(scored.row(50), greedy.row(50)))]
         scores = steps[0].scores[1].prompt
-        token = steps[1].scores[1].token
-        assert token is not None and len(scores) == 50
+        (token,) = steps[1].scores[1].tokens
+        assert len(scores) == 50
         return list(steps[1].token_ids), [token.logprob, *(score.logprob for score in scores)]
 
     folder = folders("qwen3")

@@ -266,7 +266,7 @@ def test_drawn_tokens_and_all_scores_are_the_same_in_any_batch(engine: Engine) -
     drawn = engine.forward(plan(*(twin.row(1) for twin in twins)))
     differing = []
     for index, (one, twin) in enumerate(zip(ones, twins, strict=True)):
-        scores = RowScores(drawn.scores[twin.table].token, prompts.scores[twin.table].prompt)
+        scores = RowScores(drawn.scores[twin.table].tokens, prompts.scores[twin.table].prompt)
         if expected[index].token_ids != [drawn.token_ids[index]] or expected[index].scores != {one.table: scores}:
             differing.append(index)
     assert_none_differ(differing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -160,7 +160,10 @@ class GivesUp:
     def advance(self, token: int) -> None:
         raise AssertionError("it goes no further")
 
-    def allowed(self) -> None:
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        return ()
+
+    def allowed(self, ahead: int = 0) -> None:
         return None
 
 

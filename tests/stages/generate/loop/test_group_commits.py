@@ -126,14 +126,14 @@ def test_an_engine_computes_on_while_redis_stands_still_up_to_a_bound(scene: Sce
     engine = CountingEngine()
     log.closes_after = 2
     with in_use(scene, engine, interval_s=0.01):
-        uid = scene.send(10, max_tokens=50)
+        uid = scene.send(10, max_tokens=105)
         until(lambda: not log.gate.is_set())
         until(lambda: len(engine.plans) >= sum(log.sizes) + MOST_HANDED_OVER + 1)
         assert len(engine.plans) <= sum(log.sizes) + MOST_HANDED_OVER + 1
         num_commits = len(log.sizes)
         log.gate.set()
         until(lambda: scene.have_ended(uid))
-    assert scene.tokens(uid) == list(range(11, 61))
+    assert scene.tokens(uid) == list(range(11, 116))
     assert 1 < max(log.sizes[num_commits:]) <= MOST_HANDED_OVER
 
 

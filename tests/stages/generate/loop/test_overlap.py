@@ -166,7 +166,7 @@ class Pages:
             of_prompt = [Score(logprob=-float(target), top=()) for target in row.scoring.targets] if row.scoring else []
             if of_token or of_prompt:
                 score = Score(logprob=-float(sum(held) + (token or 0)), top=()) if of_token else None
-                scores[row.table] = RowScores(score, tuple(of_prompt))
+                scores[row.table] = RowScores((score,) if score else (), tuple(of_prompt))
         return Computed(token_ids, scores)
 
     def _settle(self, launched: Launched) -> None:

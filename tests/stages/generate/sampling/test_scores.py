@@ -112,7 +112,7 @@ def test_a_prompt_that_was_preempted_before_its_first_token_is_scored_once() -> 
         """A token's score is minus the token."""
         (row,) = plan.rows
         targets.append(row.scoring.targets if row.scoring else ())
-        scores = RowScores(Score(logprob=-1), tuple(Score(logprob=-token) for token in targets[-1]))
+        scores = RowScores((Score(logprob=-1),), tuple(Score(logprob=-token) for token in targets[-1]))
         return Computed([7] * (row.sample is not None), {row.table: scores})
 
     assert next(steps(schedule, forward, most=1))[2] == []

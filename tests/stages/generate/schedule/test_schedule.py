@@ -476,7 +476,10 @@ class Noting:
     def advance(self, token: int) -> None:
         self.tokens.append(token)
 
-    def allowed(self) -> None:
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        return ()
+
+    def allowed(self, ahead: int = 0) -> None:
         return None
 
 

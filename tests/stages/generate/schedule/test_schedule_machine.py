@@ -83,17 +83,24 @@ class Memory:
         self.tables: dict[int, list[int]] = {}
         self.local_tables: dict[int, dict[int, tuple[int, ...]]] = {}
         """Table -> index of a page -> its local parts."""
+        self.drafted: set[int] = set()
+        """Tables whose last row had a draft: their last pages may have been given back."""
 
     def extend(self, row: PlanRow) -> None:
         """Append a row's pages to its table, as every rank does; the first ones of a request begin it anew."""
         table = self.tables.setdefault(row.table, [])
+        local = self.local_tables.setdefault(row.table, {})
         if row.first_page == 0:
             table.clear()
+        elif row.table in self.drafted and row.first_page < len(table):
+            del table[row.first_page :]
+            for index in [index for index in local if index >= row.first_page]:
+                del local[index]
+        (self.drafted.add if row.is_draft else self.drafted.discard)(row.table)
         assert row.first_page == len(table), "a plan says each page of a table once, in order"
         table += row.new_pages
         num_parts = self.local.num_parts
         told = range(row.first_local, row.first_local + len(row.new_local) // max(num_parts, 1))
-        local = self.local_tables.setdefault(row.table, {})
         if row.first_page == 0 and row.new_pages:
             local.clear()
         for at, index in enumerate(told):
@@ -173,6 +180,7 @@ class Machine(RuleBasedStateMachine):
             mixed_prefill_per_request=st.integers(0, 3),
             max_running_requests=st.integers(1, 5),
             vocab_size=st.just(10),
+            most_drafts=st.integers(0, 5),
         ),
         local=st.sampled_from([NO_LOCAL_LAYERS, *(LocalLayers(n, w) for n in (1, 3) for w in (1, 2, 3, 5, 8, 13))]),
     )
@@ -182,7 +190,8 @@ class Machine(RuleBasedStateMachine):
             local = replace(local, largest_chunk=limits.largest_chunk)
         capacity = local.capacity(num_pages, page_size)
         assert capacity >= num_pages * page_size
-        self.limits = replace(limits, context=min(limits.context, capacity))
+        most_drafts = min(limits.most_drafts, limits.largest_chunk - 1)
+        self.limits = replace(limits, context=min(limits.context, capacity), most_drafts=most_drafts)
         self.cache = self.kind(num_pages, page_size, local)
         self.schedule = Schedule(self.cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
         self.memory = Memory(num_pages, page_size, local)
@@ -194,6 +203,8 @@ class Machine(RuleBasedStateMachine):
         """Number of prompt tokens planned so far."""
         self.given: int | None = None
         """The budget that plans are given; None: that of the limits."""
+        self.row_cost: int | None = None
+        """What plans are told of the cost of a draft; None: they have none."""
         self.alone: str | None = None
         self.looked_up: set[str] = set()
         """Uids of those that wait and are looked up in the cache."""
@@ -219,9 +230,13 @@ class Machine(RuleBasedStateMachine):
             self._add(prompt, [1] * num_output, **more)
 
     @precondition(lambda self: self.lives)
-    @rule(count=st.integers(1, 6), given=st.one_of(st.none(), st.integers(0, 30)))
-    def steps(self, count: int, given: int | None) -> None:
-        self.given = given
+    @rule(
+        count=st.integers(1, 6),
+        given=st.one_of(st.none(), st.integers(0, 30)),
+        row_cost=st.sampled_from([None, 0, 0, 60, 300]),
+    )
+    def steps(self, count: int, given: int | None, row_cost: int | None) -> None:
+        self.given, self.row_cost = given, row_cost
         for _ in range(count):
             self._step([])
             self.the_books_are_right()
@@ -289,7 +304,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "lives"):
             return
         self._isolate(None)
-        self.given = None
+        self.given = self.row_cost = None
         most, num_steps = (len(self.lives) * (self.limits.context + 1)) ** 2, 0
         while self.lives:
             self._step([])
@@ -350,7 +365,7 @@ class Machine(RuleBasedStateMachine):
         assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in self._prompts(())]
         given = self.given if decoding or self.given is None else max(self.given, 1)
         self.cache.has_refused = False
-        planned = self.schedule.plan(given)
+        planned = self.schedule.plan(given, self.row_cost)
         if planned is None:
             assert not self._may_run()
             return None
@@ -370,12 +385,18 @@ class Machine(RuleBasedStateMachine):
         self.num_prefilled += count
         assert count <= budget
         self._check_the_order(prefills, marks, is_budget_left=count < budget)
-        tables = [row.table for row in plan.rows]
+        drafts = [row for row in decodes if row.is_draft]
+        assert len(drafts) == plan.num_drafts and not any(row.is_draft for row in prefills)
+        assert not drafts or self.row_cost is not None
+        tables = [row.table for row in plan.rows if not row.is_draft]
         assert len(set(tables)) == len(tables) and all(0 <= t < self.limits.max_running_requests for t in tables)
         for row in decodes:
             life = self._holder(row)
-            assert life.decodes and len(row.token_ids) == 1 and row.start == len(life.tokens) - 1
-            assert row.sample is not None
+            before = [draft.start for draft in drafts if draft.table == row.table and draft.start < row.start]
+            ahead = len(before) + 1 if row.is_draft else 0
+            assert ahead <= self.limits.most_drafts and len(life.tokens) + ahead < life.limit
+            assert life.decodes and len(row.token_ids) == 1 and row.start == len(life.tokens) - 1 + ahead
+            assert row.sample is not None and row.sample.position == row.start + 1 and row.sample.ahead in (0, ahead)
         still_decoding = {uid for uid in decoding if self.lives[uid].decodes}
         assert {self._holder(row).uid for row in decodes} == still_decoding, "a decode was delayed"
         for row in prefills:
@@ -476,32 +497,44 @@ class Machine(RuleBasedStateMachine):
         for row in plan.rows:
             self.memory.extend(row)
         written: set[int] = set()
+        seen: dict[int, list[int]] = {}
+        """Table -> tokens and drafts."""
+        sampled = []
         for row in plan.rows:
             life = self._holder(row)
-            assert list(row.token_ids) == life.tokens[row.start : row.start + len(row.token_ids)]
-            assert len(self.memory.tables[row.table]) == -(-len(life.tokens) // self.memory.page_size)
-            slots = self.memory.write(row, life.tokens)
+            tokens = seen[row.table] = [*seen[row.table], *row.token_ids] if row.is_draft else life.tokens
+            assert list(row.token_ids) == tokens[row.start : row.start + len(row.token_ids)]
+            slots = self.memory.write(row, tokens)
             assert written.isdisjoint(slots), "two rows write into one slot"
             written |= slots
+            if row.sample is not None:
+                sampled.append((life.uid, tokens))
         for row in plan.rows:
             life = self._holder(row)
-            self.memory.check(row.table, life.tokens, row.start)
-            life.computed = row.start + len(row.token_ids)
-        return [(self._holder(row).uid, self._holder(row).tokens) for row in plan.rows if row.sample is not None]
+            assert len(self.memory.tables[row.table]) == -(-len(seen[row.table]) // self.memory.page_size)
+            self.memory.check(row.table, seen[row.table], row.start)
+            if not row.is_draft:
+                life.computed = row.start + len(row.token_ids)
+        return sampled
 
     def _fold(self, rows: list[TokenRow], sampled: list[tuple[str, list[int]]]) -> None:
-        """Fold the tokens of a step: one for each that sampled and is still there."""
-        assert [row.uid for row in rows] == [uid for uid, _ in sampled if uid in self.lives]
-        for row in rows:
-            life = self.lives[row.uid]
+        """Fold the tokens of a step: one for each that sampled and is still there, up to a draft that was wrong."""
+        coming = iter(rows)
+        for uid, tokens in sampled:
+            life = self.lives.get(uid)
+            if life is None or tokens != life.tokens:
+                continue
+            row, life.computed = next(coming), len(tokens)
+            assert row.uid == uid
             assert row.token == next_token(tuple(life.tokens))
             assert row.chunks == life.chunks
-            life.tokens.append(row.token)
+            life.tokens = [*tokens, row.token]
             life.decodes, life.chunks = True, 0
             assert row.n == len(life.tokens) - life.prompt_length
             assert row.end == life.end_after(row.token)
             if row.end is not None:
                 self.known.append(self.lives.pop(row.uid).tokens)
+        assert not [*coming]
 
     def _drop(self, uid: str) -> None:
         assert self.schedule.drop(uid)
