@@ -54,6 +54,10 @@ class Usage(Value):
     completion_tokens: Count
     cached_tokens: Count = 0
     """Prompt tokens that were found in the prefix cache."""
+    accepted_prediction_tokens: Count | None = None
+    """Tokens of the client's prediction that were drafted, and were right; None: none was drafted."""
+    rejected_prediction_tokens: Count | None = None
+    """Tokens of the client's prediction that were drafted, and were wrong; None: none was drafted."""
 
 
 class Timings(Value):
@@ -137,7 +141,10 @@ class Replay(Value):
 INFORMATIVE: Final = frozenset(
     {
         *("Presentation.omits_thoughts", "Presentation.echoes", "StepStats.target_ms"),
-        *("Submitted.background", "Submitted.stored"),
+        *("Submitted.background", "Submitted.stored", "Submitted.prediction", "Tokenized.prediction"),
+        *("TokenRow.drafted", "TokenRow.predicted", "StepStats.drafts"),
+        *("TokensProduced.drafted", "TokensProduced.accepted", "TokensProduced.predicted"),
+        *("Usage.accepted_prediction_tokens", "Usage.rejected_prediction_tokens"),
     }
 )
 """Fields that were added after 0.2.0 and change no answer, as `Class.field`. Older workers ignore them. An event with
@@ -178,6 +185,8 @@ class Submitted(Event):
     """The client's settings for tool calls; None: it sent no tools."""
     thinking_budget: int | None = None
     """Largest number of thinking tokens."""
+    prediction: str = ""
+    """What the client expects as answer. It changes no token."""
     task: Task = "generate"
     """The tokenizer answers all but the first: with a prompt's tokens, the text of `prompt_ids`, its description."""
     return_pieces: bool = False
@@ -227,6 +236,8 @@ class Tokenized(Event):
     """Field of the request that asked for the grammar."""
     markup: Markup = Markup()
     """How to read the text of the answer."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects as output."""
 
 
 class Admitted(Event):
@@ -283,6 +294,12 @@ class TokensProduced(Event):
     chunks: Count = 0
     """Number of prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this
     token; 0 for the token of a decode row."""
+    drafted: Count = 0
+    """Number of drafts in the step of these tokens: guesses of the first one and of those after it."""
+    accepted: Count = 0
+    """Number of them that were right: that of the first token, and of so many in all. The step has one token more."""
+    predicted: bool = False
+    """Whether the drafts are of the client's prediction."""
     scores: tuple[Logprob, ...] = ()
     """One score for each of `tokens`, if the client asked for them."""
     prompt: PromptInfo | None = None
@@ -351,9 +368,10 @@ class TokenRow(Value):
     chunks: int = 0
     """See TokensProduced."""
     drafted: int | None = None
-    """Number of tokens that were drafted to follow this one in its step; None: no token. The right ones follow it."""
+    """Number of drafts in its step, guesses of this token and of those after it. None: there are none, or it is not the
+    first token of its step."""
     predicted: bool | None = None
-    """Whether the drafts are of the client's prediction; None: no token was drafted."""
+    """Whether these are of the client's prediction."""
     score: Score | None = None
     prompt_scores: Scores | None = None
     """Scores of all tokens of the prompt but the first; set with the first token, if they were asked for."""
@@ -376,7 +394,7 @@ class StepStats(Value):
 
     decode_rows: int = 0
     drafts: int | None = None
-    """Number of tokens that were drafted to follow those of the decode rows; None: no token."""
+    """Number of drafts: guesses of the tokens that decode rows make, each computed as another row; None: none."""
     prefill_rows: int = 0
     prefill_tokens: int = 0
     mixed_prefill_length: int | None = None

@@ -189,7 +189,7 @@ class Story:
                 facts |= {
                     "prompt_tokens": event.usage.prompt_tokens,
                     "finish_reason": event.reason,
-                    "usage": event.usage.model_dump(mode="json"),
+                    "usage": event.usage.model_dump(mode="json", exclude_none=True),
                     "timings": event.timings.model_dump(mode="json"),
                 }
             case Failed():

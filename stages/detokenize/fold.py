@@ -7,8 +7,9 @@ step does not follow; the worker reads their histories and passes them to `learn
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from pipeline.errors import UndecodableEvent
@@ -62,6 +63,10 @@ class _Request:
     admitted_ms: int
     first_token_ms: int
     cached_tokens: int
+    num_predicted: int = 0
+    """Number of drafts from the client's prediction .."""
+    num_accepted: int = 0
+    """.. and of those that were right."""
     missing: list[range] = field(default_factory=list)
     """Numbers of tokens that are missing in its history."""
 
@@ -79,6 +84,12 @@ class _Request:
         if armed and token in self.stop_tokens:
             return self.stops.end(self.text.flush(), self.stop_tokens[token]), True
         return self.stops.push(self.text.push(token), armed=armed)
+
+    def count_drafts(self, event: TokensProduced) -> None:
+        """Count the drafts from the client's prediction."""
+        if event.predicted:
+            self.num_predicted += event.drafted
+            self.num_accepted += event.accepted
 
     def tail(self) -> str:
         """Return the text that is held back, at the end of the request."""
@@ -104,7 +115,11 @@ class DetokenizeFold:
     def unknown(self, step: StepCompleted) -> list[str]:
         """Return the uids whose histories must be learnt before *step* can be folded."""
         found: dict[str, None] = {}
+        before = ""
         for row in step.rows:
+            if row.uid == before:
+                continue  # with drafts a request may have several tokens
+            before = row.uid
             request = self._requests.get(row.uid)
             known = _follows(row, request) if request is not None else row.uid in self._requests
             if not known:
@@ -133,6 +148,7 @@ class DetokenizeFold:
                     request.first_token_ms = request.first_token_ms or event.ms
                     for token in event.tokens:
                         request.take(token)
+                    request.count_drafts(event)
                 case Admitted() if request is not None and not request.admitted_ms:
                     request.admitted_ms, request.cached_tokens = event.ms, event.cached_tokens
                 case _ if entry_id == SEAL:
@@ -146,7 +162,7 @@ class DetokenizeFold:
     def apply(self, step: StepCompleted, step_id: str) -> list[Produced]:
         """Fold one step and return what follows from it, in the order of its rows."""
         produced: list[Produced] = []
-        for row in step.rows:
+        for at, row in enumerate(step.rows):
             request = self._requests.get(row.uid)
             if request is None:
                 pass  # the request has ended
@@ -155,7 +171,10 @@ class DetokenizeFold:
             elif isinstance(row, TokenRow) and row.n <= request.n:
                 pass  # this row was folded before
             elif isinstance(row, TokenRow):
-                produced += self._token(request, row, step, step_id)
+                rows = [row] if row.drafted is None else _tokens_of(row.uid, step.rows[at:])
+                # How the tokens of a text with markup are cut into events must not change what is counted of it.
+                together = rows if request.markup is None else rows[:1]
+                produced += self._tokens(request, together, len(rows) - 1, step, step_id)
             else:
                 produced.append(self._mark(request, row, step))
             if _is_last(row):
@@ -202,29 +221,45 @@ class DetokenizeFold:
             cached_tokens=0,
         )
 
-    def _token(self, request: _Request, row: TokenRow, step: StepCompleted, step_id: str) -> list[Produced]:
+    def _tokens(
+        self, request: _Request, rows: Sequence[TokenRow], accepted: int, step: StepCompleted, step_id: str
+    ) -> list[Produced]:
+        """Fold tokens that a request has in one step, up to a stop string, into one event.
+
+        *accepted*: number of the step's drafts that were right.
+        """
         request.first_token_ms = request.first_token_ms or step.ms
-        text, met_stop = request.take(row.token, ends=row.end == "stop")
-        reason: FinishReason | None = "stop" if met_stop else row.end
+        first, text, made, met_stop = rows[0], "", 0, False
+        reason: FinishReason | None = None
+        while reason is None and made < len(rows):
+            row = rows[made]
+            shown, met_stop = request.take(row.token, ends=row.end == "stop")
+            reason = "stop" if met_stop else row.end
+            text, made = text + shown, made + 1
         if reason is not None and not met_stop:
             text += request.tail()
         more: dict[str, Any] = {}  # pydantic checks defaults as slowly as other values, and most tokens have none
-        if row.chunks:
-            more["chunks"] = row.chunks
-        if row.score is not None:
-            more["scores"] = (self._told(row.token, row.score),)
+        if first.chunks:
+            more["chunks"] = first.chunks
+        if first.score is not None:
+            more["scores"] = tuple(self._told(row.token, row.score) for row in rows[:made] if row.score is not None)
         if request.prompt_ids:
-            more["prompt"] = self._prompt_info(request, row.prompt_scores or Scores())
+            more["prompt"] = self._prompt_info(request, first.prompt_scores or Scores())
             request.prompt_ids = ()
-        if row.n == 1 and request.markup is not None:
+        if first.n == 1 and request.markup is not None:
             more["markup"] = request.markup
-        tokens = TokensProduced(tokens=(row.token,), text=text, step=step_id, **more)
+        if first.drafted is not None:
+            more |= {"drafted": first.drafted, "accepted": accepted, "predicted": bool(first.predicted)}
+        if made > 1:
+            more["count"] = made
+        tokens = TokensProduced(tokens=tuple([row.token for row in rows[:made]]), text=text, step=step_id, **more)
+        request.count_drafts(tokens)
         frontend = request.submitted.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
         if reason is not None:
             # Only this stage finds stop strings: the engine goes on until `control` ends the request.
             end = _finished(request, reason, step.ms, stop_string=request.stops.met if met_stop else "")
-            produced.append(Produced(row.uid, SEAL, row.n, end, frontend, tell_engine=row.end is None))
+            produced.append(Produced(row.uid, SEAL, row.n, end, frontend, tell_engine=rows[-1].end is None))
             self._requests[row.uid] = None
         return produced
 
@@ -279,6 +314,11 @@ class DetokenizeFold:
         return Produced(row.uid, f"{row.n}-{request.marks}", row.n, row.event, frontend)
 
 
+def _tokens_of(uid: str, rows: Sequence[TokenRow | EventRow]) -> list[TokenRow]:
+    """Return the first of *rows*, as long as they are tokens of one request."""
+    return [row for row in takewhile(lambda row: row.uid == uid, rows) if isinstance(row, TokenRow)]
+
+
 def _follows(row: TokenRow | EventRow, request: _Request) -> bool:
     return row.n <= request.n + 1
 
@@ -294,7 +334,11 @@ def _finished(request: _Request, reason: FinishReason, now_ms: int, *, stop_stri
         reason=reason,
         stop_string=stop_string,
         usage=Usage(
-            prompt_tokens=request.prompt_tokens, completion_tokens=request.n, cached_tokens=request.cached_tokens
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=request.n,
+            cached_tokens=request.cached_tokens,
+            accepted_prediction_tokens=request.num_accepted if request.num_predicted else None,
+            rejected_prediction_tokens=request.num_predicted - request.num_accepted if request.num_predicted else None,
         ),
         timings=Timings(
             admitted_ms=request.admitted_ms - began_ms,

@@ -55,6 +55,8 @@ class Rendered:
     """Grammar of a replayed request, see Tokenized."""
     markup: Markup = NO_MARKUP
     """See Tokenized."""
+    prediction: tuple[int, ...] = ()
+    """See Tokenized."""
     asked: Asked | None = None
     """Demands on the answer, from which a grammar is made; None: there are none, or `grammar` is given."""
 
@@ -118,17 +120,26 @@ class PromptEncoder:
             bad_words, grammar, markup = self._bad_words(sampling.bad_words), "", NO_MARKUP
         else:
             bad_words, grammar, markup = event.replay.bad_words, event.replay.grammar, event.replay.markup
+        prediction = self._predicted(event.prediction)
+        decided = bad_words, grammar, markup, prediction
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
-            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar, markup, asked_of(event, markup))
+            return Rendered("", False, "prompt", event.prompt_ids, *decided, asked_of(event, markup))
         if not event.messages:
             special, asked = event.add_special_tokens is not False, asked_of(event, markup)
-            return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup, asked)
+            return Rendered(event.prompt, special, "prompt", (), *decided, asked)
         text = conversation_text(self._tokenizer, self._shape, event)
         if event.replay is None:
             markup = self.dialect.markup(event, text)
         special, asked = event.add_special_tokens is True, asked_of(event, markup)
-        return Rendered(text, special, "messages", (), bad_words, grammar, markup, asked)
+        return Rendered(text, special, "messages", (), bad_words, grammar, markup, prediction, asked)
+
+    def _predicted(self, text: str) -> tuple[int, ...]:
+        """Return a prediction as tokens: as many as its first LONG_TEXT characters have."""
+        if not text:
+            return ()
+        encoded = self._tokenizer.backend_tokenizer.encode(text[:LONG_TEXT], add_special_tokens=False)
+        return tuple(encoded.ids)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[Sequence[int]]:
         """Return the token ids of each prompt. Short ones of one kind are encoded as one batch, in parallel.

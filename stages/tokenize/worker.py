@@ -307,6 +307,7 @@ class TokenizeWorker:
                     bad_words=prompt.bad_words,
                     grammar=each.grammar,
                     markup=prompt.markup,
+                    prediction=prompt.prediction,
                     grammar_param=prompt.asked.param if each.grammar and prompt.asked is not None else "",
                 )
                 failpoint("tokenize.before_commit")

@@ -47,6 +47,11 @@ class Said:
         return self.answer["choices"][0]
 
     @property
+    def details(self) -> Any:
+        """The counts of some of its tokens."""
+        return self.answer["usage"]["completion_tokens_details"]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -285,6 +290,12 @@ FIELDS = (
         lambda a, b: not any(chunk.get("usage") for chunk in a.answer)
         and [chunk["usage"]["completion_tokens"] for chunk in b.answer][-1] == b.num_tokens
         and len({chunk["usage"]["completion_tokens"] for chunk in b.answer}) > 3, {"include_usage": 1},
+    ),
+    Field(
+        "prediction", '`{"type": "content", "content": ..}` with a text, or a list of text parts', "none",
+        GREEDY, None,
+        lambda a, b: a.token_ids == b.token_ids and b.details["accepted_prediction_tokens"] > 0, {"type": "content"},
+        lambda said: {"prediction": {"type": "content", "content": said.text}},
     ),
     Field(
         "continue_final_message", "true or false", "false",

@@ -114,7 +114,8 @@ GENERATE: Final = (
     *_of("json_schema regex ebnf structural_tag structured_outputs guided_whitespace_pattern"),
     *_of("guided_decoding_backend", kind="note"),
     *_of("modalities", ["text"]),
-    *_of("audio moderation prediction web_search_options task width height steps"),
+    *_of("audio moderation web_search_options task width height steps"),
+    *_of("prediction", instead=_CHATS),
     # tools
     *_of("tools", [], instead=_CHATS),
     *_of("functions", [], instead="`tools`"),

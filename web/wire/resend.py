@@ -66,6 +66,8 @@ def _openai_body(first: Submitted, prompts: Sequence[str | list[int]], choices: 
         return body if scores is None else body | {"logprobs": scores}
     body |= {"messages": list(first.messages)} if first.messages else {"prompt": first.prompt}
     body |= _templating(first) | _reasoning(first)
+    if first.prediction:
+        body["prediction"] = {"type": "content", "content": first.prediction}
     return body if scores is None else body | {"logprobs": True, "top_logprobs": scores}
 
 

@@ -41,6 +41,7 @@ def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: De
         ),
         "calls": request.calls,
         "thinking_budget": request.thinking_budget_tokens,
+        "prediction": request.prediction.text if request.prediction is not None else "",
     }
     request_fields = _common(request, CHAT_ENDPOINT, frontend, model) | common
     sampling = _sampling(request, defaults)

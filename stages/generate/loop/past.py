@@ -118,5 +118,6 @@ def _request(uid: str, submitted: Submitted, tokenized: Tokenized, output: Seque
         bad_words=tokenized.bad_words,
         grammar=tokenized.grammar,
         grammar_param=tokenized.grammar_param,
+        prediction=tokenized.prediction,
         reads_cache=submitted.replay is None or submitted.replay.cached,
     )

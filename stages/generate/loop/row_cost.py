@@ -47,9 +47,9 @@ class RowCost:
 
     def thousandths(self, streams: int) -> int:
         """Return the time of one more row, in thousandths of a step of so many rows; at least 1."""
-        slope, seconds = self._slope, self._seconds
-        if not seconds:
+        if not self._seconds:
             return round(1000 * FIRST_SHARE)
+        slope, seconds = self._slope, self._seconds
         return max(1, round(1000 * slope / max(seconds + slope * (streams - self._rows), slope * streams)))
 
     @property

@@ -139,6 +139,7 @@ CHAT: Strategies = GENERATION | {
     "top_logprobs": SCORES,
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,
+    "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": TEXT}),
     "chat_template_kwargs": st.dictionaries(TEXT, TEXT | FLAG | st.lists(ID, max_size=2), max_size=2),
     "tools": st.sampled_from([[], [TOOL], [TOOL, OTHER_TOOL]]),
     "tool_choice": TOOL_CHOICE,

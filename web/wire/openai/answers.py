@@ -175,7 +175,7 @@ class Choice:
         if self.finished is None:
             prompt = self.prompt or PromptInfo(num_tokens=0)
             usage = _usage(prompt.num_tokens, len(self.token_ids), prompt.cached_tokens)
-            return usage | _of_reasoning([self])
+            return usage | _details([self])
         return usage_of([self])
 
 
@@ -231,15 +231,22 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     usage = _usage(
         sum(usage.prompt_tokens for usage in prompts), num_output, sum(usage.cached_tokens for usage in prompts)
     )
-    return usage | _of_reasoning(choices)
+    return usage | _details(choices)
 
 
-def _of_reasoning(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the field with the tokens of thinking. As in OpenAI's API, every answer to a conversation has it."""
+def _details(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the field with the tokens of thinking, and of predictions if some were drafted. As in OpenAI's API, every
+    answer to a conversation has it.
+    """
     if all(choice.chat is None for choice in choices):
         return {}
     readers = [choice.reader for choice in choices if choice.reader is not None]
-    return {"completion_tokens_details": {"reasoning_tokens": sum(reader.reasoning_tokens for reader in readers)}}
+    details = {"reasoning_tokens": sum(reader.reasoning_tokens for reader in readers)}
+    for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+        counts = [getattr(choice.finished.usage, name) for choice in choices if choice.finished is not None]
+        if any(count is not None for count in counts):
+            details[name] = sum(count or 0 for count in counts)
+    return {"completion_tokens_details": details}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

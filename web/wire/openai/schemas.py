@@ -20,7 +20,7 @@ from pipeline.events import MOST_LOGPROBS
 from web.wire import fields
 from web.wire.constraints import ConstraintFields
 from web.wire.openai.calls import ToolFields, check_calls, ignored_keywords_of
-from web.wire.openai.messages import Messages, check_messages
+from web.wire.openai.messages import MOST_PARTS, Messages, TextPart, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
@@ -52,6 +52,8 @@ TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
 MOST_BIASES: Final = 1024
 MOST_ALLOWED: Final = 16_384
 MOST_METADATA: Final = 1024
+LONGEST_PREDICTION: Final = 64 << 10
+"""Most characters of a prediction: a tokenizer encodes it in one go."""
 MOST_LABEL_BYTES: Final = 64 << 10
 """Most bytes of all labels of a body. They are kept as long as the history, and no context bounds them."""
 
@@ -299,6 +301,20 @@ class GenerationRequest(SamplingFields):
         return fields.first_of(list(self.ignored_keywords()))
 
 
+class Prediction(Strict):
+    """What the client expects as answer, such as a file of which little changes."""
+
+    type: Literal["content"]
+    """Always `content`."""
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_PARTS)]
+    """The text, or a list of text parts."""
+
+    @property
+    def text(self) -> str:
+        """The text of all parts."""
+        return self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
+
+
 PER_ANSWER: Final = {*SamplingFields.model_fields, "allowed_token_ids", "bad_words"}
 """The fields that every stage holds for each answer."""
 
@@ -321,6 +337,8 @@ class ChatRequest(GenerationRequest, ToolFields):
     """`false` leaves out the start of the assistant's message."""
     continue_final_message: bool | None = None
     """Continues the last message instead of starting a new one."""
+    prediction: Prediction | None = None
+    """What you expect as answer, such as a file in which little changes. The answer is the same and may come sooner."""
 
     limits: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "n_predict")
 
@@ -331,6 +349,8 @@ class ChatRequest(GenerationRequest, ToolFields):
     @property
     def unknown(self) -> tuple[str, ...]:
         names = set(super().unknown) | self.unknown_of_tools
+        if self.prediction is not None:
+            names |= {f"prediction.{name}" for name in self.prediction.extra}
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
         return fields.first_of(names)
@@ -404,6 +424,10 @@ def parse_chat(body: bytes) -> ChatRequest:
     refuse_copies(request, len(body), request.num_choices, repeats=request.repeats_prompt, param="n")
     if request.top_logprobs and not request.logprobs:
         raise wrong("top_logprobs", "only allowed with `logprobs: true`")
+    if request.prediction is not None and len(request.prediction.text) > LONGEST_PREDICTION:
+        raise wrong(
+            "prediction.content", f"at most {LONGEST_PREDICTION} characters, not {len(request.prediction.text)}"
+        )
     if request.continue_final_message and request.add_generation_prompt:
         raise wrong("continue_final_message", "not together with `add_generation_prompt`, which begins a new message")
     return request
