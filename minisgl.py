@@ -33,7 +33,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl top [flags]                  a running server, live in the terminal
        minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
        minisgl replay ACTION [flags]        recorded requests: show, run, diff, drive, schedule, dump, import, forget
-       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, tail, cost or gpu
+       minisgl bench KIND [flags]           measure: offline, serve, compare, speculate ..
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.

@@ -433,7 +433,8 @@ class StepCompleted(Event):
     output and a prompt of this length), `drop <uid>`, `flush`, `alone <uid>`, `all`, `plan`, `complete`, `skip` and
     `start over`. If the last four are missing, it ends with `plan` and `complete`. With a step in flight, `plan <n>`
     has its own `mixed_prefill_length`, and `no plan` means that the step must land first. Before a plan, `draft <n>
-    <uid>` says that it has n drafts of a request; with a grammar their tokens follow. Only for the journal."""
+    <uid>` says that it has n drafts of a request, `force <n> <uid>` that its grammar forces their text; with a grammar
+    their tokens follow. Only for the journal."""
     chunks: tuple[Chunk, ...] = ()
     """Chunks of prompts, in the order of the plan. Only for the journal."""
     schedule: str = ""

@@ -13,13 +13,14 @@ from typing import Final, cast
 
 from pipeline.errors import ConfigError
 
-KINDS: Final = ("offline", "serve", "pipeline", "compare", "tail", "cost", "gpu")
+KINDS: Final = ("offline", "serve", "pipeline", "compare", "tail", "speculate", "cost", "gpu")
 USAGE: Final = """\
 usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s, and the machine's limits
        minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
        minisgl bench pipeline [flags]     the log alone: commits per second, added time per token
        minisgl bench compare [flags]      MiniSGL and transformers, llama.cpp or a server in turn, on the same requests
        minisgl bench tail [flags]         the time per token of streams while long prompts arrive, with bounds
+       minisgl bench speculate [flags]    what drafts save where an answer repeats something, and cost where not
        minisgl bench cost [flags]         what journals, an archive, schemas, sampling, tabs or a busy core cost
        minisgl bench gpu [flags]          a checkout's tests for a GPU, and how fast its engine is there
 

@@ -12,7 +12,7 @@ import re
 import string
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,8 @@ from pipeline.errors import ConfigError
 from pipeline.flags import flag
 
 SEED: Final = 0
+FIRST_WORD: Final = "\u0120bababa"
+"""A token: where a walk begins. The token of the next word follows it."""
 SCALE: Final = 0.02
 END, START, STOP = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE: Final = (
@@ -47,6 +49,9 @@ class Shape:
     dtype: str = "bfloat16"
     more: Mapping[str, Any] = field(default_factory=dict)
     """What the config of another architecture has beside, or instead."""
+    walks: bool = False
+    """Whether it writes the words of its vocabulary in their order: its layers add nothing, and its head knows which
+    token follows which."""
 
 
 GEMMA3: Final = {
@@ -66,6 +71,12 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "gemma3-1b": Shape(1152, 26, 4, 1, 256, 6912, 262_144, 1_000_000.0, 32_768, more=GEMMA3),  # that of Gemma-3-1B
     "phi4-1b": Shape(2048, 16, 16, 4, 128, 5632, 100_352, 10_000.0, 8192, more=PHI3),  # a third of Phi-4-mini
 }
+WALKING: Final[Mapping[str, Shape]] = {
+    "95m-walk": replace(SHAPES["95m"], tie_embeddings=False, walks=True),
+    # the first 8 layers of Qwen3-1.7B
+    "1.7b-8-walk": Shape(2048, 8, 16, 8, 128, 6144, 151_936, 1_000_000.0, 40_960, tie_embeddings=False, walks=True),
+}
+"""Models of which it is known what they write: for what depends on that."""
 NONSENSE: Final = Shape(
     128, 2, 4, 2, 32, 384, 256 + len(SPECIAL_TOKENS), 10_000.0, 4096, tie_embeddings=False, dtype="float32"
 )
@@ -91,7 +102,7 @@ class CheckpointConfig:
         Raises:
             ConfigError: There is no such folder.
         """
-        if self.model in SHAPES:
+        if self.model in SHAPES or self.model in WALKING:
             cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "minisgl"
             return ensure(self.model, Path(self.checkpoints or cache).expanduser())
         folder = Path(self.model).expanduser().absolute()
@@ -105,8 +116,8 @@ class CheckpointConfig:
 
 
 def ensure(name: str, parent: Path) -> Path:
-    """Return the folder of the checkpoint *name*, one of SHAPES, under *parent*; write it first if it is missing."""
-    return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
+    """Return the folder of the checkpoint *name*, one of ours, under *parent*; write it first if it is missing."""
+    return made_once(parent / f"minisgl-bench-{name}", lambda folder: write({**SHAPES, **WALKING}[name], folder))
 
 
 def nonsense(parent: Path) -> Path:
@@ -146,7 +157,7 @@ def write(shape: Shape, folder: Path) -> None:
     from stages.generate.model.config import read_spec
     from stages.generate.model.spec import tensor_shapes
 
-    write_all_but_weights(shape, folder)
+    tokens = write_all_but_weights(shape, folder)
     generator = torch.Generator().manual_seed(SEED)
     weights = {
         name: torch.ones(size, dtype=torch.bfloat16)
@@ -154,6 +165,14 @@ def write(shape: Shape, folder: Path) -> None:
         else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
         for name, size in tensor_shapes(read_spec(folder)).items()
     }
+    if shape.walks:
+        for name in weights:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weights[name].zero_()
+        embedding, end_of_prompt = weights["model.embed_tokens.weight"], tokens["\u010a"]
+        head = weights["lm_head.weight"] = embedding.roll(1, 0)
+        head[end_of_prompt + 1] = 0
+        head[tokens[FIRST_WORD]] = embedding[end_of_prompt]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -287,6 +306,11 @@ class Prompts:
     def words(self, generator: random.Random, num_tokens: int) -> str:
         """Return a text of *num_tokens* words."""
         return "".join(generator.choices(self._pool, k=num_tokens))
+
+    def walk(self, num_tokens: int) -> list[str]:
+        """Return the first words that a model of WALKING writes."""
+        first = self._tokenizer.token_to_id(FIRST_WORD) or 0
+        return [self._tokenizer.decode([first + at]).strip() for at in range(num_tokens)]
 
     def of(self, text: str, num_tokens: int, output_tokens: int) -> Prompt:
         """Return *text* as a prompt of *num_tokens*, special tokens not counted.

@@ -110,6 +110,12 @@ PROMPT_TOKENS: Final = _of_engine(
 GENERATION_TOKENS: Final = _of_engine(
     "generation_tokens_total", "counter", "Tokens that an engine made. Tokens after a stop string count, too."
 )
+DRAFT_TOKENS: Final = _of_engine(
+    "spec_decode_num_draft_tokens_total", "counter", "Tokens that were drafted, and computed beside those before them."
+)
+ACCEPTED_TOKENS: Final = _of_engine(
+    "spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were right: steps that were not needed."
+)
 GENERATION_SPEED: Final = _of_engine(
     "gen_throughput",
     "gauge",

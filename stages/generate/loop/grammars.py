@@ -83,14 +83,14 @@ class GrammarMatcher:
         """See `Matcher`."""
         self._put((token,), are_drafts=False)
 
-    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+    def draft(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
         """See `Matcher`."""
         with self._last:
-            drafts = self._drafts(proposed, most)
+            drafts, are_forced = self._drafts(proposed, most_forced)
         self._allowed_ahead = []
         if drafts:
             self._put(drafts, are_drafts=True)
-        return drafts
+        return drafts, are_forced
 
     def allowed(self, ahead: int = 0) -> Words | None:
         """See `Matcher`."""
@@ -104,13 +104,13 @@ class GrammarMatcher:
         self._last.acquire()
         self._followers.put((self, tokens, are_drafts, self._last))
 
-    def _drafts(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+    def _drafts(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
         if self._error or not self._may_draft or self._mask_s > SLOW_MASK_S or self._matcher.is_error():
-            return ()
-        forced = self._matcher.compute_ff_bytes()
-        text = forced[:FORCED_BYTES].decode(errors="replace").partition("\ufffd")[0]  # a named token is no text
-        drafts = self._cut(text)[:most] if forced else list(proposed)
-        return drafts[: self._matcher.validate_tokens(drafts)] if drafts else ()
+            return (), False
+        forced = self._matcher.compute_ff_bytes()[:FORCED_BYTES]
+        text = forced.decode(errors="replace").partition("\ufffd")[0]  # a named token is no text
+        drafts = self._cut(text)[:most_forced] if text else list(proposed)
+        return drafts[: self._matcher.validate_tokens(drafts)] if drafts else (), bool(text)
 
     def follow_drafts(self, drafts: Sequence[int]) -> None:
         """Compute what may come after each of *drafts*. The matcher stays where it is."""

@@ -9,7 +9,9 @@ from typing import Final
 from pipeline.events import Admitted, EventRow, Preempted, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
+    ACCEPTED_TOKENS,
     CACHE_CONFIG,
+    DRAFT_TOKENS,
     GENERATION_SPEED,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -77,6 +79,10 @@ class EngineMeter:
                 self._measures.add(TAKEOVERS)
         figures = step.figures
         self._measures.add(GENERATION_TOKENS, amount=tokens)
+        if figures.drafts:
+            uids = {row.uid for row in step.rows if isinstance(row, TokenRow)}
+            self._measures.add(DRAFT_TOKENS, amount=figures.drafts)
+            self._measures.add(ACCEPTED_TOKENS, amount=tokens - len(uids))
         if figures.forward_ms:
             self._measures.observe(STEP_SECONDS, figures.forward_ms / 1000)
             self._measures.observe(STEP_TOKENS, tokens + figures.prefill_tokens)

@@ -28,13 +28,17 @@ class ToldSchedule(RecordedSchedule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.told: dict[str, tuple[int, Sequence[int]]] = {}
-        """uid -> number of drafts in the next plan, and with a grammar their tokens."""
+        self.told: dict[str, tuple[int, bool, Sequence[int]]] = {}
+        """uid -> number of drafts in the next plan, whether a grammar forced them, and with a grammar their tokens."""
 
     def _drafts_of(self, row_cost: int | None) -> dict[str, Sequence[int]]:
         told, self.told = self.told, {}
-        here = {uid: self._by_uid[uid] for uid in told if uid in self._by_uid}
-        return {uid: told[uid][1] if one.is_constrained else one.drafts(told[uid][0]) for uid, one in here.items()}
+        found: dict[str, Sequence[int]] = {}
+        for uid, (count, are_forced, token_ids) in told.items():
+            if (request := self._by_uid.get(uid)) is not None:
+                request.are_forced = are_forced
+                found[uid] = token_ids if request.is_constrained else request.drafts(count)
+        return found
 
 
 class Again:
@@ -99,8 +103,8 @@ class Again:
                     marks += self._land(len(self._in_flight))
                     marks += self.schedule.start_over()
                     yield from self._counts(step)
-                case ["draft", count, uid, *token_ids]:
-                    self.schedule.told[uid] = int(count), [int(token) for token in token_ids]
+                case ["draft" | "force" as how, count, uid, *token_ids]:
+                    self.schedule.told[uid] = int(count), how == "force", [int(token) for token in token_ids]
                 case ["plan", *budget] | ["no", "plan", *budget]:
                     planned = self.schedule.plan(self._budget(step, budget))
                     yield "a plan", planned is not None, word.startswith("plan")

@@ -40,11 +40,18 @@ class Drafts:
         """Place in `_ids` of what should come next; -1: unknown."""
         self._num_copied = SURE
         """Number of tokens that were those of the source, since it was found."""
+        self._num_lost = SURE
+        """Number of tokens since a source was known."""
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens of *token_ids*, prompt and output, that are new since the last call."""
         for token in token_ids[len(self._ids) - self._offset :]:
             self._push(token)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the output has copied nothing for a while."""
+        return self._num_lost >= SURE
 
     def propose(self, most: int) -> tuple[Sequence[int], bool]:
         """Return up to *most* tokens that may come next, and whether the client's prediction has them."""
@@ -75,6 +82,7 @@ class Drafts:
             self._num_copied = 0
         if self._source >= 0 and self._ids[self._source] == SEPARATOR:
             self._source = self._found()  # the prediction is over
+        self._num_lost = 0 if self._source >= 0 else self._num_lost + 1
 
     def _index(self) -> None:
         """Index all runs anew, for up to twice as many tokens."""

@@ -40,9 +40,10 @@ class Matcher(Protocol):
         """Take in the next token of the output, which is not its last."""
         ...
 
-    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to *most* tokens that may come next: those that must, else the first of *proposed* that may. The
-        matcher takes them as drafts."""
+    def draft(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
+        """Return tokens that may come next, and whether their text is forced: then up to *most_forced*, cut as the text
+        usually is; else the first of *proposed* that may come. The matcher takes them as drafts.
+        """
         ...
 
     def allowed(self, ahead: int = 0) -> Words | None:

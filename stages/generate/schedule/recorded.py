@@ -105,7 +105,8 @@ class RecordedSchedule(Schedule):
         self, request: Request, drafts: Sequence[int], new_pages: Sequence[int], first_page: int
     ) -> list[PlanRow]:
         token_ids = drafts if request.is_constrained else ()
-        self._drafts_said.append(" ".join(map(str, ("draft", len(drafts), request.uid, *token_ids))))
+        word = "force" if request.are_forced else "draft"
+        self._drafts_said.append(" ".join(map(str, (word, len(drafts), request.uid, *token_ids))))
         return super()._drafted_rows(request, drafts, new_pages, first_page)
 
     def _chunk(self, request: Request, budget: int, pages: list[int], first_page: int) -> PlanRow:
@@ -160,7 +161,7 @@ class RecordedSchedule(Schedule):
             "requests": [
                 [
                     *(one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still),
-                    *(one.came_at, one.acceptance),
+                    *(one.came_at, one.acceptance, one.forced_acceptance),
                 ]
                 for one in (*self._running, *self._waiting)
             ],
@@ -208,7 +209,7 @@ class RecordedSchedule(Schedule):
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, *others) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
-                request.stands_still, request.came_at, request.acceptance = others
+                request.stands_still, request.came_at, request.acceptance, request.forced_acceptance = others
                 if at < len(allocations) and not schedule._tables:
                     cache.end(allocations[at])
                 elif at < len(allocations):

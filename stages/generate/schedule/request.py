@@ -93,6 +93,10 @@ class Request:
     """See NewRequest."""
     acceptance: int = WHOLE // 2
     """Part of its last drafts that were what was drawn, of WHOLE: a decaying mean."""
+    forced_acceptance: int = WHOLE // 2
+    """The same of drafts that its grammar forced: their text was certain, but not how it is cut into tokens."""
+    are_forced: bool = False
+    """Whether the drafts of the step in flight were forced."""
     num_drafts: int = 0
     """Number of drafts in the step in flight."""
     is_predicted: bool = False
@@ -158,7 +162,7 @@ class Request:
             return None
         return Scoring(tuple(self.token_ids[start + 1 : end + 1]), num_top)
 
-    def most_drafts(self, most: int, streams: int, row_cost: int) -> int:
+    def most_drafts(self, most: int, streams: int, row_cost: int, *, forced: bool = False) -> int:
         """Return how many drafts pay, up to *most*, in a step with *streams*. *row_cost*: see `Schedule.plan`.
 
         One more draft makes a step longer for all streams, and adds a token if it and all before it are accepted.
@@ -166,10 +170,16 @@ class Request:
         most = min(most, self.limit - 1 - len(self.token_ids))
         if row_cost <= 0:
             return max(most, 0)
-        chance, count = self.acceptance, 0
+        acceptance = self.forced_acceptance if forced else self.acceptance
+        chance, count = acceptance, 0
         while count < most and chance * 1000 > row_cost * streams * WHOLE:
-            count, chance = count + 1, chance * self.acceptance // WHOLE
+            count, chance = count + 1, chance * acceptance // WHOLE
         return count
+
+    @property
+    def copies(self) -> bool:
+        """Whether its output copied something a few tokens ago."""
+        return self._drafts is not None and not self._drafts.is_lost
 
     def drafts(self, most: int) -> Sequence[int]:
         """Return up to *most* tokens that may come next, by what came before. All its tokens are known."""
@@ -184,15 +194,17 @@ class Request:
 
     def judge(self, *, was_right: bool) -> None:
         """Learn whether a draft was what was drawn."""
-        if was_right:
-            self.acceptance += -(-(WHOLE - self.acceptance) // MEMORY)
+        before = self.forced_acceptance if self.are_forced else self.acceptance
+        after = before - (-(WHOLE - before) // MEMORY) if was_right else before - before // MEMORY
+        if self.are_forced:
+            self.forced_acceptance = after
         else:
-            self.acceptance -= self.acceptance // MEMORY
+            self.acceptance = after
 
     def hope(self) -> None:
         """Learn that a token came without drafts."""
-        if self.acceptance < WHOLE // 2:
-            self.acceptance += HOPE
+        self.acceptance += HOPE * (self.acceptance < WHOLE // 2)
+        self.forced_acceptance += HOPE * (self.forced_acceptance < WHOLE // 2)
 
     def sample(self, eos_ids: tuple[int, ...], ahead: int = 0) -> Sample:
         """Return how the next token is sampled, after *ahead* drafts.

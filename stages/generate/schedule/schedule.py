@@ -296,11 +296,11 @@ class Schedule:
         return self._limits.most_drafts > 0 and 0 < len(self._running) < MANY_STREAMS
 
     def expects_drafts(self, row_cost: int | None) -> bool:
-        """Return whether a draft of a request would pay. *row_cost*: see `plan`."""
+        """Return whether a request copies, and drafts of it would pay. *row_cost*: see `plan`."""
         if row_cost is None:
             return False
-        running = self._running
-        return any(one.most_drafts(self._limits.most_drafts, len(running), row_cost) for one in running)
+        most, streams = self._limits.most_drafts, len(self._running)
+        return any(one.copies and one.most_drafts(most, streams, row_cost) for one in self._running)
 
     def plan(
         self, mixed_prefill_length: int | None = None, row_cost: int | None = None
@@ -506,20 +506,16 @@ class Schedule:
 
     def _drafts_for(self, request: Request, streams: int, row_cost: int) -> Sequence[int]:
         """Return the tokens that are drafted for a request that decodes, one of *streams*."""
-        at_most = self._limits.most_drafts
-        most = request.most_drafts(at_most, streams, row_cost)
-        proposed = request.drafts(most)
+        most = self._limits.most_drafts
+        proposed = request.drafts(request.most_drafts(most, streams, row_cost))
+        request.are_forced = False
         if not request.is_constrained:
             return proposed
-        return self._drafts_by_grammar(request, proposed, at_most if row_cost * streams < 1000 else 0)
-
-    def _drafts_by_grammar(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
-        """Return up to *most* tokens that the grammar forces, else the first of *proposed* that fit it."""
-        most = min(most, request.limit - 1 - len(request.token_ids))
-        if request.matcher is None or most <= 0:
+        most_forced = request.most_drafts(most, streams, row_cost, forced=True)
+        if request.matcher is None or not (proposed or most_forced):
             return ()
-        drafts = request.matcher.draft(proposed, most)
-        request.is_predicted = request.is_predicted and list(drafts) == list(proposed[: len(drafts)])
+        drafts, request.are_forced = request.matcher.draft(proposed, most_forced)
+        request.is_predicted = request.is_predicted and not request.are_forced
         return drafts
 
     def _drafted_rows(

@@ -103,7 +103,7 @@ class Forced(Schedule):
         drafts = [*coming[:num_right], *(self.chance.randrange(90) for _ in range(8))][: max(most, 0)]
         if request.matcher is None:
             return drafts
-        return request.matcher.draft(drafts, most) if most > 0 else ()
+        return request.matcher.draft(drafts, most)[0] if most > 0 else ()
 
 
 def matcher_of(grammars: Grammars, one: NewRequest) -> GrammarMatcher:

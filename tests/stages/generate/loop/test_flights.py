@@ -160,8 +160,8 @@ class GivesUp:
     def advance(self, token: int) -> None:
         raise AssertionError("it goes no further")
 
-    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
-        return ()
+    def draft(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
+        return (), False
 
     def allowed(self, ahead: int = 0) -> None:
         return None

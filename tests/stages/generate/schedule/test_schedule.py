@@ -476,8 +476,8 @@ class Noting:
     def advance(self, token: int) -> None:
         self.tokens.append(token)
 
-    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
-        return ()
+    def draft(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
+        return (), False
 
     def allowed(self, ahead: int = 0) -> None:
         return None
