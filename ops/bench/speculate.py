@@ -34,7 +34,7 @@ KEYS: Final = 10
 STREAMS: Final = 32
 SETTLE_S: Final = 3.0
 """Engines tell their counts so often."""
-STREAM_TOKENS: Final = 64
+STREAM_TOKENS: Final = 200
 STEPS: Final = "minisgl:iteration_tokens_total_count"
 DRAFTS: Final = "minisgl:spec_decode_num_draft_tokens_total"
 

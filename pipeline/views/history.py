@@ -81,9 +81,10 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     A moment has `at_ms` (since submit), `id`, `what` (the event's kind), `who`, `n` (tokens there were then) and the
     event's other fields. Consecutive token events of one engine and epoch are one moment: `first_n` to `n`, `id` to
     `last_id`, with `count`, `last_at_ms`, the `longest_pause_ms` between two of them in the engine, and the
-    `longest_client_pause_ms` between two commits of them for the client. Missing tokens are a moment
-    `missing`. Only a finished request has `finish_reason`, `usage` and `timings`; only a failed one has `error`. A copy
-    that lacks the beginning of the history is told from its first entry on.
+    `longest_client_pause_ms` between two commits of them for the client, and how many were `drafted` and `accepted`, if
+    steps had drafts. Missing tokens are a moment `missing`. Only a finished request has `finish_reason`, `usage` and
+    `timings`; only a failed one has `error`. A copy that lacks the beginning of the history is told from its first
+    entry on.
 
     Raises:
         UndecodableEvent: There are no entries, or one does not decode.
@@ -128,6 +129,8 @@ class Story:
         self._num_bars = 0
         self._drawn = 0, 0
         """Number of the first token of the bar, and when the last one was made."""
+        self._num_right = 0
+        """Number of tokens to come that were drafted."""
         self._first_bars: list[tuple[int, dict[str, Any]]] = []
         """The wait for the first engine, and its prefill."""
         self._changes = Changes()
@@ -231,7 +234,12 @@ class Story:
             run = {"first_n": first_n, "last_id": entry_id, "count": event.count, "last_at_ms": at_ms}
             pauses = {"longest_pause_ms": 0, "longest_client_pause_ms": 0}
             self._begin_moment(event.ms, entry_id, "tokens", who, n, **run, **pauses, chunks=event.chunks)
+        if event.drafted:
+            self._num_right = event.accepted
+            for name, more in (("drafted", event.drafted), ("accepted", event.accepted)):
+                self._moment[name] = self._moment.get(name, 0) + more
         for place, number in enumerate(range(first_n, n + 1)):
+            was_drafted, self._num_right = self._num_right > 0, max(self._num_right - 1, 0)
             self._waiting[number] = {
                 "n": number,
                 "id": entry_id,
@@ -242,6 +250,7 @@ class Story:
                 "engine": self._engine,
                 "step": event.step,
                 "chunks": 0 if place else event.chunks,
+                "drafted": was_drafted,
                 "client_at_ms": at_ms,
                 "client_pause_ms": 0 if place else client_pause_ms,
             }

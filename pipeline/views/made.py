@@ -48,22 +48,25 @@ class Times:
         self._last = n
         self._waiting += range(first, n + 1)
         if event.age_ms is not None:
-            yield from self._divide(event.ms - event.age_ms, is_known=True)
+            yield from self._divide(event.ms - event.age_ms, is_known=True, together=event.accepted > 0)
 
     def rest(self) -> Iterator[tuple[int, Made]]:
         """Yield those that wait: their commit is over."""
         if self._waiting:
             yield from self._divide(self._commit[0], is_known=False)
 
-    def _divide(self, now_ms: int, *, is_known: bool) -> Iterator[tuple[int, Made]]:
-        """Yield those that wait: they divide the time up to *now_ms*, when the last of them was made."""
+    def _divide(self, now_ms: int, *, is_known: bool, together: bool = False) -> Iterator[tuple[int, Made]]:
+        """Yield those that wait: they divide the time up to *now_ms*, when the last of them was made.
+
+        *together*: one step made them all, because it had drafts.
+        """
         waiting, self._waiting = self._waiting, []
         began_ms = now_ms if self._since_ms is None else self._since_ms
         self._since_ms = now_ms = max(now_ms, began_ms)
         is_alone = self._first == self._last
         for place, n in enumerate(waiting, 1):
-            ms = began_ms + (now_ms - began_ms) * place // len(waiting)
-            yield n, Made(ms, not (is_alone or (is_known and n == self._last)), self._first)
+            ms = now_ms if together else began_ms + (now_ms - began_ms) * place // len(waiting)
+            yield n, Made(ms, not (is_alone or together or (is_known and n == self._last)), self._first)
 
 
 def times_made(moments: Iterable[Moment]) -> dict[int, Made]:

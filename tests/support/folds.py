@@ -25,6 +25,16 @@ def token_row(uid: str, n: int, letter: str = "x", end: FinishReason | None = No
     return TokenRow(uid=uid, n=n, token=ord(letter), end=end, chunks=chunks)
 
 
+def drafted_rows(
+    uid: str, n: int, letters: str, drafted: int, *, predicted: bool = False, end: FinishReason | None = None
+) -> list[TokenRow]:
+    """Return the rows of a step with so many drafts, of which all *letters* but the last were right."""
+    rows = [token_row(uid, n + at, letter) for at, letter in enumerate(letters)]
+    rows[0] = rows[0].model_copy(update={"drafted": drafted, "predicted": predicted})
+    rows[-1] = rows[-1].model_copy(update={"end": end})
+    return rows
+
+
 def admitted(uid: str, n: int = 0, cached: int = 0) -> EventRow:
     event = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f", cached_tokens=cached)
     return EventRow(uid=uid, n=n, event=event)

@@ -106,11 +106,11 @@ class GrammarMatcher:
 
     def _drafts(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
         if self._error or not self._may_draft or self._mask_s > SLOW_MASK_S or self._matcher.is_error():
-            return (), False
+            return [], False
         forced = self._matcher.compute_ff_bytes()[:FORCED_BYTES]
         text = forced.decode(errors="replace").partition("\ufffd")[0]  # a named token is no text
         drafts = self._cut(text)[:most_forced] if text else list(proposed)
-        return drafts[: self._matcher.validate_tokens(drafts)] if drafts else (), bool(text)
+        return drafts[: self._matcher.validate_tokens(drafts)] if drafts else [], bool(text)
 
     def follow_drafts(self, drafts: Sequence[int]) -> None:
         """Compute what may come after each of *drafts*. The matcher stays where it is."""

@@ -17,7 +17,7 @@ from pipeline.events import (
     encode,
     new_uid,
 )
-from pipeline.log.journal import JournalReader, JournalStep, JournalWriter, Row, steps
+from pipeline.log.journal import JournalReader, JournalStep, JournalWriter, Mentions, Row, steps
 from pipeline.log.protocol import Entry
 
 UIDS = [new_uid() for _ in range(64)]
@@ -94,6 +94,31 @@ def test_requests_that_end_need_no_names_in_the_next_step() -> None:
     entries = written((1, ending), (2, going_on))
     assert "rows" not in entries[1].fields
     assert [step.rows for step in steps(entries)][1] == (Row("b", 4, 7, None, 0),)
+
+
+def test_a_request_with_several_tokens_in_a_step_is_expected_once_in_the_next_one() -> None:
+    several = StepCompleted(
+        rows=(*(TokenRow(uid="a", n=n, token=n) for n in (1, 2, 3)), TokenRow(uid="b", n=3, token=6))
+    )
+    ending = StepCompleted(
+        rows=(
+            TokenRow(uid="a", n=4, token=7),
+            TokenRow(uid="b", n=4, token=8),
+            TokenRow(uid="b", n=5, token=9, end="stop"),
+        )
+    )
+    last = StepCompleted(rows=(TokenRow(uid="a", n=5, token=10),))
+    entries = written((1, several), (2, StepCompleted(rows=(ending.rows[0], ending.rows[1]))), (3, last))
+    assert ["rows" in entry.fields for entry in entries] == [True, False, True]
+    entries = written((1, several), (2, ending), (3, last))
+    assert ["rows" in entry.fields for entry in entries] == [True, True, False]
+    assert [[row[:3] for row in step.rows] for step in steps(entries)] == [
+        [("a", 1, 1), ("a", 2, 2), ("a", 3, 3), ("b", 3, 6)],
+        [("a", 4, 7), ("b", 4, 8), ("b", 5, 9)],
+        [("a", 5, 10)],
+    ]
+    mentions = Mentions(["a"], lambda texts: {word for text in texts for word in ("a", "b") if word in text})
+    assert [mentions.has(entry) for entry in entries] == [True] * 3
 
 
 @pytest.mark.parametrize("numbers", [(1, 3), (5, 5)], ids=["a step is missing", "a step is written again"])

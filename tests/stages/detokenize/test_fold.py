@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.folds import DECODER, admitted, token_row
+from support.folds import DECODER, admitted, drafted_rows, token_row
 from support.histories import moments_of
 
 from pipeline.errors import UndecodableEvent
@@ -115,6 +115,45 @@ def test_a_token_becomes_an_event_with_the_id_of_its_number() -> None:
     (item,) = Fold().apply(completed(token_row("a", 1, "x", chunks=2)), "1-5")
     assert (item.entry_id, item.n, item.frontend) == ("1-0", 1, "web-0")
     assert item.event == TokensProduced(count=1, tokens=(ord("x"),), text="x", step="1-5", chunks=2)
+
+
+def test_the_tokens_of_a_step_with_drafts_are_one_event() -> None:
+    fold, rows = Fold("ab"), [*drafted_rows("a", 3, "cde", 4), token_row("b", 1)]
+    assert fold.unknown(completed(*rows)) == ["b"]
+    (item,) = fold.step(*rows[:3])
+    assert (item.entry_id, item.n) == ("5-0", 5)
+    told = {"count": 3, "tokens": tuple(map(ord, "cde")), "drafted": 4, "accepted": 2}
+    assert item.event == TokensProduced(text="cde", step="1-1", **told)
+    assert fold.step(*rows[:3]) == [], "a step that comes again is folded already"
+    (item,) = fold.step(*drafted_rows("a", 6, "f", 3))
+    assert item.event == TokensProduced(tokens=(ord("f"),), text="f", step="1-1", drafted=3)
+
+
+def test_the_tokens_of_a_text_with_markup_are_an_event_each() -> None:
+    produced = Fold(markup=Markup(think=("<a>", "</a>"))).step(*drafted_rows("a", 1, "xyz", 4))
+    events = [item.event for item in produced if isinstance(item.event, TokensProduced)]
+    assert [(event.text, event.count, event.drafted, event.accepted) for event in events] == [
+        *(("x", 1, 4, 2), ("y", 1, 0, 0), ("z", 1, 0, 0)),
+    ]
+
+
+@pytest.mark.parametrize("end", [None, "stop"])
+def test_a_stop_string_within_a_step_ends_the_request_there(end: FinishReason | None) -> None:
+    produced = Fold(stop=("bc",)).step(*drafted_rows("a", 1, "abcde", 4, end=end))
+    assert text(produced) == "a" and [item.n for item in produced] == [3, 3]
+    assert finished(produced).usage.completion_tokens == 3 and finished(produced).stop_string == "bc"
+    assert produced[-1].tell_engine == (end is None)
+
+
+def test_usage_counts_the_drafts_of_a_prediction_alone() -> None:
+    fold = Fold()
+    steps = [drafted_rows("a", 1, "xyz", 4), drafted_rows("a", 4, "xy", 8, predicted=True)]
+    entries = [item for rows in steps for item in fold.step(*rows)]
+    again = Fold(known=False)
+    again.learn("a", moments_of([*history(), *((item.entry_id, item.event) for item in entries)]))
+    for each in (fold, again):
+        usage = finished(each.step(*drafted_rows("a", 6, "xyz", 2, predicted=True, end="length"))).usage
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 7)
 
 
 def test_marks_follow_the_events_at_their_number() -> None:

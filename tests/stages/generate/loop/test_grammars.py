@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from support.calls import noted
 from support.schedules import request
 from support.servers import eventually
@@ -182,6 +182,92 @@ def test_a_matcher_that_gives_up_twice_names_the_limit_that_it_passed_first() ->
 
     matcher = GrammarMatcher(Refusing, VOCAB, [], queue.SimpleQueue())  # type: ignore[arg-type]
     assert matcher.error == "too many expressions" and matcher.allowed() is None
+
+
+KEYS = lark('start: "{\\"full_name\\": \\"" /[ab]{1,9}/ "\\", \\"age\\": " /[0-9]+/ "}"')
+
+
+def test_forced_text_is_drafted_and_what_may_come_after_each_draft_is_known(
+    grammars: Grammars, tokenizer: LLTokenizer
+) -> None:
+    matcher, other = matcher_of(grammars, KEYS), matcher_of(grammars, KEYS)
+    drafts, are_forced = matcher.draft([1, 2, 3], 4)
+    assert are_forced and len(drafts) == 4 and b'{"full_name": "'.startswith(tokenizer.decode_bytes(list(drafts)))
+    for ahead, token in enumerate(drafts):
+        assert np.array_equal(masks(matcher, ahead), masks(other))
+        other.advance(token)
+    assert np.array_equal(masks(matcher, 4), masks(other)) and not masks(matcher, 5).any()
+    whole = tokenizer.tokenize_str('{"full_name": "')
+    for token in whole:
+        matcher.advance(token)
+    (a,), (one,) = tokenizer.tokenize_str("a"), tokenizer.tokenize_str("1")
+    assert matcher.draft([a, a, one, a], 8) == ([a, a], False), "up to the first one that does not fit"
+    assert not masks(matcher, 3).any(), "the drafts of before are gone"
+    assert matcher.draft([one], 8) == ([], False) and matcher.error == ""
+    assert np.array_equal(masks(matcher), masks(matcher_of(grammars, KEYS, whole)))
+
+
+def masks(matcher: GrammarMatcher, ahead: int = 0) -> np.ndarray:
+    allowed = matcher.allowed(ahead)
+    assert allowed is not None
+    return unpacked(allowed, VOCAB)
+
+
+def test_named_tokens_are_no_text_that_is_forced(grammars: Grammars) -> None:
+    assert matcher_of(grammars, lark("start: <[1045]>")).draft([], 8) == ([], False)
+
+
+def test_where_masks_take_long_nothing_is_drafted(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.generate.loop.grammars.SLOW_MASK_S", -1)
+    matcher = matcher_of(grammars, KEYS)
+    assert matcher.draft([1], 8) == ([], False) and masks(matcher).any()
+
+
+@pytest.mark.parametrize("when", ["it follows drafts", "it takes them back", "it follows the next token"])
+def test_a_matcher_that_gives_up_because_of_drafts_begins_again_without(
+    grammars: Grammars, tokenizer: LLTokenizer, when: str
+) -> None:
+    made: list[LLMatcher] = []
+
+    class Weak:
+        """A matcher that gives up after it has followed drafts."""
+
+        def __init__(self, is_fresh: bool) -> None:
+            self._real = grammars._new(KEYS, is_fresh=is_fresh)
+            self._has_failed, self._has_drafted = False, False
+            made.append(self)  # type: ignore[arg-type]
+
+        def rollback(self, count: int) -> bool:
+            self._has_drafted = True
+            self._has_failed |= when == "it takes them back"
+            return not self._has_failed and bool(self._real.rollback(count))
+
+        def consume_tokens(self, tokens: list[int]) -> bool:
+            is_first = len(made) == 1
+            if is_first and when == "it follows drafts":
+                raise BaseException("a panic")
+            self._has_failed |= self._has_drafted and when == "it follows the next token"
+            return not self._has_failed and bool(self._real.consume_tokens(tokens))
+
+        def is_error(self) -> bool:
+            return self._has_failed
+
+        def get_error(self) -> str:
+            return "too many lexer states"
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._real, name)
+
+    followers = grammars.started()._followers
+    matcher = GrammarMatcher(Weak, VOCAB, [], followers, tokenizer.tokenize_str)  # type: ignore[arg-type]
+    drafts, _ = matcher.draft([], 4)
+    assert drafts
+    expected = matcher_of(grammars, KEYS)
+    assert np.array_equal(masks(matcher), masks(expected))
+    for each in (matcher, expected):
+        each.advance(drafts[0])
+    assert np.array_equal(masks(matcher), masks(expected)) and matcher.error == "" and len(made) == 2
+    assert matcher.draft([], 4) == ([], False)
 
 
 def test_a_compilation_that_is_stuck_ends_its_request_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from pipeline.events import Cancelled, EventRow, Preempted, StepCompleted, StepS
 from pipeline.log.protocol import Inbox
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
+    ACCEPTED_TOKENS,
     COMMIT_SECONDS,
+    DRAFT_TOKENS,
     GENERATION_SPEED,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -41,6 +43,15 @@ def steps_of(scene: Scene) -> list[StepCompleted]:
     inbox = Inbox.steps(scene.log.names, "generate-0")
     steps = [decode(entry.fields) for entry in scene.log.read(inbox, "detokenize-0", max_entries=1000, block_ms=0)]
     return [step for step in steps if isinstance(step, StepCompleted)]
+
+
+def test_drafts_are_counted_and_those_that_were_right() -> None:
+    measures, schedule = Measures(), make_schedule()
+    meter = EngineMeter(measures, schedule)
+    rows = [TokenRow(uid="a", n=n, token=7, drafted=4 if n == 1 else None) for n in (1, 2, 3)]
+    meter.committed(StepCompleted(rows=(*rows, TokenRow(uid="b", n=1, token=7)), figures=StepStats(drafts=4)))
+    meter.committed(StepCompleted(rows=(TokenRow(uid="b", n=2, token=7),)))
+    assert [count_of(measures, family) for family in (DRAFT_TOKENS, ACCEPTED_TOKENS)] == [4, 2]
 
 
 def test_every_token_and_every_step_is_counted(scene: Scene) -> None:

@@ -56,6 +56,19 @@ class Rig:
         return [step.number for step in job[1]]
 
 
+def test_a_step_takes_as_many_places_as_a_request_may_have_tokens_in_it() -> None:
+    rows = [TOKEN, TOKEN.model_copy(update={"n": 8, "drafted": 6})]
+    event = StepCompleted(rows=tuple(rows), figures=StepStats(drafts=6))
+    assert [Outbox(interval_s).places_for(event) for interval_s in (0.01, 0.0)] == [7, 1]
+    assert Outbox(0.01).places_for(StepCompleted(rows=(TOKEN,))) == 1
+    outbox = Outbox(0.01)
+    assert all(outbox.has_place(0.0) for _ in range(7))
+    group = outbox.put(PendingStep(1, event, (), places=7), at_once=True)
+    assert sum(outbox.has_place(0.0) for _ in range(99)) == MOST_HANDED_OVER - 7
+    outbox.committed([group])
+    assert sum(outbox.has_place(0.0) for _ in range(99)) == 7
+
+
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()

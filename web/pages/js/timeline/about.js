@@ -62,12 +62,13 @@ export class About {
     const clientMs = later.reduce((most, token) => Math.max(most, token.client_pause_ms), 0);
     const counted = kind => timeline.marks.filter(({ what }) => what === kind).length;
     const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
+    const drafted = timeline.tokens.filter(token => token.drafted).length;
     this._longest = longest?.n ?? 0;
     say(this._goLongest, longest ? duration(longest.pause_ms) : "");
     this._goLongest.title = `Move to token ${this._longest}`;
     this._figures.show([
       ["Prompt", timeline.prompt_tokens === null ? "-" : `${count(timeline.prompt_tokens)}${cached}`],
-      ["Output", `${count(timeline.tokens.length)} tokens`],
+      ["Output", `${count(timeline.tokens.length)} tokens${drafted ? `, ${count(drafted)} drafted` : ""}`],
       ["First token", first ? duration(first.client_at_ms) : "-"],
       ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
       ["Usual pause", timeline.tokens.length > 1 ? usual(timeline.usualPauseMs) : "-"],

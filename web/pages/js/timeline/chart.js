@@ -12,7 +12,8 @@ const LANE = 30,
   BAR = 16,
   AXIS = 22,
   TOP = 6,
-  PAUSES = 56;
+  PAUSES = 60,
+  DRAFTED = 4; // height of the marks above tokens that were drafted
 const NARROW = 640; // below it the name of a lane is above its bars, not beside them
 const KINDS = [
   ["tokenize", "queue and tokenizer"],
@@ -24,6 +25,7 @@ const KINDS = [
   ["pause-1", PAUSE_CLASSES[1].says],
   ["pause-2", PAUSE_CLASSES[2].says],
   ["pause-3", PAUSE_CLASSES[3].says],
+  ["draft", "drafted, and right"],
   ["preempted", "preempted"],
   ["gone", "engine gone"],
   ["detokenize", "becomes text"],
@@ -233,7 +235,7 @@ export class Chart {
   _tellPause(x) {
     const token = x < this._left ? null : this._timeline?.tokens[(this._tokenAtPlace(x) ?? 0) - 1];
     if (!token) return null;
-    return [`token ${token.n}`, token.missing ? "missing in the log" : pauseOf(token)];
+    return [`token ${token.n}`, token.missing ? "missing in the log" : pauseOf(token), ...(token.drafted ? ["drafted, and right"] : [])];
   }
 
   // Drawing
@@ -247,6 +249,7 @@ export class Chart {
     colours.rule = getComputedStyle(this._line).color;
     const kinds = new Set(this._bars.map(bar => bar.kind));
     const classes = new Set(this._timeline.tokens.map(token => pauseClass(token.pause_ms, this._usualMs)));
+    if (this._timeline.tokens.some(token => token.drafted)) kinds.add("draft");
     for (const [kind, item] of this._swatches)
       item.hidden = !(kind.startsWith("pause-") ? classes.has(Number(kind[6])) : kinds.has(kind));
     this._range.textContent = `${since(this._from)} to ${since(this._to)} after submit`;
@@ -363,13 +366,18 @@ export class Chart {
         : "No tokens yet",
     );
     const paths = PAUSE_CLASSES.map(() => new Path2D());
+    const drafted = new Path2D();
     const each = (width - this._left) / Math.max(tokens.length, 1);
     tokens.forEach((token, index) => {
-      const high = Math.max(1, (Math.log1p(token.pause_ms) / Math.log1p(longest)) * (PAUSES - 4));
+      const high = Math.max(1, (Math.log1p(token.pause_ms) / Math.log1p(longest)) * (PAUSES - 2 * DRAFTED));
       const place = paths[pauseClass(token.pause_ms, this._usualMs)];
-      place.rect(this._left + index * each, PAUSES - high, Math.max(each - (each > 3 ? 1 : 0), 0.5), high);
+      const [x, wide] = [this._left + index * each, Math.max(each - (each > 3 ? 1 : 0), 0.5)];
+      place.rect(x, PAUSES - high, wide, high);
+      if (token.drafted) drafted.rect(x, 0, wide, DRAFTED);
     });
     fillEach(pen, paths, colours);
+    pen.fillStyle = colours.draft;
+    pen.fill(drafted);
   }
 
   _place() {

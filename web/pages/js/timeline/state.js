@@ -129,6 +129,7 @@ function tokenRows(timeline, state, step, known) {
     ["engine", "Engine", token.who],
     ["step", "Step", token.step],
     ["chunks", "Prefill", token.chunks ? `${token.chunks} ${token.chunks === 1 ? "chunk" : "chunks"} before it` : ""],
+    ["drafted", "Draft", token.drafted ? "it was guessed, and needed no step of its own" : ""],
     ["length", "Context", state.length === null ? "" : `${count(state.length)} tokens with the prompt`],
     ["forward", "Forward pass", step ? duration(step.forward_ms) : ""],
     [
