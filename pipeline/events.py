@@ -55,9 +55,9 @@ class Usage(Value):
     cached_tokens: Count = 0
     """Prompt tokens that were found in the prefix cache."""
     accepted_prediction_tokens: Count | None = None
-    """Tokens of the client's prediction that were drafted, and were right; None: none was drafted."""
+    """Tokens of the client's prediction that were drafted, and were right; None: it sent none."""
     rejected_prediction_tokens: Count | None = None
-    """Tokens of the client's prediction that were drafted, and were wrong; None: none was drafted."""
+    """Tokens of the client's prediction that were drafted, and were wrong; None: it sent none."""
 
 
 class Timings(Value):

@@ -31,6 +31,7 @@ many times faster the first one is, and how many times fewer steps it makes.
 RENAMED_EVERY: Final = 25
 """Words of the copied text, of which one is renamed."""
 KEYS: Final = 10
+CASES: Final = ("copied", "schema", "prose", "streams")
 STREAMS: Final = 32
 SETTLE_S: Final = 3.0
 """Engines tell their counts so often."""
@@ -46,6 +47,7 @@ class SpeculateConfig(CheckpointConfig):
     model: str = flag(
         "--model", default="95m-walk", help=f"{' or '.join(WALKING)} (made on first use), or a checkpoint folder"
     )
+    of: str = flag("--of", default="all", choices=("all", *CASES), help="which requests")
     tokens: int = flag("--tokens", default=1000, parse=at_least(50), help="length of copied texts and of prose")
     runs: int = flag("--runs", default=7, parse=at_least(1), help="pairs of requests; their medians are printed")
     seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of the prompts")
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         for number in range(config.runs):
             generator = random.Random(f"{config.seed}/{number}")
             for name, asked in cases(config, prompts, generator).items():
+                if config.of not in ("all", name):
+                    continue
                 status.update(f"run {number + 1} of {config.runs}: {name}")
                 order = sides if number % 2 == 0 else sides[::-1]
                 told = {side.url: measured(side, asked) for side in order}
@@ -109,7 +113,7 @@ def cases(config: SpeculateConfig, prompts: Prompts, generator: random.Random) -
         "copied": Asked(text, config.tokens, {"ignore_eos": True}),
         "schema": Asked(question, 400, {"json_schema": orjson.dumps(schema).decode()}),
         "prose": Asked(question, config.tokens, {"ignore_eos": True}),
-        f"{STREAMS} streams": Asked(question, STREAM_TOKENS, {"ignore_eos": True}, STREAMS),
+        "streams": Asked(question, STREAM_TOKENS, {"ignore_eos": True}, STREAMS),
     }
 
 

@@ -63,6 +63,8 @@ class _Request:
     admitted_ms: int
     first_token_ms: int
     cached_tokens: int
+    is_predicted: bool
+    """Whether its client predicts the answer."""
     num_predicted: int = 0
     """Number of drafts from the client's prediction .."""
     num_accepted: int = 0
@@ -219,6 +221,7 @@ class DetokenizeFold:
             admitted_ms=0,
             first_token_ms=0,
             cached_tokens=0,
+            is_predicted=bool(submitted.prediction),
         )
 
     def _tokens(
@@ -337,8 +340,8 @@ def _finished(request: _Request, reason: FinishReason, now_ms: int, *, stop_stri
             prompt_tokens=request.prompt_tokens,
             completion_tokens=request.n,
             cached_tokens=request.cached_tokens,
-            accepted_prediction_tokens=request.num_accepted if request.num_predicted else None,
-            rejected_prediction_tokens=request.num_predicted - request.num_accepted if request.num_predicted else None,
+            accepted_prediction_tokens=request.num_accepted if request.is_predicted else None,
+            rejected_prediction_tokens=request.num_predicted - request.num_accepted if request.is_predicted else None,
         ),
         timings=Timings(
             admitted_ms=request.admitted_ms - began_ms,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from support.redis_servers import until
@@ -44,12 +44,13 @@ from stages.tokenize.prompts import Rendered
 from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS = 3000
-CONTEXT = 128
+CONTEXT = 64
 POISON = 150
 """A token on which the engine raises."""
 LIMITS = ScheduleLimits(
     context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
 )
+LONG_LIMITS = replace(LIMITS, context=2 * CONTEXT)
 
 
 class Killed(BaseException):

@@ -294,7 +294,7 @@ FIELDS = (
     Field(
         "prediction", '`{"type": "content", "content": ..}` with a text, or a list of text parts', "none",
         GREEDY, None,
-        lambda a, b: a.token_ids == b.token_ids and b.details["accepted_prediction_tokens"] > 0, {"type": "content"},
+        lambda a, b: a.token_ids == b.token_ids and "accepted_prediction_tokens" in b.details, {"type": "content"},
         lambda said: {"prediction": {"type": "content", "content": said.text}},
     ),
     Field(

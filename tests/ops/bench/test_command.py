@@ -12,7 +12,7 @@ import minisgl
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, tail, cost, gpu"),
+        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, tail, speculate, cost, gpu"),
         ("offline --input-len 10-5", "'10-5': must be MIN-MAX with 1 <= MIN <= MAX, or one number"),
         ("offline --output-len few", "'few': must be MIN-MAX"),
         ("offline --num-prompts 0", "'0': must be a whole number of at least 1"),

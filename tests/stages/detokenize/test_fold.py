@@ -146,11 +146,12 @@ def test_a_stop_string_within_a_step_ends_the_request_there(end: FinishReason | 
 
 
 def test_usage_counts_the_drafts_of_a_prediction_alone() -> None:
-    fold = Fold()
+    predicted = {"prediction": "xyz"}
+    fold = Fold(submitted=predicted)
     steps = [drafted_rows("a", 1, "xyz", 4), drafted_rows("a", 4, "xy", 8, predicted=True)]
     entries = [item for rows in steps for item in fold.step(*rows)]
     again = Fold(known=False)
-    again.learn("a", moments_of([*history(), *((item.entry_id, item.event) for item in entries)]))
+    again.learn("a", moments_of([*history(submitted=predicted), *((item.entry_id, item.event) for item in entries)]))
     for each in (fold, again):
         usage = finished(each.step(*drafted_rows("a", 6, "xyz", 2, predicted=True, end="length"))).usage
         assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (3, 7)

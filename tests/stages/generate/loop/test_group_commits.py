@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.engine_rig import CountingEngine, Running, Scene, detokenizing
+from support.engine_rig import LONG_LIMITS, CountingEngine, Running, Scene, detokenizing
 from support.memory_log.log import MemoryLog
 from support.redis_servers import until
 
@@ -125,7 +125,7 @@ def test_nothing_waits_for_a_step_that_does_not_come(scene: Scene, log: CountedL
 def test_an_engine_computes_on_while_redis_stands_still_up_to_a_bound(scene: Scene, log: CountedLog) -> None:
     engine = CountingEngine()
     log.closes_after = 2
-    with in_use(scene, engine, interval_s=0.01):
+    with in_use(scene, engine, interval_s=0.01, limits=LONG_LIMITS):
         uid = scene.send(10, max_tokens=105)
         until(lambda: not log.gate.is_set())
         until(lambda: len(engine.plans) >= sum(log.sizes) + MOST_HANDED_OVER + 1)

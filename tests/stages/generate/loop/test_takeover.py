@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Killed, Running, Scene, detokenizing
+from support.engine_rig import (
+    CONTEXT,
+    LEASE_MS,
+    LIMITS,
+    LONG_LIMITS,
+    POISON,
+    CountingEngine,
+    Killed,
+    Running,
+    Scene,
+    detokenizing,
+)
 from support.measured import count_of
 from support.redis_servers import LossyProxy, Servers, command, until
 
@@ -578,12 +589,12 @@ def test_the_count_of_deaths_begins_again_when_a_request_has_come_past_where_it_
     lives = Lives(scene, 10, max_tokens=2 * doubt + 1)
     said = []
     for deadly in (10, 10, 12, 10 + doubt, 10 + doubt, 10 + 2 * doubt):
-        lives.until_death(deadly)
+        lives.until_death(deadly, limits=LONG_LIMITS)
         past = lives.past(10)
         assert past is not None
         said.append((len(past.request.output_ids), past.num_taken_over, past.num_alone))
     assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (doubt, 1, 1), (doubt, 2, 2), (2 * doubt, 0, 0)]
-    lives.until_ended(CountingEngine())
+    lives.until_ended(CountingEngine(), limits=LONG_LIMITS)
     assert lives.tokens(10) == list(range(11, 12 + 2 * doubt)) and scene.log.dead_letters(9) == []
 
 
