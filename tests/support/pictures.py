@@ -55,6 +55,8 @@ def main(folder: Path) -> int:
         uid = live(browser, server, lambda: shoot("pipeline", TALL))
         timeline(browser, server, uid)
         shoot("timeline", TALL)
+        timeline(browser, server, predicted(server))
+        shoot("drafts", WIDE)
         browser.leave()
     return 0
 
@@ -119,6 +121,14 @@ def live(browser: Browser, server: Server, shoot: Callable[[], None]) -> str:
             asker.join(120)
         found = [stream.uid for stream in streams if "preempted admitted taken_over" in marks(stream.uid)]
     return found[-1]
+
+
+def predicted(server: Server) -> str:
+    """Let a request be answered whose client predicts most of the answer; return its uid."""
+    asked = {"messages": [{"role": "user", "content": QUESTION.format(40)}], "temperature": 0}
+    text = server.ask("/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+    answer = server.post(asked | {"prediction": {"type": "content", "content": text.replace("7", "8", 3)}})
+    return answer.headers["x-minisgl-uid"]
 
 
 def timeline(browser: Browser, server: Server, uid: str) -> None:

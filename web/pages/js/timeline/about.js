@@ -70,7 +70,7 @@ export class About {
       ["Prompt", timeline.prompt_tokens === null ? "-" : `${count(timeline.prompt_tokens)}${cached}`],
       ["Output", `${count(timeline.tokens.length)} tokens${drafted ? `, ${count(drafted)} drafted` : ""}`],
       ["First token", first ? duration(first.client_at_ms) : "-"],
-      ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
+      ["Tokens/s", rate === null ? "-" : rate < 100 ? rate.toPrecision(3) : count(Math.round(rate))],
       ["Usual pause", timeline.tokens.length > 1 ? usual(timeline.usualPauseMs) : "-"],
       ["Longest pause", longest ? this._goLongest : "-"],
       ["Client's longest", timeline.tokens.length > 1 ? duration(clientMs) : "-"],

@@ -110,7 +110,7 @@ function tokenRows(timeline, state, step, known) {
   );
   if (token.missing) return [["missing", "Missing", "The log does not have this token."]];
   return [
-    ["text", "Text", written(state)],
+    ["text", "Text", written(state, timeline)],
     ["id", "Id", token.token === null ? "" : String(token.token)],
     ["logprob", "Log-probability", token.score ? scored(token.score) : el("span.dim", "not asked for")],
     ["at", "Made", `${duration(token.at_ms)} after submit`],
@@ -180,9 +180,11 @@ function beforeRows(timeline) {
 
 const whoOf = ({ moments }, event) => moments.find(({ what }) => what === event)?.who ?? "";
 
-function written({ added, token }) {
+function written({ added, token }, { tokens }) {
   if (added) return el("code.token", visible(added));
-  const none = el("span.dim", "not shown: it is special, or a character or a stop string is incomplete");
+  const last = tokens.findLast(each => each.id === token.id); // of the tokens that a step with drafts has made
+  const why = last.n > token.n ? `told with token ${last.n}, of the same step` : "it is special, or a character or a stop string is incomplete";
+  const none = el("span.dim", `not shown: ${why}`);
   return token.score?.text ? el("span", el("code.token", visible(token.score.text)), " ", none) : none;
 }
 
