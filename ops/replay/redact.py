@@ -32,7 +32,7 @@ KEPT: Final[Mapping[str, frozenset[str]]] = {
         "admitted": "engine epoch step fingerprint numerics cached_tokens",
         "preempted": "engine epoch step",
         "taken_over": "engine epoch numerics alone",
-        "tokens": "count step age_ms chunks",
+        "tokens": "count step age_ms chunks drafted accepted predicted",
         "finished": "n reason usage timings",
         "failed": "n status code",
         "cancelled": "n by",

@@ -37,7 +37,7 @@ TOLD_ELSEWHERE = frozenset(
     {"kind", "v", "n"}  # of the moment itself
     | {"frontend", "by", "engine", "epoch"}  # who
     | {"endpoint", "model", "messages", "prompt", "prompt_ids", "sampling", "deadline_ms", "labels"}  # of the request
-    | {"constraint", "grammar"}
+    | {"constraint", "grammar", "prediction"}
     | {"token_ids", "pieces", "tokens", "text", "usage", "timings"}
 )
 """Fields of events that a moment does not repeat. It shows all others, also those that are added later."""
@@ -182,7 +182,11 @@ class Story:
             case Tokenized():
                 who, facts["prompt_tokens"] = event.by, len(event.token_ids)
                 details = {"prompt_tokens": len(event.token_ids)}
-                told: dict[str, object] = {"grammar_chars": len(event.grammar), "calls": event.markup.tools}
+                told: dict[str, object] = {
+                    "predicted_tokens": len(event.prediction),
+                    "grammar_chars": len(event.grammar),
+                    "calls": event.markup.tools,
+                }
                 told |= {"thinking": " ".join(event.markup.think)}
                 details |= {name: value for name, value in told.items() if value}
             case Admitted() | Preempted() | TakenOver():
