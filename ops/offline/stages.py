@@ -149,7 +149,10 @@ class Stages:
             loaded.set_result(model)
             grammars = until_the_end.enter_context(contextlib.closing(model.grammars(folder)))
             schedule, overlap = model.schedule(self._owner, serving), model.settings.overlap
-            worker = GenerateWorker(wrapped, schedule, self.log, reports, grammars=grammars, overlap=overlap)
+            drafts = model.settings.drafts
+            worker = GenerateWorker(
+                wrapped, schedule, self.log, reports, grammars=grammars, overlap=overlap, drafts=drafts
+            )
             worker.run(self._stop)
 
     def _loading(self, config: GenerateConfig, folder: Path) -> contextlib.AbstractContextManager[Loaded]:

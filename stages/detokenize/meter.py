@@ -76,6 +76,7 @@ class DetokenizeMeter:
                 if times.token_ms:
                     gap_ms = step.ms - times.token_ms
                     gaps[gap_ms] = gaps.get(gap_ms, 0) + 1
+                    gaps[0] = gaps.get(0, 0) + event.count - 1
                 else:
                     self._measures.observe(FIRST_TOKEN_SECONDS, _seconds(step.ms - times.submitted_ms))
                 times.token_ms = step.ms
@@ -86,7 +87,8 @@ class DetokenizeMeter:
                 self._requests.pop(item.uid, None)
                 self.failed()
         for gap_ms, count in gaps.items():
-            self._measures.observe(BETWEEN_TOKENS_SECONDS, _seconds(gap_ms), times=count)
+            if count:
+                self._measures.observe(BETWEEN_TOKENS_SECONDS, _seconds(gap_ms), times=count)
         for uid in step.released:
             self._requests.pop(uid, None)
 

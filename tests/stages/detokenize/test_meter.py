@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.folds import DECODER, admitted, token_row
+from support.folds import DECODER, admitted, drafted_rows, token_row
 from support.histories import moments_of
 from support.measured import count_of, total_of
 
@@ -160,6 +160,13 @@ def test_a_request_that_failed_is_an_error_and_none_of_the_finished(rig: Rig) ->
     rig.step(12, EventRow(uid="a", n=1, event=failed))
     assert rig.count(REQUEST_SUCCESS, "error") == 1 and rig.count(REQUEST_SECONDS) == 0
     assert rig.meter.num_known == 0
+
+
+def test_the_tokens_of_a_step_with_drafts_come_at_once(rig: Rig) -> None:
+    rig.submit("a", 0)
+    rig.step(10, token_row("a", 1))
+    rig.step(30, *drafted_rows("a", 2, "xyz", 4))
+    assert rig.count(BETWEEN_TOKENS_SECONDS) == 3 and rig.totals(BETWEEN_TOKENS_SECONDS) == [pytest.approx(0.02)]
 
 
 def test_what_comes_after_a_stop_string_is_no_token_of_the_request(rig: Rig) -> None:
