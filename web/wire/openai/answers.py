@@ -235,8 +235,9 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _details(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the field with the tokens of thinking, and those of a prediction that were drafted. As in OpenAI's API, every
-    answer to a conversation has it.
+    """Return the field with the tokens of thinking, and those of a prediction that were drafted.
+
+    As in OpenAI's API, every answer to a conversation has it.
     """
     if all(choice.chat is None for choice in choices):
         return {}
