@@ -142,7 +142,7 @@ INFORMATIVE: Final = frozenset(
     {
         *("Presentation.omits_thoughts", "Presentation.echoes", "StepStats.target_ms"),
         *("Submitted.background", "Submitted.stored", "Submitted.prediction", "Tokenized.prediction"),
-        *("TokenRow.drafted", "TokenRow.predicted", "StepStats.drafts"),
+        *("TokenRow.drafted", "TokenRow.accepted", "TokenRow.predicted", "StepStats.drafts"),
         *("TokensProduced.drafted", "TokensProduced.accepted", "TokensProduced.predicted"),
         *("Usage.accepted_prediction_tokens", "Usage.rejected_prediction_tokens"),
     }
@@ -297,7 +297,7 @@ class TokensProduced(Event):
     drafted: Count = 0
     """Number of drafts in the step of these tokens: guesses of the first one and of those after it."""
     accepted: Count = 0
-    """Number of them that were right: that of the first token, and of so many in all. The step has one token more."""
+    """Number of them that were right: so many of these tokens and the next ones were drafted."""
     predicted: bool = False
     """Whether the drafts are of the client's prediction."""
     scores: tuple[Logprob, ...] = ()
@@ -370,6 +370,8 @@ class TokenRow(Value):
     drafted: int | None = None
     """Number of drafts in its step, guesses of this token and of those after it. None: there are none, or it is not the
     first token of its step."""
+    accepted: int | None = None
+    """Number of these that were right."""
     predicted: bool | None = None
     """Whether these are of the client's prediction."""
     score: Score | None = None
@@ -501,6 +503,8 @@ def _plain_row(row: StepRow) -> dict[str, Any]:
     plain["chunks"] = row.chunks
     if row.drafted is not None:
         plain["drafted"] = row.drafted
+    if row.accepted is not None:
+        plain["accepted"] = row.accepted
     if row.predicted is not None:
         plain["predicted"] = row.predicted
     return plain

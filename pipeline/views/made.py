@@ -45,6 +45,8 @@ class Times:
             if first != self._last + 1:
                 self._since_ms = None
             self._commit, self._first = commit, first
+        if event.accepted and event.age_ms is not None and self._waiting:
+            yield from self._divide(event.ms - event.age_ms, is_known=False)
         self._last = n
         self._waiting += range(first, n + 1)
         if event.age_ms is not None:

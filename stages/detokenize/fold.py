@@ -121,7 +121,7 @@ class DetokenizeFold:
         for row in step.rows:
             if row.uid == before:
                 continue  # with drafts a request may have several tokens
-            before = row.uid
+            before = row.uid if isinstance(row, TokenRow) else ""
             request = self._requests.get(row.uid)
             known = _follows(row, request) if request is not None else row.uid in self._requests
             if not known:
@@ -176,7 +176,7 @@ class DetokenizeFold:
                 rows = [row] if row.drafted is None else _tokens_of(row.uid, step.rows[at:])
                 # How the tokens of a text with markup are cut into events must not change what is counted of it.
                 together = rows if request.markup is None else rows[:1]
-                produced += self._tokens(request, together, len(rows) - 1, step, step_id)
+                produced += self._tokens(request, together, step, step_id)
             else:
                 produced.append(self._mark(request, row, step))
             if _is_last(row):
@@ -224,13 +224,8 @@ class DetokenizeFold:
             is_predicted=bool(submitted.prediction),
         )
 
-    def _tokens(
-        self, request: _Request, rows: Sequence[TokenRow], accepted: int, step: StepCompleted, step_id: str
-    ) -> list[Produced]:
-        """Fold tokens that a request has in one step, up to a stop string, into one event.
-
-        *accepted*: number of the step's drafts that were right.
-        """
+    def _tokens(self, request: _Request, rows: Sequence[TokenRow], step: StepCompleted, step_id: str) -> list[Produced]:
+        """Fold tokens that a request has in one step, up to a stop string, into one event."""
         request.first_token_ms = request.first_token_ms or step.ms
         first, text, made, met_stop = rows[0], "", 0, False
         reason: FinishReason | None = None
@@ -252,6 +247,7 @@ class DetokenizeFold:
         if first.n == 1 and request.markup is not None:
             more["markup"] = request.markup
         if first.drafted is not None:
+            accepted = min(first.accepted or 0, made) if reason is not None else first.accepted or 0
             more |= {"drafted": first.drafted, "accepted": accepted, "predicted": bool(first.predicted)}
         if made > 1:
             more["count"] = made

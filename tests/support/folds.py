@@ -30,7 +30,8 @@ def drafted_rows(
 ) -> list[TokenRow]:
     """Return the rows of a step with so many drafts, of which all *letters* but the last were right."""
     rows = [token_row(uid, n + at, letter) for at, letter in enumerate(letters)]
-    rows[0] = rows[0].model_copy(update={"drafted": drafted, "predicted": predicted})
+    told = {"drafted": drafted, "accepted": len(letters) - 1, "predicted": predicted}
+    rows[0] = rows[0].model_copy(update=told)
     rows[-1] = rows[-1].model_copy(update={"end": end})
     return rows
 

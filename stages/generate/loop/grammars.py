@@ -107,6 +107,14 @@ class GrammarMatcher:
     def _drafts(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
         if self._error or not self._may_draft or self._mask_s > SLOW_MASK_S or self._matcher.is_error():
             return [], False
+        self._has_drafted = True  # even a look ahead takes up states
+        try:
+            return self._drafts_that_fit(proposed, most_forced)
+        except BaseException:  # a panic in Rust is not an Exception
+            self._may_draft = False
+            return [], False
+
+    def _drafts_that_fit(self, proposed: Sequence[int], most_forced: int) -> tuple[Sequence[int], bool]:
         forced = self._matcher.compute_ff_bytes()[:FORCED_BYTES]
         text = forced.decode(errors="replace").partition("\ufffd")[0]  # a named token is no text
         drafts = self._cut(text)[:most_forced] if text else list(proposed)
@@ -114,7 +122,6 @@ class GrammarMatcher:
 
     def follow_drafts(self, drafts: Sequence[int]) -> None:
         """Compute what may come after each of *drafts*. The matcher stays where it is."""
-        self._has_drafted = True
         allowed: list[Words] = []
         num_taken, matcher = 0, self._matcher
         try:
@@ -130,7 +137,7 @@ class GrammarMatcher:
 
     def _begin_again(self, tokens: Sequence[int]) -> bool:
         """Begin anew with states of its own, and without drafts from now on if they may have used up the old ones."""
-        self._matcher, self._is_fresh = self._new(True), True
+        self._matcher, self._is_fresh = self._new(True), not self._has_drafted  # without drafts it would not begin now
         self._may_draft, self._has_drafted = self._may_draft and not self._has_drafted, False
         return self._is_computed(tokens)
 

@@ -80,9 +80,9 @@ class EngineMeter:
         figures = step.figures
         self._measures.add(GENERATION_TOKENS, amount=tokens)
         if figures.drafts:
-            uids = {row.uid for row in step.rows if isinstance(row, TokenRow)}
+            accepted = sum(row.accepted or 0 for row in step.rows if isinstance(row, TokenRow))
             self._measures.add(DRAFT_TOKENS, amount=figures.drafts)
-            self._measures.add(ACCEPTED_TOKENS, amount=tokens - len(uids))
+            self._measures.add(ACCEPTED_TOKENS, amount=accepted)
         if figures.forward_ms:
             self._measures.observe(STEP_SECONDS, figures.forward_ms / 1000)
             self._measures.observe(STEP_TOKENS, tokens + figures.prefill_tokens)

@@ -37,7 +37,7 @@ class ToldSchedule(RecordedSchedule):
         for uid, (count, are_forced, token_ids) in told.items():
             if (request := self._by_uid.get(uid)) is not None:
                 request.are_forced = are_forced
-                found[uid] = token_ids if request.is_constrained else request.drafts(count)
+                found[uid] = token_ids if request.is_constrained else request.drafts(count, at_most=None)
         return found
 
 

@@ -45,10 +45,15 @@ class Drafts:
         self._num_lost = SURE
         """Number of tokens since a source was known."""
 
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """Take in the tokens of *token_ids*, prompt and output, that are new since the last call."""
-        for token in token_ids[len(self._ids) - self._offset :]:
+    def follow(self, token_ids: Sequence[int], most: int | None = None) -> bool:
+        """Take in tokens of *token_ids*, prompt and output, that are new since the last call: the first *most* of them.
+
+        Return whether these were all.
+        """
+        first = len(self._ids) - self._offset
+        for token in token_ids[first : None if most is None else first + most]:
             self._push(token)
+        return len(self._ids) - self._offset == len(token_ids)
 
     @property
     def is_lost(self) -> bool:

@@ -22,6 +22,8 @@ MEMORY: Final = 8
 """Number of drafts that an acceptance remembers."""
 HOPE: Final = 1
 """What a low acceptance gains with a token that came without drafts, so that they are tried again some time."""
+MOST_FOLLOWED: Final = 2048
+"""Largest number of output tokens that drafts take in before a step. Of another engine's output there may be many."""
 MANY_STREAMS: Final = 8
 """With so many streams nothing is drafted: the rows of a step share what it costs, so drafts would cost more."""
 
@@ -181,14 +183,18 @@ class Request:
         """Whether its output copied something a few tokens ago."""
         return self._drafts is not None and not self._drafts.is_lost
 
-    def drafts(self, most: int) -> Sequence[int]:
-        """Return up to *most* tokens that may come next, by what came before. All its tokens are known."""
+    def drafts(self, most: int, *, at_most: int | None = MOST_FOLLOWED) -> Sequence[int]:
+        """Return up to *most* tokens that may come next, by what came before. All its tokens are known.
+
+        Return none if it has more than *at_most* tokens that were not taken in yet: they are taken in little by little.
+        """
         if most <= 0:
             self.is_predicted = False
             return ()
         if self._drafts is None:
             self._drafts = Drafts(self.token_ids[: self.prompt_length], self.prediction)
-        self._drafts.follow(self.token_ids)
+        if not self._drafts.follow(self.token_ids, at_most):
+            return ()
         proposed, self.is_predicted = self._drafts.propose(most)
         return proposed
 

@@ -25,7 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
@@ -164,7 +164,7 @@ class Schedule:
             matcher=new.matcher,
             reads_cache=new.reads_cache,
             stands_still=bool(new.output_ids),
-            prediction=new.prediction,
+            prediction=tuple(takewhile(lambda token: 0 <= token < self._limits.vocab_size, new.prediction)),
         )
         self._num_arrived += 1
         insort(self._waiting, request, key=by_order)
@@ -341,10 +341,10 @@ class Schedule:
         ends: list[tuple[int, ...]] = []
         if most == 1:
             return 1, ends
-        for request, chunks, position, _ in self._sampled:
+        for request, chunks, position, ahead in self._sampled:
             room = len(request.allocation.pages) * self._cache.page_size - request.num_computed
             most = min(most, request.limit - position, 1 + room)
-            if chunks or not request.is_simple:
+            if chunks or ahead or not request.is_simple:
                 return 1, []
             ends.append(request.ends(self._eos_ids))
         return (1, []) if self._waiting or len(ends) != len(self._running) else (most, ends)
@@ -382,6 +382,7 @@ class Schedule:
         page_size = self._cache.page_size
         self._num_landed += 1
         refused: Request | None = None
+        first = 0
         for (request, chunks, position, ahead), token in zip(self._flights[0], token_ids, strict=True):
             if ahead and (request is refused or token == NOT_A_NUMBER):
                 if request is not refused:  # another step will find that out
@@ -406,7 +407,10 @@ class Schedule:
             else:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.num_drafts and not ahead:
-                row = row.model_copy(update={"drafted": request.num_drafts, "predicted": request.is_predicted})
+                first, told = len(rows), {"drafted": request.num_drafts, "predicted": request.is_predicted}
+                row = row.model_copy(update={**told, "accepted": int(token == draft)})
+            elif draft >= 0 and token == draft:
+                rows[first] = rows[first].model_copy(update={"accepted": ahead + 1})
             if request.table in scores or request.prompt_scores:  # the last chunk may have had no token to score
                 of_it = scores[request.table].tokens[ahead:] if request.table in scores else ()
                 told = {"score": of_it[0] if of_it else None, "prompt_scores": request.prompt_scores or None}
@@ -490,8 +494,8 @@ class Schedule:
         decoding = [request for request in self._running if request.decodes]
         if len(decoding) >= MANY_STREAMS:
             return {}
-        # Each request may need a page for its next token. Drafts have only what is left.
-        pages = self._cache.num_available - len(decoding)
+        # Each request may need a page for its next token, and one that waits may need many. Drafts have what is left.
+        pages = 0 if self._waiting else self._cache.num_available - len(decoding)
         found: dict[str, Sequence[int]] = {}
         for request in decoding:
             drafts = self._drafts_for(request, len(decoding), row_cost)

@@ -24,6 +24,7 @@ from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ROUNDED, ModelSpec
 from stages.generate.sampling import sampler
+from stages.generate.schedule.request import MANY_STREAMS
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.generate.setup.config import MOST_DRAFTS, ON_CPU, ON_GPU, EngineConfig, ShareConfig, Targets
 from stages.generate.setup.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
@@ -183,8 +184,8 @@ def resolve(
             variant=kernels,
             threads=threads,
             page_size=page_size,
-            num_tokens=limits.max_prefill_length + config.max_running_requests,
-            num_rows=config.max_running_requests,
+            num_tokens=limits.max_prefill_length + config.max_running_requests + MANY_STREAMS * most_drafts,
+            num_rows=config.max_running_requests + MANY_STREAMS * most_drafts,
             max_seq_len=wanted,
         )
     local = local_layers(spec, limits, page_size) if kernels != "torch" else NO_LOCAL_LAYERS

@@ -120,6 +120,7 @@ def test_a_token_becomes_an_event_with_the_id_of_its_number() -> None:
 def test_the_tokens_of_a_step_with_drafts_are_one_event() -> None:
     fold, rows = Fold("ab"), [*drafted_rows("a", 3, "cde", 4), token_row("b", 1)]
     assert fold.unknown(completed(*rows)) == ["b"]
+    assert fold.unknown(completed(admitted("a", n=3), token_row("a", 4))) == ["a"], "it lacks a token"
     (item,) = fold.step(*rows[:3])
     assert (item.entry_id, item.n) == ("5-0", 5)
     told = {"count": 3, "tokens": tuple(map(ord, "cde")), "drafted": 4, "accepted": 2}
@@ -142,6 +143,8 @@ def test_a_stop_string_within_a_step_ends_the_request_there(end: FinishReason | 
     produced = Fold(stop=("bc",)).step(*drafted_rows("a", 1, "abcde", 4, end=end))
     assert text(produced) == "a" and [item.n for item in produced] == [3, 3]
     assert finished(produced).usage.completion_tokens == 3 and finished(produced).stop_string == "bc"
+    event = produced[0].event
+    assert isinstance(event, TokensProduced) and (event.count, event.accepted) == (3, 3), "none of what was cut off"
     assert produced[-1].tell_engine == (end is None)
 
 

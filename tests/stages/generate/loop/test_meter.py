@@ -48,7 +48,7 @@ def steps_of(scene: Scene) -> list[StepCompleted]:
 def test_drafts_are_counted_and_those_that_were_right() -> None:
     measures, schedule = Measures(), make_schedule()
     meter = EngineMeter(measures, schedule)
-    rows = [TokenRow(uid="a", n=n, token=7, drafted=4 if n == 1 else None) for n in (1, 2, 3)]
+    rows = [TokenRow(uid="a", n=1, token=7, drafted=4, accepted=2), *(TokenRow(uid="a", n=n, token=7) for n in (2, 3))]
     meter.committed(StepCompleted(rows=(*rows, TokenRow(uid="b", n=1, token=7)), figures=StepStats(drafts=4)))
     meter.committed(StepCompleted(rows=(TokenRow(uid="b", n=2, token=7),)))
     assert [count_of(measures, family) for family in (DRAFT_TOKENS, ACCEPTED_TOKENS)] == [4, 2]

@@ -125,7 +125,9 @@ def test_drafts_are_kept_while_they_are_what_is_drawn() -> None:
     assert (planned[0].num_decode_rows, planned[0].num_drafts) == (5, 4)
     assert schedule.plan(None, 0) is None, "how many tokens it will have is not known"
     told = schedule.complete([2, 3, 77, 5, 6])
-    assert [(row.n, row.token, row.drafted) for row in told] == [(3, 2, 4), (4, 3, None), (5, 77, None)]
+    assert [(row.n, row.token, row.drafted, row.accepted) for row in told] == [
+        *((3, 2, 4, 2), (4, 3, None, None), (5, 77, None, None)),
+    ]
     assert (only(schedule).token_ids[8:], only(schedule).num_computed) == ([0, 1, 2, 3, 77], 12)
     assert schedule.problems() == []
 
@@ -147,7 +149,7 @@ def test_an_end_among_drafts_is_the_end() -> None:
     for tokens in ([0], [1], [2, 3, 4, 5, 6]):
         assert schedule.plan(None, 0) is not None
         told = schedule.complete(tokens)
-    assert [(row.token, row.end) for row in told] == [(2, None), (3, "stop")]
+    assert [(row.token, row.end, row.accepted) for row in told] == [(2, None, 2), (3, "stop", None)]
     assert schedule.num_running == 0 and schedule.problems() == []
 
 
@@ -169,6 +171,43 @@ def test_pages_of_drafts_that_were_wrong_are_given_back_and_drafts_displace_nobo
     assert planned is not None and planned[1] == [], "nobody is preempted for a draft"
     told = schedule.complete([99] * num_samples(planned[0]))
     assert {row.uid for row in told} == {"a", "b"}
+
+
+def test_a_step_with_drafts_is_computed_alone_also_beside_a_prompt() -> None:
+    schedule = drafting(1)
+    schedule.add(request("a", 8))
+    for token in (0, 1):
+        assert schedule.plan(None, 0) is not None
+        schedule.complete([token])
+    schedule.add(request("b", 40, first=50))
+    planned = schedule.plan(None, 0)
+    assert planned is not None and planned[0].num_drafts == 1 and len(planned[0].rows) == 3
+    assert schedule.alike(8) == (1, []), "as many tokens are sampled as requests run"
+
+
+def test_drafts_take_no_page_while_a_request_waits() -> None:
+    schedule = drafting(8, num_pages=6, page_size=4, context=24)
+    schedule.add(request("a", 8))
+    for token in (0, 1):
+        assert schedule.plan(None, 0) is not None
+        schedule.complete([token])
+    schedule.add(request("b", 11, first=50))
+    planned = schedule.plan(None, 0)
+    assert planned is not None and planned[0].num_drafts == 2, "in the page that it has"
+    assert schedule.num_waiting == 0
+
+
+def test_a_prediction_ends_before_a_token_that_the_model_does_not_have() -> None:
+    schedule = drafting()
+    schedule.add(replace(request("a", 4), prediction=(5, 6, 1000, 7)))
+    assert schedule._waiting[0].prediction == (5, 6)
+
+
+def test_a_long_output_of_another_engine_is_taken_in_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = drafting(prefill=100)
+    schedule.add(request("a", 8, output=[50, 51, *range(8)] * 4))
+    one = schedule._waiting[0]
+    assert [len(one.drafts(4, at_most=15)) for _ in range(3)] == [0, 0, 4]
 
 
 @pytest.mark.parametrize("streams", [MANY_STREAMS - 1, MANY_STREAMS])
