@@ -407,8 +407,8 @@ class Schedule:
             else:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.num_drafts and not ahead:
-                first, told = len(rows), {"drafted": request.num_drafts, "predicted": request.is_predicted}
-                row = row.model_copy(update={**told, "accepted": int(token == draft)})
+                first, counts = len(rows), {"drafted": request.num_drafts, "accepted": int(token == draft)}
+                row = row.model_copy(update={**counts, "predicted": request.is_predicted})
             elif draft >= 0 and token == draft:
                 rows[first] = rows[first].model_copy(update={"accepted": ahead + 1})
             if request.table in scores or request.prompt_scores:  # the last chunk may have had no token to score
