@@ -197,7 +197,7 @@ def test_fewer_running_requests_and_fewer_pages_are_estimated(tool: Tool, life: 
 
     five, one = estimated("--max-running-requests", "5"), estimated("--max-running-requests", "1")
     assert one["steps"] > 1.2 * five["steps"]
-    longest = max(len(life.came[uid].prompt_ids) + len(made) for uid, made in life.made.items())
+    longest = max(len(life.came[uid].prompt_ids) + len(made) for uid, made in life.made.items() if made)
     least = str(-(-longest // 4))
     few, as_it_was, many = (estimated("--num-pages", number) for number in (least, "30", "90"))
     assert few["preemptions"] > many["preemptions"] == 0
@@ -225,7 +225,7 @@ def test_an_unreliable_estimate_is_named_in_its_last_line(tool: Tool, log: Memor
         stream.entries[epoch, number] = {**fields, "ms": str(number * 10 + number // 100 * 1000)}
     _, out, _ = tool(ENGINE, "--max-prefill-length", "4")
     assert out.splitlines()[-1].startswith("The estimate of pauses is unreliable: with the engine's own limits, ")
-    assert "longest pause ms 1,0" in out.splitlines()[-1], "a second, and the steps around it"
+    assert "longest pause ms 1," in out.splitlines()[-1], "a second, and the steps around it"
     told = orjson.loads(tool(ENGINE, "--max-prefill-length", "4", "--json")[1])
     assert "longest_pause_ms" in told["unreliable"]
 

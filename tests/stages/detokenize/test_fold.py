@@ -123,7 +123,7 @@ def test_the_tokens_of_a_step_with_drafts_are_one_event() -> None:
     assert fold.unknown(completed(admitted("a", n=3), token_row("a", 4))) == ["a"], "it lacks a token"
     (item,) = fold.step(*rows[:3])
     assert (item.entry_id, item.n) == ("5-0", 5)
-    told = {"count": 3, "tokens": tuple(map(ord, "cde")), "drafted": 4, "accepted": 2}
+    told: dict[str, Any] = {"count": 3, "tokens": tuple(map(ord, "cde")), "drafted": 4, "accepted": 2}
     assert item.event == TokensProduced(text="cde", step="1-1", **told)
     assert fold.step(*rows[:3]) == [], "a step that comes again is folded already"
     (item,) = fold.step(*drafted_rows("a", 6, "f", 3))
