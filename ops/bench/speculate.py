@@ -29,7 +29,7 @@ Starts two servers, one that drafts tokens and one that does not, and sends both
 many times faster the first one is, and how many times fewer steps it makes.
 """
 RENAMED_EVERY: Final = 25
-"""Words of the copied text, of which one is renamed."""
+"""One of so many words of the copied text has another name."""
 KEYS: Final = 10
 CASES: Final = ("copied", "schema", "prose", "streams")
 STREAMS: Final = 32

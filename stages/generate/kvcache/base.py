@@ -97,11 +97,11 @@ class Allocation:
     """The local parts of the pages from `first_local` on."""
     first_local: int = 0
     num_told: int = 0
-    """Number of first pages whose local parts the caller of `cover` knows, or does not need any more."""
+    """The caller of `cover` knows the local parts of so many first pages, or no longer needs them."""
     num_covered: int = 0
     """Number of tokens that the last plan, or the cache, has computed."""
     num_reserved: int = 0
-    """Number of pages whose local parts are reserved for it: it never has those of more."""
+    """Local parts of so many pages are reserved for it. It never has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Held:
     first_local: int = 0
     """See `Allocation`."""
     local: str = ""
-    """One letter for each page whose local parts it has: s if they are shared, p if they are its own."""
+    """A letter for each page of which it has local parts: s if the cache shares them, p if not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from stages.generate.schedule.request import NewRequest
 from stages.generate.setup.config import MOST_DRAFTS
 
 MOST_AT_ONCE = max(MOST_STEPS, 1 + MOST_DRAFTS)
-"""Largest number of tokens of a request that one call of the engine makes."""
+"""Most tokens that one call of the engine makes for a request."""
 TOKENS_IN_DOUBT = max(MOST_HANDED_OVER, FEWEST_HANDED_OVER * (1 + MOST_DRAFTS)) + MOST_AT_ONCE
 """Number of tokens after which a successor has certainly come further than the engine that died. That engine may have
 computed steps that are not in the log: the queued ones, and those of one call before the one in which it died. With

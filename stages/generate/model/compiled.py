@@ -201,7 +201,7 @@ class KernelDecoder:
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
+        Each matrix is freed as soon as it is packed. With several ranks, *weights* are the part of this rank.
 
         *parts*: the layers of each part of a page (`ModelSpec.page_parts`); empty: one part has all layers.
         """

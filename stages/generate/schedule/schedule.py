@@ -382,7 +382,8 @@ class Schedule:
         page_size = self._cache.page_size
         self._num_landed += 1
         refused: Request | None = None
-        first = 0
+        of_drafts: dict[int, dict[str, int]] = {}
+        """Index of a request's first row -> what is told of its drafts."""
         for (request, chunks, position, ahead), token in zip(self._flights[0], token_ids, strict=True):
             if ahead and (request is refused or token == NOT_A_NUMBER):
                 if request is not refused:  # another step will find that out
@@ -407,19 +408,21 @@ class Schedule:
             else:
                 row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.num_drafts and not ahead:
-                first, counts = len(rows), {"drafted": request.num_drafts, "accepted": int(token == draft)}
-                row = row.model_copy(update={**counts, "predicted": request.is_predicted})
-            elif draft >= 0 and token == draft:
-                rows[first] = rows[first].model_copy(update={"accepted": ahead + 1})
+                told = {"drafted": request.num_drafts, "accepted": 0, "predicted": request.is_predicted}
+                of_drafts[len(rows)] = told
+            if draft >= 0 and token == draft:
+                of_drafts[len(rows) - ahead]["accepted"] += 1
             if request.table in scores or request.prompt_scores:  # the last chunk may have had no token to score
                 of_it = scores[request.table].tokens[ahead:] if request.table in scores else ()
-                told = {"score": of_it[0] if of_it else None, "prompt_scores": request.prompt_scores or None}
+                scored = {"score": of_it[0] if of_it else None, "prompt_scores": request.prompt_scores or None}
                 request.prompt_scores = Scores()
-                row = row.model_copy(update=told)
+                row = row.model_copy(update=scored)
             rows.append(row)
             if end is not None:
                 del self._by_uid[request.uid]
                 self._leave(request)
+        for index, told in of_drafts.items():
+            rows[index] = rows[index].model_copy(update=told)
         for request, *_, ahead in self._flights.popleft():
             if ahead == request.num_drafts > 0:
                 self._settle_drafts(request)

@@ -105,6 +105,13 @@ def drafting(most: int = 4, **more: Any) -> Schedule:
     return schedule
 
 
+def begin_to_copy(schedule: Schedule) -> None:
+    """Let the only request, whose prompt counts up from 0, draw 0 and 1."""
+    for token in (0, 1):
+        assert schedule.plan(None, 0) is not None
+        schedule.complete([token])
+
+
 def only(schedule: Schedule) -> Request:
     (found,) = schedule._running
     return found
@@ -113,9 +120,7 @@ def only(schedule: Schedule) -> Request:
 def test_drafts_are_kept_while_they_are_what_is_drawn() -> None:
     schedule = drafting()
     schedule.add(request("a", 8))  # the tokens 0 to 7
-    for token in (0, 1):
-        assert schedule.plan(None, 0) is not None
-        schedule.complete([token])
+    begin_to_copy(schedule)
     planned = schedule.plan(None, 0)
     assert planned is not None
     rows = planned[0].rows
@@ -156,9 +161,7 @@ def test_an_end_among_drafts_is_the_end() -> None:
 def test_pages_of_drafts_that_were_wrong_are_given_back_and_drafts_displace_nobody() -> None:
     schedule = drafting(8, num_pages=5, page_size=4, context=20)
     schedule.add(request("a", 8))
-    for token in (0, 1):
-        assert schedule.plan(None, 0) is not None
-        schedule.complete([token])
+    begin_to_copy(schedule)
     assert schedule.free_pages == 2
     planned = schedule.plan(None, 0)
     assert planned is not None and planned[0].num_drafts == 6 and schedule.free_pages == 1, "one may be needed"
@@ -176,9 +179,7 @@ def test_pages_of_drafts_that_were_wrong_are_given_back_and_drafts_displace_nobo
 def test_a_step_with_drafts_is_computed_alone_also_beside_a_prompt() -> None:
     schedule = drafting(1)
     schedule.add(request("a", 8))
-    for token in (0, 1):
-        assert schedule.plan(None, 0) is not None
-        schedule.complete([token])
+    begin_to_copy(schedule)
     schedule.add(request("b", 40, first=50))
     planned = schedule.plan(None, 0)
     assert planned is not None and planned[0].num_drafts == 1 and len(planned[0].rows) == 3
@@ -188,9 +189,7 @@ def test_a_step_with_drafts_is_computed_alone_also_beside_a_prompt() -> None:
 def test_drafts_take_no_page_while_a_request_waits() -> None:
     schedule = drafting(8, num_pages=6, page_size=4, context=24)
     schedule.add(request("a", 8))
-    for token in (0, 1):
-        assert schedule.plan(None, 0) is not None
-        schedule.complete([token])
+    begin_to_copy(schedule)
     schedule.add(request("b", 11, first=50))
     planned = schedule.plan(None, 0)
     assert planned is not None and planned[0].num_drafts == 2, "in the page that it has"
