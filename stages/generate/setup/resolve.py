@@ -172,9 +172,8 @@ def resolve(
     shape = attention_shape(spec, page_size, dtype, device, spec.kinds[0].window)
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
     wanted = config.max_seq_len or spec.max_positions
-    limits = limits_of(config, spec, wanted, cuda=cuda)
-    most_drafts = min(resolve_drafts(config, kernels), limits.largest_chunk - 1)
-    limits = replace(limits, most_drafts=most_drafts)
+    limits = limits_of(config, spec, wanted, kernels, cuda=cuda)
+    num_drafts = MANY_STREAMS * limits.most_drafts
     largest_step_bytes = 0
     if kernels != "torch":
         largest_step_bytes = step_bytes(
@@ -184,8 +183,8 @@ def resolve(
             variant=kernels,
             threads=threads,
             page_size=page_size,
-            num_tokens=limits.max_prefill_length + config.max_running_requests + MANY_STREAMS * most_drafts,
-            num_rows=config.max_running_requests + MANY_STREAMS * most_drafts,
+            num_tokens=limits.max_prefill_length + config.max_running_requests + num_drafts,
+            num_rows=config.max_running_requests + num_drafts,
             max_seq_len=wanted,
         )
     local = local_layers(spec, limits, page_size) if kernels != "torch" else NO_LOCAL_LAYERS
@@ -220,7 +219,7 @@ def resolve(
         why_torch=why_torch,
         context_flag="--num-pages" if limits.context < wanted else "--max-seq-len",
         targets=resolve_targets(config, kernels, device),
-        drafts=("paying" if config.speculate == "auto" else "all") if most_drafts else "",
+        drafts=("paying" if config.speculate == "auto" else "all") if limits.most_drafts else "",
         overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
         num_ranks=config.tp,
         cpus=frozenset() if cuda else _cpus(share),
@@ -234,10 +233,14 @@ def resolve(
     )
 
 
-def limits_of(config: EngineConfig, spec: ModelSpec, context: int, *, cuda: bool) -> ScheduleLimits:
-    """Return the bounds of plans that serve *context* tokens."""
+def limits_of(config: EngineConfig, spec: ModelSpec, context: int, kernels: str, *, cuda: bool) -> ScheduleLimits:
+    """Return the bounds of plans that serve *context* tokens. *kernels*: see `Settings`.
+
+    Raises:
+        ConfigError: Drafts would change tokens.
+    """
     max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
-    return ScheduleLimits(
+    limits = ScheduleLimits(
         context=context,
         max_prefill_length=max_prefill_length,
         mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
@@ -245,6 +248,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec, context: int, *, cuda: bool
         max_running_requests=config.max_running_requests,
         vocab_size=spec.vocab_size,
     )
+    return replace(limits, most_drafts=min(resolve_drafts(config, kernels), limits.largest_chunk - 1))
 
 
 def resolve_drafts(config: EngineConfig, kernels: str) -> int:
