@@ -32,6 +32,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl trace UID [flags]            what happened to a request
        minisgl top [flags]                  a running server, live in the terminal
        minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
+       minisgl keys ACTION [flags]          API keys in the file of --limits: add, ls, revoke or rotate
        minisgl replay ACTION [flags]        recorded requests: show, run, diff, drive, schedule, dump, import, forget
        minisgl bench KIND [flags]           measure: offline, serve, compare, speculate ..
        minisgl --version
@@ -46,6 +47,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "replay": "ops.replay",
     "top": "ops.top.command",
     "dead": "ops.dead",
+    "keys": "ops.keys",
     "bench": "ops.bench",
 }
 """Each module has `main(arguments, environment)`, which returns the exit code."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import orjson
@@ -138,10 +139,13 @@ class Replay(Value):
     """Whether it may read pages of the prefix cache. If not, its whole prompt is computed."""
 
 
+LONGEST_USER: Final = 64
+"""Most characters of a `user` that `Submitted.turn` has; of a longer one it has the hash."""
 INFORMATIVE: Final = frozenset(
     {
         *("Presentation.omits_thoughts", "Presentation.echoes", "StepStats.target_ms"),
         *("Submitted.background", "Submitted.stored", "Submitted.prediction", "Tokenized.prediction"),
+        *("Submitted.weight", "Submitted.overtakes", "Admitted.prompt_tokens"),
         *("TokenRow.drafted", "TokenRow.accepted", "TokenRow.predicted", "StepStats.drafts"),
         *("TokensProduced.drafted", "TokensProduced.accepted", "TokensProduced.predicted"),
         *("Usage.accepted_prediction_tokens", "Usage.rejected_prediction_tokens"),
@@ -203,7 +207,11 @@ class Submitted(Event):
     """The client's field for `max_tokens`, if it set one. Then the request fails unless the prompt and that many tokens
     fit into the context. Otherwise the answer ends where the context does."""
     priority: int = 0
-    """Among the requests in an engine, a lower one runs first."""
+    """Among the requests of its owner, a lower one runs first .."""
+    overtakes: bool = False
+    """.. and with this, among those of all owners."""
+    weight: Annotated[int, Field(ge=1, le=MOST_COUNT)] = 1
+    """Share of its owner where requests wait, against the weights of others."""
     siblings: int = 1
     """Number of requests that were submitted together, including this one; set by the commit."""
     presentation: Presentation = Presentation()
@@ -217,6 +225,14 @@ class Submitted(Event):
     """Fields of the request that have no effect but are kept: user, metadata .."""
     replay: Replay | None = None
     """Set if it computes a recorded request again."""
+
+    @property
+    def turn(self) -> str:
+        """Whose turn it is when it runs: its owner, or the `user` that a client without a key names."""
+        user = self.labels.get("user")
+        if self.owner or not user or not isinstance(user, str):
+            return self.owner
+        return f"~{user}" if len(user) <= LONGEST_USER else f"~{sha256(user.encode()).hexdigest()}"
 
 
 class Tokenized(Event):
@@ -255,6 +271,8 @@ class Admitted(Event):
     version: str = ""
     """Version of MiniSGL. Older histories lack it."""
     cached_tokens: Count = 0
+    prompt_tokens: Count = 0
+    """Length of the prompt. Older histories lack it."""
 
 
 class Preempted(Event):

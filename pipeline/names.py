@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from pipeline.errors import NewerVersion, UndecodableEvent
 
@@ -14,6 +14,9 @@ TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
 WEB: Final = "web"
+WAITING: Final = "waiting"
+"""Not a slot. The consumer of `tokenized` for requests that wait in the queues of their owners; commits/lib.lua has it,
+too."""
 JANITOR: Final = "janitor"
 """Not a stage. A frontend that holds this slot ends the requests that no other process ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
@@ -123,6 +126,20 @@ class Names:
         return self._key("tokenized")
 
     @property
+    def waiting(self) -> str:
+        """Hash, while requests wait for an engine: how many of each owner, how much it was given, its weight."""
+        return self._key("waiting")
+
+    def queue(self, owner: str) -> str:
+        """Sorted set, while requests of the owner wait: their entries of `tokenized`, by priority and arrival."""
+        return self._key(f"queue:{owner}")
+
+    @property
+    def accounts(self) -> str:
+        """Hash uid -> owner and model of each request in `live` whose usage is counted when it ends."""
+        return self._key("accounts")
+
+    @property
     def control(self) -> str:
         """Stream: uids that ended without their engine, and flushes. It may lose entries; `live` is the truth."""
         return self._key("control")
@@ -202,13 +219,24 @@ class Names:
         uid of siblings). It ends in `:left` once their sender has left while other clients read one of them."""
         return self._key(f"idempotency:{key}")
 
-    def limit(self, key: str, minute: int | Literal["bytes"]) -> str:
-        """String with a time to live: number of submits of an API key that were accepted in one minute of Redis' clock.
+    def limit(self, owner: str) -> str:
+        """String with a time to live: size of an owner's submits within the retention, as `<begin_ms>:<bytes>` for each
+        sixteenth of it."""
+        return self._key(f"limit:{owner}:bytes")
 
-        `bytes` instead of a minute: size of the key's submits within the retention, as `<begin_ms>:<bytes>` for each
-        sixteenth of it.
-        """
-        return self._key(f"limit:{key}:{minute}")
+    def balance(self, owner: str) -> str:
+        """Hash, until they are full: an owner's token buckets at `ms`, by limit: `<how much fits in> <how much is>`."""
+        return self._key(f"balance:{owner}")
+
+    @property
+    def users(self) -> str:
+        """Sorted set owner -> last day, for 40 days: who has usage."""
+        return self._key("users")
+
+    def usage(self, owner: str, day: int) -> str:
+        """Hash model -> `<requests> <failed> <prompt tokens> <cached ones> <output tokens>` of an owner's requests that
+        ended on one day (UTC, counted from 1970), for 40 days."""
+        return self._key(f"usage:{owner}:{day}")
 
     def running(self, key: str) -> str:
         """Set with a time to live: uids of an API key with a limit on concurrent requests. Uids that are not in `live`
@@ -238,9 +266,10 @@ class Names:
 
 LASTING: Final = (
     *("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive"),
-    *("stored", "stored_bytes"),
+    *("stored", "stored_bytes", "waiting", "queue:*", "accounts"),
 )
-"""The keys without a time to live; every other key has one."""
+"""The keys without a time to live; every other key has one. `waiting` and `queue:*` are there while requests wait,
+`accounts` while they live."""
 
 
 UNREADABLE: Final = "unreadable"

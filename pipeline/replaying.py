@@ -80,6 +80,7 @@ def _request(
         templating=Templating(tools=submitted.templating.tools),
         presentation=Presentation(reasoning=submitted.presentation.reasoning),
         priority=LOWEST,
+        overtakes=True,
         labels=submitted.labels,
         replay=Replay(
             of=history.uid, bad_words=tokenized.bad_words, grammar=grammar, markup=tokenized.markup, cached=cached

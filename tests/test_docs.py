@@ -15,7 +15,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PATH = re.compile(r"`((?:minisgl\.py|(?:pipeline|stages|web|ops|docker|tests|docs)/)[^`\s]*)`")
 COMMAND = re.compile(
-    r"(?:\bminisgl|make (?=serve)) ?(serve|stage \w+|trace|top|dead \w+|replay \w+|shell|bench \w+)\b([^#|`\n]*)",
+    r"(?:\bminisgl|make (?=serve)) ?(serve|(?:stage|dead|keys|replay|bench) \w+|trace|top|shell)\b([^#|`\n]*)",
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 from quart import Quart, Request, Response, g, request
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout, Unauthorized
 
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
@@ -46,7 +46,9 @@ METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _NO_KEY: Final = "This server needs an API key: send `Authorization: Bearer KEY`."
 _WRONG_KEY: Final = "The API key is not one of this server; ask whoever runs it for a valid one."
+_EXPIRED_KEY: Final = "The API key has expired; ask whoever runs this server for a new one."
 _MESSAGES: Final = {
+    401: "The API key was revoked, or has expired, before the body of the request arrived.",
     404: "There is nothing at this path; see /v1/models and /v1/chat/completions.",
     405: "This path does not take this method; see the Allow header.",
     408: f"The body did not arrive within {BODY_TIMEOUT_S} s.",
@@ -90,7 +92,7 @@ def create_app(
         docs_page_routes(),
         *([page_routes(pages)] if pages is not None else []),
         tokenizer_routes(frontend),
-        pipeline_routes(frontend, has_keys=keys.exist),
+        pipeline_routes(frontend, keys),
         listing_routes(frontend),
         stored_routes(frontend),
         stored_chat_routes(frontend),
@@ -167,10 +169,10 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
         """Set `g.caller` by the key of the request. Raises RequestError if a key is needed and missing."""
         given = keys_in(request.scope["headers"])
         found = keys.find(given)
-        g.caller = found or Caller()
+        g.caller, g.keys = found or Caller(), keys
         if found is None and not _is_open():
-            _log_line(401)
-            raise RequestError(_WRONG_KEY if any(given) else _NO_KEY, status=401)
+            unknown = _EXPIRED_KEY if keys.had(given) else _WRONG_KEY
+            _refuse(RequestError(unknown if any(given) else _NO_KEY, status=401))
 
     @app.before_request
     async def check_page() -> None:
@@ -215,7 +217,10 @@ class _Request(Request):
         assert not cache, "the body is given once: pass cache=False"
         try:
             async with asyncio.timeout(spread_s(BODY_TIMEOUT_S)):
-                return await super().get_data(cache, as_text, parse_form_data)
+                body = await super().get_data(cache, as_text, parse_form_data)
+            if not g.keys.has(g.caller):  # the body may have taken long
+                raise Unauthorized
+            return body
         except TimeoutError:
             raise RequestTimeout from None
         except RequestEntityTooLarge as error:  # the body refers to it, so its traceback would keep the body alive

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -35,6 +36,7 @@ from web.http.asgi import HttpConfig
 from web.http.connection_limit import Proxies, read_proxies
 from web.http.connections import serve
 from web.http.files import most_ahead, most_connections, raise_file_limit
+from web.http.key_watch import KeyWatch
 from web.http.keys import Keys, read_keys
 from web.http.listener import open_listener, url_to
 from web.http.log_limiter import LogLimiter
@@ -42,6 +44,7 @@ from web.http.origins import Origins, read_origins
 from web.http.page_files import PAGES
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
+from web.live.revoked import end_revoked
 
 logger = structlog.get_logger()
 
@@ -68,7 +71,8 @@ def run(config: WebStageConfig) -> int:
         ConfigError: The address is not available, or the API keys or the allowed names and pages are wrong.
     """
     of_keys, max_log_bytes = config.keys, config.clients.max_log_bytes or 0
-    keys = read_keys(of_keys.api_key, of_keys.limits, of_keys.admin_key, max_log_bytes=max_log_bytes)
+    read = functools.partial(read_keys, of_keys.api_key, of_keys.limits, of_keys.admin_key)
+    watch = KeyWatch(of_keys.limits, functools.partial(read, max_log_bytes=max_log_bytes, may_lack_keys=True))
     origins = read_origins(config.origins, config.web.host)
     proxies = read_proxies(config.clients.trusted_proxies)
     if config.listen.listen_fd is None:
@@ -93,7 +97,7 @@ def run(config: WebStageConfig) -> int:
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
-            return asyncio.run(_serve(config, keys, origins, proxies, listener, seat, hard_exit))
+            return asyncio.run(_serve(config, watch, origins, proxies, listener, seat, hard_exit))
         finally:
             stop.set()
             sweeping.join(JANITOR_PATIENCE_S)
@@ -160,7 +164,7 @@ def _address(listener: socket.socket) -> str:
 
 async def _serve(
     config: WebStageConfig,
-    keys: Keys,
+    watch: KeyWatch,
     origins: Origins,
     proxies: Proxies,
     listener: socket.socket,
@@ -189,7 +193,7 @@ async def _serve(
     server = asyncio.create_task(
         _listen(
             frontend,
-            keys,
+            watch.keys,
             origins,
             proxies,
             listener,
@@ -203,8 +207,11 @@ async def _serve(
     tail = asyncio.create_task(frontend.run(), name="frontend")
     collector = asyncio.create_task(_collect(), name="collector")
     signalled = asyncio.create_task(_first_signal(), name="signal")
-    tasks = {server, beat, tail, collector, signalled}
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    others = {beat, tail, collector, signalled}
+    if config.keys.limits:
+        watching = watch.run(lambda owners: frontend.ask(end_revoked(frontend, owners)))
+        others.add(asyncio.create_task(watching, name="limits"))
+    done, _ = await asyncio.wait({server, *others}, return_when=asyncio.FIRST_COMPLETED)
     broken = {task for task in done if task is not signalled or task.exception() is not None}
     for task in broken:
         logger.error("task_ended", task=task.get_name(), exc_info=task.exception())
@@ -212,9 +219,9 @@ async def _serve(
     hard_exit.start()
     stop.set()
     await asyncio.wait({server})
-    for task in (beat, tail, collector, signalled):
+    for task in others:
         task.cancel()
-    await asyncio.wait({beat, tail, collector, signalled})
+    await asyncio.wait(others)
     await log.close()
     return 1 if broken else 0
 

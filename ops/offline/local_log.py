@@ -19,6 +19,7 @@ from typing import Final
 
 from pipeline.events import End, Failed, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log.protocol import (
+    NO_TURN,
     DeadLetter,
     Entry,
     Inbox,
@@ -28,6 +29,7 @@ from pipeline.log.protocol import (
     RequestLimits,
     Submission,
     SubmitResult,
+    Turn,
     is_between,
 )
 from pipeline.log.shared import submitted_fields
@@ -46,7 +48,7 @@ from pipeline.stage.worker import Stop
 from pipeline.walk import walk
 from stages.detokenize.fold import DetokenizeFold
 from stages.generate.loop.past import past_of
-from stages.generate.loop.updates import Arrived, Ended, Flush, Update
+from stages.generate.loop.updates import Arrived, Ended, Flush, Room, Update
 
 LOOK_S: Final = 0.2
 """How long a thread waits for something before it looks whether it should stop."""
@@ -107,7 +109,7 @@ class LocalLog:
             self._changed.notify_all()
         return SubmitResult(Submission.ACCEPTED, uid)
 
-    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False, turn: Turn = NO_TURN) -> bool:
         with self._changed:
             uid = entry.fields["uid"]
             is_new = self._append(uid, TOKENIZED_ID, encode(event))
@@ -235,7 +237,7 @@ class LocalLog:
             return Owner(self.status.slot, self._epoch, "local")
 
     def commit(
-        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, *, settled: bool = False
     ) -> None:
         """As EngineLink. What is committed outlives the engine in any case, so *settled* changes nothing."""
         while not self._stop:
@@ -247,9 +249,9 @@ class LocalLog:
     def close(self) -> None:
         """As EngineLink: nothing waits here."""
 
-    def idle(self, room: int) -> None:
+    def idle(self, room: Room) -> None:
         with self._changed:
-            self._room = room - self._updates.qsize()
+            self._room = room.count - self._updates.qsize()
             self._deliver()
 
     look = idle

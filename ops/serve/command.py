@@ -63,11 +63,12 @@ def serve(config: ServerConfig) -> int:
 
     configure_logging()
     began_s = time.monotonic()
+    _check_keys(config.keys)
     if config.serve.shell:
-        from ops.serve.with_shell import check_terminal
+        from ops.serve.with_shell import check_terminal, with_shell_key
 
         check_terminal()
-    _check_keys(config.keys)
+        config = with_shell_key(config)
     _check_origins(config)
     check_flags(config.engine)
     config = with_nodes(config)

@@ -5,7 +5,9 @@ The chat owns the terminal and the signals, and the server's output goes to a fi
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -112,6 +114,15 @@ def _end(shell: subprocess.Popen[bytes]) -> int:
     return 0
 
 
+def with_shell_key(config: ServerConfig) -> ServerConfig:
+    """Return *config* with an API key for the shell, the first one, if the keys are in the file of limits, which may
+    have hashes alone. It is in the memory of this process and in the environment of those that need it."""
+    if not config.keys.limits or config.keys.api_key:
+        return config
+    keys = dataclasses.replace(config.keys, api_key=(f"sk-{secrets.token_urlsafe(32)}",))
+    return dataclasses.replace(config, keys=keys)
+
+
 def run_with_shell(processes: Processes, config: ServerConfig, greeting: str, ready_timeout_s: float) -> int:
     """Run *processes* until the shell before them ends, or a SIGTERM comes; return the exit code."""
     front = Foreground(config.data_dir)
@@ -123,10 +134,8 @@ def run_with_shell(processes: Processes, config: ServerConfig, greeting: str, re
         print(f"The server's log is {front.log_path}; Ctrl-D ends chat and server.", flush=True)
 
     def stay(supervisor: Supervisor) -> None:
-        from web.http.keys import first_key
-
         where = url_here(config.web.host, config.web.port)
-        key = first_key(config.keys.api_key, config.keys.limits, config.keys.admin_key)
+        key = next(iter(config.keys.api_key), config.keys.admin_key or "")
         front.run(supervisor, (*PROGRAM, "shell", "--url", where), key)
 
     try:

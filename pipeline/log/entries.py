@@ -31,7 +31,6 @@ REPLY_CAP: Final = 200
 REPLIES_TTL_MS: Final = 60_000
 READER_TTL_MS: Final = 60_000
 STATUS_TTL_MS: Final = 10_000
-MINUTE_MS: Final = 60_000
 CONTROL_CAP: Final = 1000
 """MAXLEN ~ of `control`, and how many of its entries one commit reads; commits/*.lua have the same number."""
 BRIEF_MS: Final = 60_000

@@ -30,7 +30,9 @@ class Submission(Enum):
     GONE = "GONE"
     """The dead letter to send again does not exist: another client has sent it again, or dropped it."""
     TOO_FAST = "TOO_FAST"
-    """The API key has used up its requests of this minute."""
+    """A token bucket of the API key's owner is empty."""
+    TOO_MANY_WAIT = "TOO_MANY_WAIT"
+    """The owner has as many requests waiting for an engine as it may."""
     TOO_MANY = "TOO_MANY"
     """The API key has as many running requests as it may."""
     TOO_MANY_IN_BACKGROUND = "TOO_MANY_IN_BACKGROUND"
@@ -53,18 +55,28 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of what an API key may submit; 0: no limit."""
+    """Limits of what an owner, the holder of one or several API keys, may submit; 0: no limit.
+
+    Rates are token buckets by the log's clock: each is full at first and is filled again within its minute or day.
+    """
 
     key: str
-    """Hash of an API key."""
+    """The owner: name or hash of its API key."""
     requests_per_minute: int = 0
-    """Largest number of accepted submits in each minute of the log's clock; siblings count as one."""
+    """Number of accepted submits; siblings count as one."""
     concurrent_requests: int = 0
     """Largest number of accepted requests that have not ended; siblings count each. Siblings are accepted where one
     request would be, because more than may run at once could never be accepted otherwise."""
     log_bytes: int = 0
     """Largest size of accepted requests within the retention, as `shared.submitted_bytes` counts it. The submit that
     reaches the limit is still accepted, because one above it could never be accepted otherwise."""
+    requests_per_day: int = 0
+    tokens_per_minute: int = 0
+    """Tokens of prompts and answers, charged when a request ends. A submit is refused while more are charged than the
+    bucket held."""
+    tokens_per_day: int = 0
+    queued_requests: int = 0
+    """Largest number of accepted requests that no engine has taken; siblings as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +87,54 @@ class SubmitResult:
     uid: str
     """Request that has the idempotency key, else the submitted one; the base uid of siblings."""
     again_ms: int = 0
-    """With TOO_FAST: time left of the minute. With TOO_MUCH: time until the key is below its share."""
+    """With TOO_FAST: time until the token bucket lets it through. With TOO_MUCH: time until the key is below its
+    share."""
     used_bytes: int = 0
     """With TOO_MUCH: size of the key's part of the log."""
+    limit: str = ""
+    """With TOO_FAST: name of the limit, a field of Quota."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a request waits for an engine."""
+
+    owner: str = ""
+    """Whose turn it is when the request is taken."""
+    weight: int = 1
+    """The owner's share, against the weights of the others."""
+    tokens: int = 1
+    """Size of the request: its prompt and the longest answer."""
+    priority: int = 0
+    """Among the requests of its owner, a lower one comes first .."""
+    overtakes: bool = False
+    """.. and with this, among those of all owners."""
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of its entry in `tokenized`: those that are not the defaults."""
+        said = {"owner": self.owner, "weight": self.weight, "tokens": self.tokens, "priority": self.priority}
+        said["overtakes"] = int(self.overtakes)
+        return {name: str(value) for name, value in said.items() if value != getattr(NO_TURN, name)}
+
+
+NO_TURN: Final = Turn()
+
+
+class Used(NamedTuple):
+    """What the requests of an owner have used that have ended. The order is that of the log."""
+
+    requests: int = 0
+    """Siblings count each."""
+    failed: int = 0
+    prompt_tokens: int = 0
+    """Of prompts that an engine began to compute. The choices of one prompt count it once."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    output_tokens: int = 0
+
+    def words(self) -> str:
+        """Return it as the log has it."""
+        return " ".join(map(str, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +240,7 @@ class Taken:
 
     entries: tuple[Entry, ...]
     cursor: str
-    """Last id of `tokenized` that was delivered to any engine; `wait` waits for what comes after it."""
+    """Last id of `tokenized` that was delivered, or 0-0 if requests wait; `wait` waits for what comes after it."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
@@ -355,10 +412,10 @@ class RequestLog(HistoryLog, Protocol):
         *letter*, which must exist. Raise LogFull when Redis is at its maxmemory.
         """
 
-    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False, turn: Turn = NO_TURN) -> bool:
         """Consume *entry* of `submitted`, write the prompt's tokens to its history, and append it to `tokenized`.
 
-        *stored*: it is a stored response, which shares its texts with others.
+        *stored*: it is a stored response, which shares its texts with others. *turn*: how it waits for an engine.
         """
 
     def end(

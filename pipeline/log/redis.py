@@ -24,6 +24,7 @@ from pipeline.log.operations import (
     ranks,
     requests,
     slots,
+    usage,
 )
 from pipeline.log.protocol import DEFAULT_LIMITS, Reply, RequestLimits
 from pipeline.names import Names
@@ -89,6 +90,12 @@ class RedisLog:
     stop_reading = _sent(requests.stop_reading)
     histories = _sent(requests.histories)
     alive = _sent(requests.alive)
+
+    # usage
+
+    users = _sent(usage.users)
+    recount = _sent(usage.recount)
+    usage = _sent(usage.usage)  # the last one, because it hides the module
 
     # the janitor, dead letters, and whether it is another server
 
@@ -239,4 +246,7 @@ class AsyncRedisLog:
     drop_dead = _awaited(requests.drop_dead)
     open_replies = _awaited(frontends.open_replies)
     read_replies = _awaited(frontends.read_replies)
-    requests = _awaited(frontends.requests)  # the last one, because it hides the module
+    users = _awaited(usage.users)
+    living_of = _awaited(usage.living_of)
+    usage = _awaited(usage.usage)  # the last ones, because they hide modules
+    requests = _awaited(frontends.requests)

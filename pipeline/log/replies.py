@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pipeline.errors import Fenced
 from pipeline.log.protocol import Depth, Entry, Lease, Owner
-from pipeline.names import UNREADABLE
+from pipeline.names import UNREADABLE, WAITING
 
 
 def as_text(value: bytes | str) -> str:
@@ -104,12 +104,14 @@ def lease_of(holder: bytes | None, ttl_ms: int) -> Lease:
 def depths_of(replies: Sequence[Any]) -> list[Depth | None]:
     """Return the depth of each stream from the replies to its XLEN and XPENDING; None if it has no such group."""
     pairs = zip(replies[::2], replies[1::2], strict=True)
-    return [None if pending is None else Depth(length, pending[0]) for length, pending in pairs]
+    return [None if held is None else Depth(length, sum(pending_of(held).values())) for length, held in pairs]
 
 
 def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
-    """Return consumer -> entries it has pending, from the reply to XPENDING of a group."""
-    return {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
+    """Return consumer -> entries it has pending, from the reply to XPENDING of a group. What waits, no worker has."""
+    found = {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
+    found.pop(WAITING, None)
+    return found
 
 
 def clock_ms(reply: Sequence[Any]) -> int:

@@ -302,7 +302,8 @@ REJECTIONS: Final = Family(
     ("reason",),
     known=(
         *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
-        *("requests_per_minute", "concurrent_requests", "max_background", "log_share", "shutting_down"),
+        *("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "queued_requests"),
+        *("concurrent_requests", "max_background", "log_share", "shutting_down"),
     ),
 )
 EXPIRED_EARLY: Final = Family(

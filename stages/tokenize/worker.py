@@ -19,7 +19,7 @@ import structlog
 from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Failed, Submitted, Tokenized
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog, Turn
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
@@ -350,7 +350,11 @@ class TokenizeWorker:
 
     def _commit(self, work: _Work, event: Tokenized) -> None:
         began_s = time.perf_counter()
-        done = self._log.tokenized(work.entry, event, stored=work.submitted.stored)
+        submitted, prompt = work.submitted, len(event.token_ids)
+        most, room = submitted.sampling.max_tokens, max(self.context - prompt, 0)
+        answer = room if most is None else min(most, room or most)
+        turn = Turn(submitted.turn, submitted.weight, prompt + answer, submitted.priority, submitted.overtakes)
+        done = self._log.tokenized(work.entry, event, stored=submitted.stored, turn=turn)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "tokenized")
         if done:
             self._measures.add(PROMPTS)

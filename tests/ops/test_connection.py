@@ -72,7 +72,11 @@ def test_help_names_the_flags(line: str, usage: str, capsys: pytest.CaptureFixtu
     assert ("--request-timeout" in said) is (line == "dead requeue")
 
 
-ACTIONS = {"dead": ("ls", "show", "requeue", "drop"), "replay": ("dump", "import")}
+ACTIONS = {
+    "dead": ("ls", "show", "requeue", "drop"),
+    "replay": ("dump", "import"),
+    "keys": ("add", "ls", "revoke", "rotate"),
+}
 
 
 @pytest.mark.parametrize("command", ACTIONS)

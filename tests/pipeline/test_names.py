@@ -43,8 +43,13 @@ def all_keys(names: Names) -> dict[str, str]:
         "copy:01": names.copy("01"),
         "copies": names.copies,
         "idempotency:ef": names.idempotency("ef"),
-        "limit:ef:29000000": names.limit("ef", 29000000),
-        "limit:ef:bytes": names.limit("ef", "bytes"),
+        "limit:ef:bytes": names.limit("ef"),
+        "balance:ef": names.balance("ef"),
+        "users": names.users,
+        "usage:ef:20000": names.usage("ef", 20000),
+        "accounts": names.accounts,
+        "waiting": names.waiting,
+        "queue:ef": names.queue("ef"),
         "running:ef": names.running("ef"),
         "ranks:g": names.ranks("g"),
         "lease:web-0": names.lease("web-0"),
@@ -69,7 +74,7 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
     ever = {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
-    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes"}
+    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes", "waiting", "queue:ef", "accounts"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

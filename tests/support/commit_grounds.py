@@ -22,7 +22,7 @@ from support.redis_servers import running_server
 from pipeline.log.protocol import Entry, Owner, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.log.shared import whole_history
-from pipeline.names import Names, parse_id
+from pipeline.names import WAITING, Names, parse_id
 
 NAMES: Final = Names("story")
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=600, max_queued=20)
@@ -60,6 +60,8 @@ class RedisGround:
 
     def __init__(self, url: str) -> None:
         self._connect(url)
+        self.num_used = 0
+        """Number of requests in the usage of all owners."""
         self.lasting: list[str] = []
         """Keys that had no time to live when they were observed."""
         self._read: dict[str, tuple[object, list[Entry]]] = {}
@@ -78,7 +80,9 @@ class RedisGround:
         pending: dict[str, list[tuple[str, str, int]]] = {}
         sets: dict[str, frozenset[str]] = {}
         strings: dict[str, str] = {}
-        self.lasting = []
+        waiting: dict[str, set[str]] = {}
+        queued = set[str]()
+        self.lasting, self.num_used = [], 0
         seen = self._redis.execute_command("EVAL", OBSERVE, 0)
         shared = [_entry(b"", content).fields for _, kind, content, *_ in seen if kind == b"hash"]
         texts = {digest: text for fields in shared for digest, text in fields.items()}
@@ -93,11 +97,20 @@ class RedisGround:
                 streams[key] = self._read[key][1]
                 if groups:
                     (items,) = groups
-                    pending[key] = [(item[0].decode(), item[1].decode(), item[3]) for item in items]
+                    held = [(item[0].decode(), item[1].decode(), item[3]) for item in items]
+                    pending[key] = [item for item in held if item[1] != WAITING]
+                    waiting[key] = {item[0] for item in held if item[1] == WAITING}
+            elif key == NAMES.users:
+                continue
+            elif kind == b"hash" and key.startswith(NAMES.usage("", 0).removesuffix("0")):
+                self.num_used += sum(int(told.split()[0]) for told in content[1::2])
+            elif key.startswith(NAMES.queue("")):
+                queued |= {_queued_id(member.decode()) for member in content}
             elif kind in (b"zset", b"set"):
                 sets[key] = frozenset(member.decode() for member in content)
             elif kind == b"string":
                 strings[key] = content.decode()
+        assert queued >= waiting.get(NAMES.tokenized, set()), "whoever waits is in a queue"
         return State(streams, pending, sets, strings)
 
     def expire(self, key: str) -> None:
@@ -151,6 +164,12 @@ class DurableGround(RedisGround):
 def _entry(entry_id: bytes, parts: Sequence[bytes]) -> Entry:
     texts = [part.decode() for part in parts]
     return Entry(entry_id.decode(), dict(zip(texts[::2], texts[1::2], strict=True)))
+
+
+def _queued_id(member: str) -> str:
+    """Return the id of an entry that waits in a queue."""
+    ms, _, seq = member.partition(" ")[0].partition("-")
+    return f"{ms}-{int(seq)}"
 
 
 OF_THE_CLOCK: Final = ("ms", "age_ms", "deadline_ms")

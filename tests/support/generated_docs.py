@@ -163,6 +163,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "metrics": metrics,
     "flags of serve and stage": partial(flags, {"serve": "serve"} | {f"stage {name}": name for name in STAGES}),
     "flags of trace, top and dead": partial(flags, {name: name for name in TOOLS}),
+    "flags of keys": partial(flags, {f"keys {name}": name for name in ("add", "ls", "revoke", "rotate")}),
     "flags of replay": partial(flags, {name: name for name in REPLAYS}, without="serve"),
     "flags of replay schedule": partial(more_flags, "replay schedule"),
     "commands of shell": shell_commands,

@@ -20,6 +20,7 @@ from stages.generate.kvcache import make_cache
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
 from stages.generate.loop.pace import Budget, Pace
+from stages.generate.loop.updates import Room
 from stages.generate.loop.worker import GenerateWorker
 from stages.generate.schedule.plan import BatchPlan, Computed, RowScores, Work
 from stages.generate.schedule.recorded import RecordedSchedule
@@ -95,14 +96,20 @@ class Life:
             ignore_eos=chance.random() < 0.3,
             prompt_logprobs=chance.choice([None, None, None, 0]),
         )
-        request = NewRequest(uid, prompt, output, sampling, priority=chance.choice([0, 0, 0, 1, -1]))
+        owner = chance.choice(["", "", "", "ann", "bob"])
+        request = NewRequest(
+            *(uid, prompt, output, sampling, chance.choice([0, 0, 0, 1, -1])),
+            owner=owner,
+            weight={"bob": 3}.get(owner, 1),
+            overtakes=chance.random() < 0.1,
+        )
         self.came[uid], self.made[uid] = request, list(output)
         self.here.append(uid)
         return Arrived(request, resumed, suspect=resumed and chance.random() < 0.3)
 
-    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int, **_: Any) -> None:
+    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, **_: Any) -> None:
         self.steps.append((number, event))
-        self._room = room
+        self._room = room.count
         for row in event.rows:
             if isinstance(row, TokenRow):
                 self.made[row.uid].append(row.token)
@@ -110,8 +117,8 @@ class Life:
         if len(self.steps) >= self._num_steps:
             self.stop.set()
 
-    def idle(self, room: int) -> None:
-        self._room = max(room, 1)
+    def idle(self, room: Room) -> None:
+        self._room = max(room.count, 1)
 
     # as a lease
 

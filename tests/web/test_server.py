@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 import openai
@@ -64,6 +65,24 @@ def test_a_closed_connection_cancels_its_request_after_the_grace_that_a_flag_giv
         stream.close()
         until(lambda: ends(stand_in, redis_url, "by") == ["client"])
         assert time.monotonic() - left_s >= 1.4
+
+
+def test_a_key_that_leaves_the_file_of_limits_is_refused_and_its_requests_end(
+    redis_url: str, stand_in: StandIn, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text('[[key]]\nkey = "x"\n')
+    with serving(redis_url, "--limits", str(limits)) as server, server.client() as client:
+        stream = client.chat.completions.create(model="default", messages=ENDLESS, stream=True)
+        next(iter(stream))
+        limits.write_text("")
+        with pytest.raises(openai.APIError, match="revoked"):
+            list(stream)
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert ends(stand_in, redis_url, "by") == ["revoked"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
 
 
 def test_a_signal_ends_open_streams_with_an_error_frame_after_the_drain(redis_url: str, stand_in: StandIn) -> None:

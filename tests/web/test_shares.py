@@ -20,7 +20,7 @@ from pipeline.errors import RequestError
 from web.http.asgi import PLACE
 from web.http.connection_limit import KEPT, read_proxies
 from web.http.http1 import MOST_AHEAD_BYTES, MOST_HEAD_BYTES, MOST_HEADERS
-from web.http.keys import read_keys
+from web.http.keys import Caller, Keys, hash_of, read_keys
 
 MOST = 16
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-admin"
@@ -162,6 +162,14 @@ async def test_when_every_place_is_taken_probes_are_answered_and_who_waits_there
         for each in await clients.several(KEPT, "127.0.0.3"):
             assert await each.is_closed()
         assert await (await clients.one("127.0.0.3")).ask(get("/health")) == 200
+
+
+async def test_a_key_may_have_more_viewers_or_fewer_than_others() -> None:
+    keys = Keys([Caller.of(hash_of(ANN), viewers=6), Caller.of(hash_of(BOB), viewers=1)])
+    async with clients_of(serve_paths, keys=keys) as (_, clients):
+        for key, most in ((ANN, 6), (BOB, 1)):
+            statuses = [await (await clients.one()).ask(get("/view", bearer(key))) for _ in range(most + 1)]
+            assert statuses == [200] * most + [429]
 
 
 async def test_of_several_keys_one_has_half_and_the_rest_of_its_connections_are_refused_and_closed() -> None:

@@ -86,7 +86,7 @@ class HttpConfig(Config):
         self.keys, self.proxies = keys or Keys(), proxies or Proxies()
         most_bytes = max(BODIES_BYTES * max_body_bytes, LEAST_BYTES)
         self.connection_limit = ConnectionLimit(
-            most_connections, log_limiter, several_keys=self.keys.are_several, most_bytes=most_bytes
+            most_connections, log_limiter, has_several_keys=lambda: self.keys.are_several, most_bytes=most_bytes
         )
 
 

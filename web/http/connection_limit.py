@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -77,12 +77,17 @@ class ConnectionLimit:
     """The open connections of a process, of which there are never too many, and which never hold too much."""
 
     def __init__(
-        self, most: int, log_limiter: LogLimiter, *, several_keys: bool = False, most_bytes: int = LEAST_BYTES
+        self,
+        most: int,
+        log_limiter: LogLimiter,
+        *,
+        has_several_keys: Callable[[], bool] = bool,
+        most_bytes: int = LEAST_BYTES,
     ) -> None:
         self.most = most
         self.share = most * 3 // 4
         """Most connections of an address, or of a key that is the only one."""
-        self.key_share = most // 2 if several_keys else self.share
+        self._has_several_keys = has_several_keys
         self.viewers_share = max(most // 4, 1)
         self.most_bytes = most_bytes
         self._log_limiter = log_limiter
@@ -91,6 +96,11 @@ class ConnectionLimit:
         self._kept: dict[Member, None] = {}
         self._bytes: dict[Member, int] = {}
         self._num_bytes = 0
+
+    @property
+    def key_share(self) -> int:
+        """Most connections of a key."""
+        return self.most // 2 if self._has_several_keys() else self.share
 
     @property
     def num_open(self) -> int:
@@ -160,8 +170,8 @@ class ConnectionLimit:
             holding.idle.pop(one, None)
             holding.receiving.pop(one, None)
 
-    def views(self, one: Member) -> None:
-        """Note that the answer to *one* has no end of its own.
+    def views(self, one: Member, most: int = 0) -> None:
+        """Note that the answer to *one* has no end of its own. *most*: what its key may have; 0: a share, as all have.
 
         Raises:
             RequestError: Its holder has its share of those.
@@ -169,10 +179,14 @@ class ConnectionLimit:
         holding = self._holdings.get(one.holder)
         if holding is None or one not in holding.open or one in holding.viewers:
             return
-        if (num := len(holding.viewers)) >= self.viewers_share:
+        if (num := len(holding.viewers)) >= (most or self.viewers_share):
+            of_most = (
+                f"{most} (its limit `viewers`)"
+                if most
+                else f"{self.viewers_share} (a quarter of {self.most} connections)"
+            )
             raise self._refused(
-                f"{_named(one.holder)} has {num} open streams of events, of at most {self.viewers_share} (a quarter of "
-                f"{self.most} connections); close one of them."
+                f"{_named(one.holder)} has {num} open streams of events, of at most {of_most}; close one of them."
             )
         holding.viewers[one] = None
 

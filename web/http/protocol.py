@@ -63,6 +63,8 @@ class Protocol:
         self._num_body_bytes = 0
         """Bytes of the current body that the application was given and has not read."""
         self._drops_body = False
+        self._most_viewers = 0
+        """As ConnectionLimit.views takes it, of the current request."""
         self._is_over = False
 
     @property
@@ -149,7 +151,7 @@ class Protocol:
 
     def views(self) -> None:
         """As Place.views."""
-        self._config.connection_limit.views(self._connection)
+        self._config.connection_limit.views(self._connection, self._most_viewers)
 
     def has_read(self) -> None:
         """As Place.has_read."""
@@ -248,6 +250,7 @@ class Protocol:
             raise connection.no_place
         connection_limit, keys = self._config.connection_limit, self._config.keys
         caller = keys.find(keys_in(request.headers)) if keys.exist else None
+        self._most_viewers = caller.viewers if caller is not None else 0
         if caller is not None and caller.scope:
             connection_limit.belongs(connection, f"key {caller.scope}", connection_limit.key_share)
         elif connection.is_proxy and connection.client is not None:
@@ -255,7 +258,7 @@ class Protocol:
             client = self._config.proxies.client_of(connection.client[0], forwarded)
             connection_limit.belongs(connection, address_of(client), connection_limit.share)
         if path in VIEWS:
-            connection_limit.views(connection)
+            self.views()
         if self.expects_more:
             connection_limit.receives(connection)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
@@ -119,9 +119,10 @@ def _lookup(uid: str, first: str, entry: Entry, archived: Recording | None = Non
     return Lookup((uid,) if first == uid else sibling_uids(uid, event.siblings), event, archived)
 
 
-async def living(log: AsyncRedisLog) -> dict[str, str]:
-    """Return uid -> frontend of all requests of clients that are still running. Raises as the log does."""
-    uids, found = await log.living(), {}
+async def living(log: AsyncRedisLog, owners: Collection[str] = ()) -> dict[str, str]:
+    """Return uid -> frontend of the requests of clients that are still running: all, or those of *owners*. Raises as
+    the log does."""
+    uids, found = await (log.living_of(owners) if owners else log.living()), {}
     for first in range(0, len(uids), AT_ONCE):
         histories = await log.histories(dict.fromkeys(uids[first : first + AT_ONCE], ""), max_entries=1)
         for uid, entries in histories.items():
@@ -131,9 +132,9 @@ async def living(log: AsyncRedisLog) -> dict[str, str]:
     return found
 
 
-async def cancel(log: AsyncRedisLog, frontends: Mapping[str, str]) -> list[str]:
+async def cancel(log: AsyncRedisLog, frontends: Mapping[str, str], by: str = "client") -> list[str]:
     """Cancel requests, given as uid -> frontend; return those that were still running. Raises as the log does."""
-    event, uids, cancelled = Cancelled(by="client"), list(frontends), []
+    event, uids, cancelled = Cancelled(by=by), list(frontends), []
     for first in range(0, len(uids), AT_ONCE):
         some = uids[first : first + AT_ONCE]
         ends = (log.end(uid, event, frontend=frontends[uid]) for uid in some)

@@ -22,7 +22,8 @@ class Refusal:
     metric: str
     """A label of REJECTIONS; empty: not counted."""
     message: str
-    """Formatted with `quota`, the one of the API key, `used_bytes` and `again_s`, as in SubmitResult."""
+    """Formatted with `quota`, the one of the API key, `rate`, such as "60 requests a minute", and `used_bytes` and
+    `again_s`, as in SubmitResult."""
     status: int = 503
     code: str | None = "overloaded"
     param: str | None = None
@@ -40,11 +41,17 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         retry_after="estimate",
     ),
     Submission.TOO_FAST: Refusal(
-        "requests_per_minute",
-        "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
+        "rate",
+        "This API key may use {rate}; wait {again_s} s.",
         status=429,
         code=None,
         retry_after="quota",
+    ),
+    Submission.TOO_MANY_WAIT: Refusal(
+        "queued_requests",
+        "This API key may have {quota.queued_requests} requests waiting; send it again when one runs.",
+        status=429,
+        code=None,
     ),
     Submission.TOO_MANY: Refusal(
         "concurrent_requests",
@@ -87,13 +94,15 @@ def refusal(
     frontend: Frontend, outcome: SubmitResult | Submission | type[LogError], quota: Quota | None = None
 ) -> RequestError:
     """Count that a request was not taken, and return the error for its client."""
-    again_s, used_bytes = 0, 0
+    again_s, used_bytes, limit = 0, 0, ""
     if isinstance(outcome, SubmitResult):
-        again_s, used_bytes, outcome = math.ceil(outcome.again_ms / 1000), outcome.used_bytes, outcome.submission
+        again_s, used_bytes, limit = math.ceil(outcome.again_ms / 1000), outcome.used_bytes, outcome.limit
+        outcome = outcome.submission
     found = REFUSALS[outcome]
     if found.metric:
-        frontend.measures.add(REJECTIONS, found.metric)
-    message = found.message.format(quota=quota, again_s=again_s, used_bytes=used_bytes)
+        frontend.measures.add(REJECTIONS, limit or found.metric)
+    rate = f"{getattr(quota, limit)} {limit.replace('_per_', ' a ')}" if limit else ""
+    message = found.message.format(quota=quota, rate=rate, again_s=again_s, used_bytes=used_bytes)
     if found.status not in (429, 503):
         return RequestError(message, code=found.code, status=found.status, param=found.param)
     waits_s = {"estimate": frontend.retry_after.estimate_s(), "quota": again_s, "second": 1}

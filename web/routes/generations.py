@@ -181,7 +181,8 @@ async def answer(
         if events[0].labels.get("store") is True and endpoint in STORED:
             events = [event.model_copy(update={"stored": True}) for event in events]
         if who.owner:
-            events = [event.model_copy(update={"owner": who.owner}) for event in events]
+            of_key = {"owner": who.owner, "weight": who.weight, "overtakes": who.overtakes}
+            events = [event.model_copy(update=of_key) for event in events]
     except RequestError as error:  # it has no history, but it has a log line
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise

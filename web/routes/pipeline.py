@@ -11,7 +11,7 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from web.http.asgi import PICTURES
-from web.http.keys import Caller
+from web.http.keys import Caller, Keys
 from web.live.frontend import Frontend
 from web.live.pictures import Viewer
 from web.routes.access import caller, known_caller
@@ -25,7 +25,7 @@ _COUNT: Final = re.compile(r"[1-9][0-9]{0,8}")
 COUNT: Final = {"description": "Ends the stream after so many pictures.", "pattern": f"^{_COUNT.pattern}$"}
 
 
-def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
+def pipeline_routes(frontend: Frontend, keys: Keys) -> Blueprint:
     routes = Blueprint("pipeline", __name__)
 
     @routes.get(PICTURES)
@@ -36,13 +36,13 @@ def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
         most = _most()
         if request.method == "HEAD":  # else a client that asks for the headers alone would hold the stream for ever
             return Response(content_type=sse.CONTENT_TYPE)
-        return event_stream(_pictures(frontend, who, most))
+        return event_stream(_pictures(frontend, keys, who, most))
 
     @routes.get("/v1/caller")
     @operation("What the key of this request may do")
     async def about_caller() -> Response:
         who = caller()
-        return json_response({"owner": who.owner, "admin": who.is_admin, "keys": has_keys})
+        return json_response({"owner": who.owner, "admin": who.is_admin, "keys": keys.exist})
 
     return routes
 
@@ -56,11 +56,13 @@ def _most() -> int:
     return int(given or 0)
 
 
-async def _pictures(frontend: Frontend, who: Caller, most: int) -> AsyncGenerator[bytes, None]:
+async def _pictures(frontend: Frontend, keys: Keys, who: Caller, most: int) -> AsyncGenerator[bytes, None]:
     viewer = Viewer("admin" if who.is_admin else f"{who.owner} {who.hashed}", who.may_see, who.is_admin)
     num_sent, pictures = 0, frontend.pictures.watch(viewer)
     try:
         async for text in pictures:
+            if not keys.has(who):
+                return
             yield sse.frame(text)
             num_sent += 1
             if num_sent == most:

@@ -5,6 +5,10 @@
 local NO_PIECE = string.rep('-', 32)
 local PIECE_BYTES = 168 -- about what a piece takes beside its text
 local SEAL = '18446744073709551615-18446744073709551615'
+local WAITING = 'waiting' -- consumer of `tokenized` for the entries that wait for an engine in the queues of their owners
+local DAY_MS = 86400000
+local RATES = { 'requests_per_minute', 'requests_per_day', 'tokens_per_minute', 'tokens_per_day' }
+local USAGE_MS = 40 * DAY_MS
 
 local function now_ms() -- Redis' clock, as text
   local now = redis.call('TIME')
@@ -131,6 +135,93 @@ local function is_shared(shared)
   return shared and redis.pcall('HMGET', shared, 'left')[1]
 end
 
+local function period_ms(rate)
+  return string.sub(rate, -6) == 'minute' and 60000 or DAY_MS
+end
+
+-- Returns an owner's token buckets at a moment: name -> { how much fits in, how much is in it }.
+local function buckets_at(balance, now)
+  local buckets, told = {}, redis.call('HMGET', balance, 'ms', unpack(RATES))
+  for i, name in ipairs(RATES) do
+    local most, level = string.match(told[i + 1] or '', '^(%S+) (%S+)$')
+    if most then
+      level = level + (now - told[1]) * most / period_ms(name)
+      buckets[name] = { tonumber(most), math.min(level, tonumber(most)) }
+    end
+  end
+  return buckets
+end
+
+-- Keeps token buckets until they are full again, and for *least_ms* at least.
+local function keep_buckets(balance, buckets, now, least_ms)
+  local words, kept_ms = { 'ms', string.format('%.0f', now) }, least_ms
+  for name, bucket in pairs(buckets) do
+    words[#words + 1], words[#words + 2] = name, string.format('%.0f %.9f', bucket[1], bucket[2])
+    kept_ms = math.max(kept_ms, (bucket[1] - bucket[2]) * period_ms(name) / bucket[1])
+  end
+  redis.call('HSET', balance, unpack(words))
+  redis.call('PEXPIRE', balance, string.format('%.0f', kept_ms + 1))
+end
+
+-- Counts a request that has ended for its owner; a history is sealed once, so it is counted once. `submit` has written in
+-- *accounts* whose it is. *fields* are those of the end.
+local function count_usage(accounts, uid, history, fields, now)
+  local account = redis.call('HGET', accounts, uid)
+  if not account then return end
+  redis.call('HDEL', accounts, uid)
+  local has_prompt, has_buckets, owner, model = string.match(account, '^(%d)(%d)([^\n]*)\n(.*)$')
+  local kind, n, prompt, cached = nil, 0, 0, 0
+  for i = 1, #fields, 2 do
+    if fields[i] == 'kind' then kind = fields[i + 1] elseif fields[i] == 'n' then n = tonumber(fields[i + 1]) end
+  end
+  for _, entry in ipairs(has_prompt == '1' and redis.pcall('XRANGE', history, '0-3', '0-99', 'COUNT', 8) or {}) do
+    local told = {}
+    for i = 1, #entry[2], 2 do told[entry[2][i]] = entry[2][i + 1] end
+    if told.kind == 'admitted' then
+      prompt, cached = tonumber(told.prompt_tokens) or 0, tonumber(told.cached_tokens) or 0
+      break
+    end
+  end
+  local prefix, day = string.match(accounts, '^{[^}]*}:'), math.floor(now / DAY_MS)
+  local usage = string.format('%susage:%s:%d', prefix, owner, day)
+  local before = { string.match(redis.call('HGET', usage, model) or '0 0 0 0 0', '^(%d+) (%d+) (%d+) (%d+) (%d+)$') }
+  local is_new = redis.call('HSET', usage, model, string.format('%.0f %.0f %.0f %.0f %.0f', before[1] + 1,
+    before[2] + (kind == 'failed' and 1 or 0), before[3] + prompt, before[4] + cached, before[5] + n))
+  if is_new == 1 then
+    redis.call('PEXPIRE', usage, USAGE_MS)
+    redis.call('ZADD', prefix .. 'users', day, owner)
+    redis.call('PEXPIRE', prefix .. 'users', USAGE_MS)
+  end
+  if has_buckets == '1' then
+    local balance = prefix .. 'balance:' .. owner
+    local buckets = buckets_at(balance, now)
+    for _, name in ipairs({ 'tokens_per_minute', 'tokens_per_day' }) do
+      if buckets[name] then buckets[name][2] = buckets[name][2] - prompt - n end
+    end
+    if next(buckets) then keep_buckets(balance, buckets, now, redis.call('PTTL', balance)) end
+  end
+end
+
+-- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`. `waiting` has how much each
+-- owner was given; take.lua says how. Returns an error if there is no group: the first engine makes it.
+local function enqueue(tokenized, waiting)
+  local reply = redis.pcall('XREADGROUP', 'GROUP', 'generate', WAITING, 'COUNT', 1000, 'STREAMS', tokenized, '>')
+  if not reply or reply.err then return reply or nil end
+  local queues = string.match(waiting, '^{[^}]*}:') .. 'queue:'
+  for _, entry in ipairs(reply[1][2]) do
+    local field = {}
+    for i = 1, #entry[2], 2 do field[entry[2][i]] = entry[2][i + 1] end
+    local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
+    local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(tonumber(field.weight) or 1, 1)
+    local one = string.format('%s-%06d %d %d %s', ms, seq, tonumber(field.tokens) or 1, overtakes, field.uid or '')
+    redis.call('ZADD', queues .. owner, tonumber(field.priority) or 0, one)
+    local before = redis.call('HGET', waiting, ':' .. owner) or '0 0 1 0'
+    local count, given, may_overtake = string.match(before, '^(%d+) (%d+) %d+ (%d)$')
+    local told = string.format('%d %s %d %d', count + 1, given, weight, math.max(may_overtake, overtakes))
+    redis.call('HSET', waiting, ':' .. owner, told)
+  end
+end
+
 -- Says that one of several siblings has ended. What they share expires with the last of their histories. *shared* is its
 -- key; nil, or a key that is not there: they share nothing.
 local function sibling_ended(shared, now, retention_ms)
@@ -175,7 +266,7 @@ local function kept_after(key, uid, history, retention_ms, stored_ms, brief_ms)
   return redis.call('PTTL', history)
 end
 
--- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, and of a sibling shared;
+-- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, accounts, and of a sibling shared;
 -- *arg* has reply_cap, retention_ms, stored_ms, ended_ms, see tell_archivers, and perhaps brief_ms, for which a history without
 -- tokens is kept.
 -- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
@@ -186,7 +277,11 @@ local function seal(key, arg, uid, fields)
   fields[#fields + 1] = 'n'
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
-  if not append(key.history, SEAL, fields, now) then return false end
+  if not append(key.history, SEAL, fields, now) then
+    redis.call('HDEL', key.accounts, uid)
+    return false
+  end
+  count_usage(key.accounts, uid, key.history, fields, now)
   local kept_ms = kept_after(key, uid, key.history, arg.retention_ms, arg.stored_ms, n == '0' and arg.brief_ms)
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)

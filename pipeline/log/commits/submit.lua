@@ -1,7 +1,8 @@
 -- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
 -- idempotency key, once. Under a quota, only within it. Sent again from a dead letter, only if that is there; it is dropped.
--- The quota is per_minute, at_once and log_bytes; 0: no such limit. key.limits are those of three minutes from first_minute
--- on, and key.spent is what the API key has submitted, to which these requests add num_bytes. ARGV goes on with
+-- The quota is rates, which say how much fits into the owner's token buckets, at_once, queued and log_bytes; 0: no such limit.
+-- key.spent is what the API key has submitted, to which these requests add num_bytes. accounts: what `count_usage` is to know of
+-- each request; empty: it is not counted. ARGV goes on with
 -- (digest, text)* of what siblings share, num_texts of them, with the pieces of texts that key.pieces are, and with the fields
 -- of each request, num_fields of them. Of a stored response, num_bytes has none of the pieces.
 -- Returns an outcome, the base uid that it is about, and a number:
@@ -11,12 +12,12 @@
 --   ATTACH     that request has the idempotency key
 --   MISMATCH   so it is, but with another body
 --   GONE       there is no such dead letter: somebody else has sent it again, or dropped it
---   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
+--   TOO_FAST   a token bucket is empty; the number is for how many ms. Returns its name, too
+--   TOO_MANY_WAIT  as many requests of the API key wait for an engine as may
 --   TOO_MANY   as many requests of the API key run as may
 --   TOO_MANY_IN_BACKGROUND  as many requests of their owner run in the background as may
 --   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
---   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
--- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
+-- A refusal changes nothing and is not counted. An accepted submit counts once for its rate, and each of its requests as
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
 -- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
 -- Redis refuses this script at maxmemory. Once it has begun, Redis refuses none of its writes.
@@ -41,12 +42,34 @@ local function more_wait_than(most)
   local living = redis.call('ZCARD', key.live)
   if most < 0 or living <= most then return most < 0 end
   local group = redis.pcall('XPENDING', key.tokenized, 'generate') -- an error where there is no group
-  local num_taken = group.err and 0 or group[1]
+  local engines, num_taken = {}, 0
+  for _, consumer in ipairs(not group.err and group[4] or {}) do
+    if consumer[1] ~= WAITING then
+      engines[#engines + 1], num_taken = consumer, num_taken + tonumber(consumer[2])
+    end
+  end
   if redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized) - num_taken <= most then return false end
   if living - num_taken > most then return true end
   local taken = {}
-  for i, entry in ipairs(redis.call('XRANGE', key.tokenized, '-', '+', 'COUNT', num_taken)) do taken[i] = entry[2][2] end
+  for _, engine in ipairs(engines) do
+    for _, item in ipairs(redis.call('XPENDING', key.tokenized, 'generate', '-', '+', engine[2], engine[1])) do
+      local entry = redis.call('XRANGE', key.tokenized, item[1], item[1])[1]
+      if entry then taken[#taken + 1] = entry[2][2] end
+    end
+  end
   return living - (#taken - #ended_of(taken)) > most
+end
+
+-- Returns whether as many requests of the owner wait, and live, as may.
+local function too_many_wait(most)
+  if redis.call('ZCARD', key.queue) + redis.call('XLEN', key.submitted) < most then return false end
+  local uids = {}
+  for i, one in ipairs(redis.call('ZRANGE', key.queue, 0, -1)) do uids[i] = string.match(one, '^%S+ %d+ %d (.*)$') end
+  for _, entry in ipairs(redis.call('XRANGE', key.submitted, '-', '+')) do
+    local account = redis.call('HGET', key.accounts, entry[2][2])
+    if account and string.match(account, '^%d%d([^\n]*)') == arg.owner then uids[#uids + 1] = entry[2][2] end
+  end
+  return #uids - #ended_of(uids) >= most
 end
 
 -- Returns what an API key has submitted within the retention: {begin, bytes} of each sixteenth of it, and the sum.
@@ -82,16 +105,17 @@ if held then
 end
 local now = now_ms()
 
-local per_minute, at_once = tonumber(arg.per_minute), tonumber(arg.at_once)
-local limit = nil
-if per_minute > 0 then
-  local minute = math.floor(tonumber(now) / 60000)
-  local place = minute - tonumber(arg.first_minute)
-  if place < 0 or place > 2 then return { 'MINUTE', uid, minute } end
-  limit = key.limits[1 + place]
-  if tonumber(redis.call('GET', limit) or 0) >= per_minute then
-    return { 'TOO_FAST', uid, 60000 - tonumber(now) % 60000 }
+local at_once, buckets = tonumber(arg.at_once), {}
+if arg.rates then
+  local kept, wait_ms, slowest = buckets_at(key.balance, tonumber(now)), 0, ''
+  for name, most in pairs(cjson.decode(arg.rates)) do
+    local level = kept[name] and math.min(kept[name][2], most) or most
+    local lacks = (string.match(name, '^requests') and 1 or 0) - level
+    local lasts_ms = lacks > 1e-6 and lacks * period_ms(name) / most or 0
+    if lasts_ms > wait_ms then wait_ms, slowest = lasts_ms, name end
+    buckets[name] = { most, level }
   end
+  if wait_ms > 0 then return { 'TOO_FAST', uid, math.ceil(wait_ms), slowest } end
 end
 local counts = {} -- sets of running requests, and how many there may be
 if at_once > 0 then counts[1] = { key.running, at_once, 'TOO_MANY', {} } end
@@ -111,6 +135,7 @@ if share > 0 then
   parts, used = spent(key.spent, tonumber(now), kept_ms)
   if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
 end
+if tonumber(arg.queued) > 0 and too_many_wait(tonumber(arg.queued)) then return { 'TOO_MANY_WAIT', uid, 0 } end
 if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))
@@ -136,14 +161,17 @@ for i, history in ipairs(key.histories) do
   redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at, last))
   redis.call('PEXPIREAT', history, gone)
   redis.call('ZADD', key.live, deadline, arg.uids[i])
+  if arg.accounts[i] ~= '' then redis.call('HSET', key.accounts, arg.uids[i], arg.accounts[i]) end
   redis.call('XADD', key.submitted, '*', 'uid', arg.uids[i], 'frontend', arg.frontends[i])
   at = last + 1
 end
 if arg.digest then redis.call('SET', key.idempotency, uid .. ':' .. arg.digest, 'PX', gone - tonumber(now)) end
 if arg.letter then drop_letter(key.dead, key.versions, arg.letter, arg.version_ms) end
-if limit then
-  redis.call('INCR', limit)
-  redis.call('PEXPIRE', limit, 120000)
+if arg.rates then
+  for _, name in ipairs({ 'requests_per_minute', 'requests_per_day' }) do
+    if buckets[name] then buckets[name][2] = buckets[name][2] - 1 end
+  end
+  keep_buckets(key.balance, buckets, tonumber(now), gone - tonumber(now))
 end
 for _, count in ipairs(counts) do
   for _, other in ipairs(count[4]) do redis.call('SREM', count[1], other) end

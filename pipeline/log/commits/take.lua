@@ -1,16 +1,112 @@
--- take: read new entries of `tokenized` for an engine. The read is fenced, so an engine that lost its slot takes nothing.
--- Returns the entries, the last id that was delivered to any engine, the uids that ended elsewhere, the control cursor, and
--- the last flush or ''; or FENCED.
+-- take: give an engine requests that wait, each owner its share. Fenced, so an engine that lost its slot takes nothing.
+-- The owners' queues are `queue:<owner>`, in order of priority and arrival. Which owner is next is start-time fair queueing
+-- (Goyal et al., SIGCOMM 1996), deficit round robin whose deficits are told from one clock. `waiting` has of each owner how
+-- many wait, what it was `given` (tokens of prompts and longest answers by its weight), its weight, and whether one of its
+-- requests may overtake other owners: then its priority counts before theirs. The owner that was given least is next; who comes is as if it had been given
+-- as much as the clock `now` says, which is the least of those that wait. An owner that was given more is remembered.
+-- `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
+-- Returns the entries, the last id that was delivered, or 0-0 if any wait; the uids that ended elsewhere, the control cursor,
+-- and the last flush or ''; or FENCED.
 local key, arg = named()
 if fenced(key.owner, arg.owner) then return 'FENCED' end
-local entries = {}
-if tonumber(arg.max_entries) > 0 then
-  local reply =
-    redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', arg.max_entries, 'STREAMS', key.tokenized, '>')
-  if reply then entries = reply[1][2] end
+
+-- Takes the first of an owner's queue. Returns the entry, nil if somebody else has it, and its tokens; false without one.
+local function first_of(queue)
+  local first = redis.call('ZPOPMIN', queue)[1]
+  if not first then return false end
+  local ms, seq, tokens = string.match(first, '^(%d+)-(%d+) (%d+) ')
+  local id = string.format('%s-%d', ms, seq)
+  local item = redis.call('XPENDING', key.tokenized, 'generate', id, id, 1, WAITING)[1]
+  local entry = item and redis.call('XRANGE', key.tokenized, id, id)[1]
+  if entry then
+    redis.call('XCLAIM', key.tokenized, 'generate', arg.slot, 0, id, 'JUSTID')
+  elseif item then
+    redis.call('XACK', key.tokenized, 'generate', id)
+  end
+  return entry or nil, tonumber(tokens)
+end
+
+-- Returns the owners that wait or were given more than the clock says, and the clock.
+local function read_owners()
+  local told, owners, now = redis.call('HGETALL', key.waiting), {}, 0
+  local queues = string.match(key.waiting, '^{[^}]*}:') .. 'queue'
+  for i = 1, #told, 2 do
+    if told[i] == 'now' then
+      now = tonumber(told[i + 1])
+    else
+      local count, given, weight, overtakes = string.match(told[i + 1], '^(%d+) (%d+) (%d+) (%d)$')
+      owners[#owners + 1] = { field = told[i], queue = queues .. told[i], count = tonumber(count), given = tonumber(given),
+        weight = tonumber(weight), overtakes = overtakes == '1' }
+    end
+  end
+  return owners, now
+end
+
+-- Returns the priority of the first of a queue if it counts before other owners; else 0.
+local function band_of(queue)
+  local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
+  return first[1] and string.match(first[1], '^%S+ %d+ 1') and tonumber(first[2]) or 0
+end
+
+-- Returns the owner whose turn it is, and the least that an owner that waits was given.
+local function next_owner(owners, now, but)
+  local best, least
+  for _, one in ipairs(owners) do
+    if one.count > 0 then
+      one.start = math.max(one.given, now)
+      least = math.min(least or one.start, one.start)
+      one.band = one.band or one.overtakes and band_of(one.queue) or 0
+      local is_first = not best or one.band < best.band or one.band == best.band and (one.start < best.start
+        or one.start == best.start and (one.count < best.count or one.count == best.count and one.field < best.field))
+      if is_first and not but[one.field] then best = one end
+    end
+  end
+  return best, least
+end
+
+local function take_turns(most)
+  local taken, but, left = {}, {}, 0
+  for _, owner in ipairs(arg.but or {}) do but[':' .. owner] = true end
+  local owners, now = read_owners()
+  while #taken < most do
+    local one, least = next_owner(owners, now, but)
+    if not one then break end
+    local entry, tokens = first_of(one.queue)
+    one.count, one.band, one.is_changed = entry == false and 0 or one.count - 1, nil, true
+    if entry then
+      taken[#taken + 1], now = entry, math.max(now, least)
+      one.given = one.start + math.max(math.floor(1000 * tokens / one.weight), 1)
+    end
+  end
+  for _, one in ipairs(owners) do left = left + one.count end
+  if left == 0 then
+    redis.call('DEL', key.waiting) -- all are served
+    return taken, left
+  end
+  for _, one in ipairs(owners) do
+    if one.count == 0 and one.given <= now then
+      redis.call('HDEL', key.waiting, one.field)
+    elseif one.is_changed then
+      local told = string.format('%.0f %.0f %d %s', one.count, one.given, one.weight, one.overtakes and '1' or '0')
+      redis.call('HSET', key.waiting, one.field, told)
+    end
+  end
+  redis.call('HSET', key.waiting, 'now', string.format('%.0f', now))
+  return taken, left
+end
+
+local most, taken, left = tonumber(arg.max_entries), {}, 0
+if most > 0 then
+  local refused = enqueue(key.tokenized, key.waiting)
+  if refused then return refused end
+  taken, left = take_turns(most)
+else
+  left = redis.call('EXISTS', key.waiting)
 end
 local delivered = '0-0'
-for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', key.tokenized)) do -- without a stream this is an error, which has no parts
-  if group[2] == 'generate' then delivered = group[8] end
+if left == 0 then
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', key.tokenized)) do -- without a stream this is an error, which has no parts
+    if group[2] == 'generate' then delivered = group[8] end
+  end
 end
-return { entries, delivered, control_after(key.control, arg.control_cursor) }
+return { taken, delivered, control_after(key.control, arg.control_cursor) }

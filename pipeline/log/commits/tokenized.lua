@@ -1,4 +1,5 @@
--- tokenized: consume an entry of `submitted`, write the prompt's tokens to the history, hand the request to the engines.
+-- tokenized: consume an entry of `submitted`, write the prompt's tokens to the history, put the request into the
+-- queue of its owner, where it waits for an engine.
 -- ARGV goes on with (digest, text)* of the texts that siblings may share, num_texts of them, with the pieces that key.pieces
 -- are, and with the fields.
 -- Returns OK, LOST (another worker consumed the entry) or GONE (the request has ended, or its history is gone).
@@ -17,5 +18,6 @@ if #key.pieces > 0 then
   keep_pieces(key, arg.uid, key.pieces, slice(ARGV, pieces_at, first - 1), fields, redis.call('PTTL', key.history), 0)
 end
 for digest, text in pairs(texts) do redis.call('HSET', key.shared, digest, text) end
-redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend)
+redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend, unpack(arg.turn))
+enqueue(key.tokenized, key.waiting)
 return 'OK'

@@ -23,10 +23,12 @@ from pipeline.names import (
 )
 
 
-def take(log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str) -> Script[Taken]:
-    """Read up to *max_entries* new entries of `tokenized` for an engine. They are pending until `step` ends them.
+def take(
+    log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str, but: Sequence[str] = ()
+) -> Script[Taken]:
+    """Take up to *max_entries* requests that wait, each owner its share. They are pending until `step` ends them.
 
-    Raise Fenced.
+    *but*: owners of whom none is taken. Raise Fenced.
     """
 
     def parse(reply: Any) -> Taken:
@@ -36,11 +38,17 @@ def take(log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str
     return commit(
         "take",
         parse,
-        {"owner": log.names.owner(owner.slot), "tokenized": log.names.tokenized, "control": log.names.control},
+        {
+            "owner": log.names.owner(owner.slot),
+            "tokenized": log.names.tokenized,
+            "waiting": log.names.waiting,
+            "control": log.names.control,
+        },
         owner=str(owner),
         slot=owner.slot,
         max_entries=max_entries,
         control_cursor=control_cursor,
+        but=but,
         once=True,
     )
 

@@ -26,7 +26,18 @@ from pipeline.log.replies import (
     texts,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
-from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names, rank_stage
+from pipeline.names import (
+    ARCHIVE,
+    DETOKENIZE,
+    GENERATE,
+    JANITOR,
+    SEAL,
+    STAGES,
+    TOKENIZED_ID,
+    WAITING,
+    Names,
+    rank_stage,
+)
 
 LIVING_PER_LOOK = 1024
 HELD_PER_LOOK = 128
@@ -157,7 +168,7 @@ def _held_of(entries: Sequence[Entry], reply: Sequence[Any] | None) -> dict[str,
     """Return uid -> consumer from that reply; {} if there is no such group."""
     uids = {entry.id: entry.fields.get("uid", "") for entry in entries}
     held = {as_text(entry_id): as_text(consumer) for entry_id, consumer, *_ in reply or ()}
-    return {uids[entry_id]: consumer for entry_id, consumer in held.items() if entry_id in uids}
+    return {uids[entry_id]: who for entry_id, who in held.items() if entry_id in uids and who != WAITING}
 
 
 def _redis_facts(server: bytes, memory: bytes) -> RedisFacts:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeline.errors import LogUnavailable
+import orjson
+
 from pipeline.events import End, Event, Submitted, Tokenized, as_plain, as_words
 from pipeline.log.entries import (
     COPY_TTL_MS,
     DEAD_CAP,
     DEAD_HISTORY_BYTES,
-    MINUTE_MS,
     READER_TTL_MS,
     REPLY_CAP,
     brief_ms,
@@ -23,7 +22,7 @@ from pipeline.log.entries import (
     refused_ms,
 )
 from pipeline.log.operation import Batch, Command, Computation, LogContext, Script, Steps, Words, blocking, commit
-from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
+from pipeline.log.protocol import NO_TURN, DeadLetter, Entry, Once, Quota, Submission, SubmitResult, Turn
 from pipeline.log.replies import (
     as_text,
     clock_ms,
@@ -45,7 +44,7 @@ from pipeline.log.shared import (
     submitted_words,
     whole_history,
 )
-from pipeline.names import SEAL, Names, base_uid, sibling_uids
+from pipeline.names import PROBE, SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
 """Largest number of entries of each history that a waiting read returns."""
@@ -53,19 +52,6 @@ HISTORY_ENTRIES = 100
 
 MANY_EVENTS = 64
 """A submit of more requests is written in a thread."""
-
-
-class OtherMinute(LogUnavailable):
-    """Redis' clock has a minute in which the submit cannot be counted; send it again with *minute*."""
-
-    def __init__(self, minute: int) -> None:
-        super().__init__(f"the clocks of Redis and of this machine are minutes apart: Redis has minute {minute}")
-        self.minute = minute
-
-
-def this_minute() -> int:
-    """Return the number of the minute by the clock of this machine."""
-    return int(time.time() * 1000) // MINUTE_MS
 
 
 def flat(fields: Mapping[str, str | bytes]) -> list[str | bytes]:
@@ -94,7 +80,7 @@ def submit(
     letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
-    """Submit, counted in the minute of this machine's clock, or once more in the minute of Redis' clock.
+    """Submit requests, all or none.
 
     *has_room*: returns whether so many bytes more may be written. If not, the requests are FULL, unless they exist
     already or something else is refused first.
@@ -112,14 +98,8 @@ def submit(
         words, pieces = chained(histories[0])
         histories, num_bytes = [words], submitted_bytes([words], {})
 
-    def submit(minute: int) -> Script[SubmitResult]:
-        texts = (shared, pieces)
-        return _submit(log, uid, events, histories, texts, num_bytes, once, quota, letter, minute, is_full=is_full)
-
-    try:
-        return (yield from submit(this_minute()))
-    except OtherMinute as other:
-        return (yield from submit(other.minute))
+    texts = (shared, pieces)
+    return (yield from _submit(log, uid, events, histories, texts, num_bytes, once, quota, letter, is_full=is_full))
 
 
 def _submit(
@@ -132,18 +112,15 @@ def _submit(
     once: Once | None,
     quota: Quota | None,
     letter: str,
-    minute: int,
     *,
     is_full: bool,
 ) -> Script[SubmitResult]:
-    """Submit, counted in *minute* of Redis' clock, or the one before or after. Raise OtherMinute if it is another.
-
-    *texts*: what siblings share, and the pieces of a stored response's texts.
-    """
+    """*texts*: what siblings share, and the pieces of a stored response's texts."""
     shared, pieces = texts
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
     keys: dict[str, str | Sequence[str] | None] = {
         "live": names.live,
+        "accounts": names.accounts,
         "submitted": names.submitted,
         "tokenized": names.tokenized,
         "histories": [*map(names.request, uids)],
@@ -159,17 +136,20 @@ def _submit(
     if quota is not None:
         keys |= {
             "running": names.running(quota.key),
-            "limits": [names.limit(quota.key, minute + i) for i in (-1, 0, 1)],
-            "spent": names.limit(quota.key, "bytes"),
+            "balance": names.balance(quota.key),
+            "queue": names.queue(quota.key),
+            "spent": names.limit(quota.key),
         }
 
     def parse(reply: Any) -> SubmitResult:
-        outcome, whose, number, *used = reply
-        if outcome == b"MINUTE":
-            raise OtherMinute(number)
+        outcome, whose, number, *more = reply
         submission = Submission(as_text(outcome))
         full = is_full and submission is Submission.BUSY
-        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number, *used)
+        used_bytes = more[0] if submission is Submission.TOO_MUCH else 0
+        limit = as_text(more[0]) if submission is Submission.TOO_FAST else ""
+        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number, used_bytes, limit)
+
+    rates = rates_of(quota) if quota else {}
 
     return commit(
         "submit",
@@ -194,14 +174,33 @@ def _submit(
         instead_of=once.instead_of if once else None,
         letter=letter or None,
         version_ms=COPY_TTL_MS,
-        first_minute=minute - 1,
-        per_minute=quota.requests_per_minute if quota else 0,
+        accounts=[_account(events[i], i, has_rates=bool(rates)) for i in range(len(events))],
+        owner=events[0].owner,
+        rates=orjson.dumps(rates).decode() if rates else None,
+        queued=quota.queued_requests if quota else 0,
         at_once=quota.concurrent_requests if quota else 0,
         log_bytes=quota.log_bytes if quota else 0,
     )
 
 
-def tokenized(log: LogContext, entry: Entry, event: Tokenized, *, stored: bool = False) -> Script[bool]:
+def rates_of(quota: Quota) -> dict[str, int]:
+    """Return how much fits into the token buckets of *quota*, by name."""
+    names = ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day")
+    return {name: most for name in names if (most := getattr(quota, name))}
+
+
+def _account(event: Submitted, index: int, *, has_rates: bool) -> str:
+    """Return what `count_usage` in lib.lua reads when a request ends; "" if it is not counted. Of the choices of a
+    prompt, the first one is charged for the prompt."""
+    if event.replay is not None or event.endpoint == PROBE or event.task != "generate":
+        return ""
+    has_prompt = index % max(event.presentation.choices, 1) == 0
+    return f"{has_prompt:d}{has_rates:d}{event.owner}\n{event.model}"
+
+
+def tokenized(
+    log: LogContext, entry: Entry, event: Tokenized, *, stored: bool = False, turn: Turn = NO_TURN
+) -> Script[bool]:
     names, uid = log.names, entry.fields["uid"]
     words, shared = as_words(Tokenized, as_plain(event)), shared_by(names, uid)
     words, texts = referring(words) if shared else (words, {})
@@ -213,6 +212,7 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized, *, stored: bool =
             "submitted": names.submitted,
             "history": names.request(uid),
             "tokenized": names.tokenized,
+            "waiting": names.waiting,
             "shared": shared,
             "pieces": [*map(names.text, pieces)],
             "stored_bytes": names.stored_bytes,
@@ -223,6 +223,7 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized, *, stored: bool =
         entry=entry.id,
         uid=uid,
         frontend=entry.fields["frontend"],
+        turn=[word for pair in turn.fields().items() for word in pair],
         num_texts=len(texts),
     )
 
@@ -239,7 +240,7 @@ def _end_fields(event: End) -> dict[str, bytes]:
 def sealing(names: Names) -> dict[str, str | Sequence[str] | None]:
     """Return the keys that `seal` in lib.lua needs whatever request ends."""
     keys = {"live": names.live, "control": names.control, "ended": names.ended, "archive": names.archive}
-    return {**keys, "stored": names.stored, "stored_bytes": names.stored_bytes}
+    return {**keys, "stored": names.stored, "stored_bytes": names.stored_bytes, "accounts": names.accounts}
 
 
 def _sealed(names: Names, uid: str, frontend: str) -> dict[str, str | Sequence[str] | None]:

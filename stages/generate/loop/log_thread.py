@@ -32,6 +32,7 @@ from stages.generate.loop.updates import Arrived as Arrived
 from stages.generate.loop.updates import Ended as Ended
 from stages.generate.loop.updates import Flush as Flush
 from stages.generate.loop.updates import Lost as Lost
+from stages.generate.loop.updates import Room
 from stages.generate.loop.updates import Update as Update
 
 
@@ -153,7 +154,7 @@ class LogThread:
         *commit_interval_s*: longest time that a step waits for the next ones, to be committed together.
         """
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._told_room = 0, 0
+        self._told_room = Room(), 0
         """The last room that the engine has told, and the number of updates that it had read then."""
         self._num_sent = 0
         self._num_read = 0
@@ -190,7 +191,7 @@ class LogThread:
         self._thread.start()
 
     def commit(
-        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, *, settled: bool = False
     ) -> None:
         """As EngineLink."""
         made_s, self._told_room = time.monotonic(), (room, self._num_read)
@@ -208,11 +209,11 @@ class LogThread:
         """As EngineLink."""
         self._outbox.close()
 
-    def idle(self, room: int) -> None:
+    def idle(self, room: Room) -> None:
         """As EngineLink: the thread waits for an update."""
         self._say_idle(Idle(room, self._num_read, brief=False))
 
-    def look(self, room: int) -> None:
+    def look(self, room: Room) -> None:
         """As EngineLink: the thread looks once for an update."""
         self._say_idle(Idle(room, self._num_read, brief=True))
 
@@ -270,9 +271,9 @@ class LogThread:
     def _take_what_fits(self) -> None:
         """Take as many requests as the engine has told that it has room for, without those that came since."""
         told, num_read = self._told_room
-        room = told - (self._num_sent - num_read)
-        if room > 0:
-            self._keep_trying(lambda: self._take(room))
+        count = told.count - (self._num_sent - num_read)
+        if count > 0:
+            self._keep_trying(lambda: self._take(Room(count, told.but)))
 
     def _tell(self, update: Update) -> None:
         self._num_sent += 1
@@ -337,15 +338,15 @@ class LogThread:
             self._check_live()
         return done.newest, done.steps_length
 
-    def _take(self, room: int) -> None:
+    def _take(self, room: Room) -> None:
         self._look_for_detokenizer()
         if self._detokenizer == "absent":
-            room = 0
+            room = Room()
         if self._deliveries == "unseen":
             pending, known = self._log.pending(self._inbox, self._owner.slot), set(self._entry_ids.values())
             self._bring([entry for entry in pending if entry.id not in known], resumed=None)
         self._deliveries = "unseen"
-        taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
+        taken = self._log.take(self._owner, room.count, control_cursor=self._control_cursor, but=room.but)
         if taken.entries:
             failpoint("generate.after_take")
         self._deliveries = "seen"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.events import EventRow, StepCompleted, TokenRow
+from stages.generate.loop.updates import Room
 
 MOST_TOGETHER: Final = 8
 """Largest number of steps in a group."""
@@ -58,7 +59,7 @@ class PendingStep:
 class Idle:
     """The engine has nothing to compute."""
 
-    room: int
+    room: Room
     num_read: int
     """Number of updates that the engine has read. If the thread has sent more, the engine is no longer idle."""
     brief: bool

@@ -120,4 +120,7 @@ def _request(uid: str, submitted: Submitted, tokenized: Tokenized, output: Seque
         grammar_param=tokenized.grammar_param,
         prediction=tokenized.prediction,
         reads_cache=submitted.replay is None or submitted.replay.cached,
+        owner=submitted.turn,
+        weight=submitted.weight,
+        overtakes=submitted.overtakes,
     )

@@ -46,25 +46,35 @@ class Lost:
 Update = Arrived | Ended | Flush | Lost
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an engine may take from the log."""
+
+    count: int = 0
+    """Number of new requests."""
+    but: tuple[str, ...] = ()
+    """Owners of whom none is taken."""
+
+
 class EngineLink(Protocol):
     """What the engine's loop knows of the log: a `LogThread`, or a log in this process."""
 
     def commit(
-        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, *, settled: bool = False
     ) -> None:
         """Queue step *number* for commit, which consumes the entries of the uids in *ended*.
 
-        Wait while too many steps are queued. With *settled*, also wait until this step is committed. *room*: how many
-        new requests the engine could take after it.
+        Wait while too many steps are queued. With *settled*, also wait until this step is committed. *room*: what the
+        engine could take after it.
         """
 
     def close(self) -> None:
         """Let all queued steps be committed now: the next one takes long."""
 
-    def idle(self, room: int) -> None:
+    def idle(self, room: Room) -> None:
         """Report that there is nothing to compute: the engine waits for an update."""
 
-    def look(self, room: int) -> None:
+    def look(self, room: Room) -> None:
         """Report that there is nothing to compute yet, so that the log is looked at once for an update."""
 
     def next_update(self, timeout_s: float = 0.0) -> Update | None:

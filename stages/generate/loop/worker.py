@@ -37,7 +37,7 @@ from stages.generate.loop.meter import EngineMeter, measure_cache
 from stages.generate.loop.pace import Budget, Pace
 from stages.generate.loop.row_cost import RowCost
 from stages.generate.loop.suspects import Suspects
-from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Update
+from stages.generate.loop.updates import Arrived, Ended, EngineLink, Flush, Lost, Room, Update
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.config import GENERATION_CONFIG
 from stages.generate.model.ends import end_tokens
@@ -223,10 +223,11 @@ class GenerateWorker:
                 self._enter(dataclasses.replace(arrived, request=request))
 
     @property
-    def _room(self) -> int:
-        """Number of new requests that may be taken from the log now."""
+    def _room(self) -> Room:
+        """What may be taken from the log now."""
         uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
-        return max(self._schedule.room - uncompiled, 0)
+        count = max(self._schedule.room - uncompiled, 0)
+        return Room(count) if count or uncompiled else Room(*self._schedule.room_for_others)
 
     def _wait_for_update(self, stop: Stop) -> None:
         if self._grammars:

@@ -21,15 +21,15 @@ from stages.generate.kvcache import cache_name, remade
 from stages.generate.kvcache.base import Allocation, CacheSnapshot, Held, LocalLayers, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
-from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, Turns, by_order
 
 SNAPSHOT_EVERY: Final = 1000
 """Number of steps from one snapshot to the next .."""
 SNAPSHOT_EVERY_S: Final = 60.0
 """.. unless this time is over: an engine with little to do makes few steps before they expire."""
-SNAPSHOT_VERSION: Final = 4
+SNAPSHOT_VERSION: Final = 5
 """2: the prompt that lacks the fewest tokens is computed first. 3: local layers have parts of pages of their own. 4:
-there are drafts."""
+there are drafts. 5: owners take turns."""
 LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
 """A record without any of these words ends with the usual ones."""
 USUAL: Final = ("plan", "complete")
@@ -158,6 +158,7 @@ class RecordedSchedule(Schedule):
             "alone": self._alone,
             "arrived": self._num_arrived,
             "prefilled": self._num_prefilled,
+            "turns": [self._turns.clock, self._turns.given],
             "requests": [
                 [
                     *(one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still),
@@ -218,7 +219,7 @@ class RecordedSchedule(Schedule):
                     request.table, request.allocation = schedule._tables.popleft(), allocations[at]
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
-            schedule._num_prefilled = plain["prefilled"]
+            schedule._num_prefilled, schedule._turns = plain["prefilled"], Turns(*plain["turns"])
             schedule._take_away(plain["num_pages"] - (num_pages or plain["num_pages"]))
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UndecodableEvent(f"the snapshot of a schedule does not decode: {error!r}") from error

@@ -37,7 +37,7 @@ class NewRequest:
     output_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    """Lower runs earlier. Requests with the same priority run in the order of their arrival."""
+    """Of the requests of an owner, lower runs earlier. With the same priority, the first to arrive does."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not be drawn."""
     reads_cache: bool = True
@@ -51,6 +51,12 @@ class NewRequest:
     is computed because its tokens are known."""
     prediction: tuple[int, ...] = ()
     """Tokens that the client expects as output: drafts."""
+    owner: str = ""
+    """Whose request it is: owners share prompts and pages .."""
+    weight: int = 1
+    """.. by their weights."""
+    overtakes: bool = False
+    """Whether its priority counts among the requests of all owners."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +98,12 @@ class Request:
     last_plan: int = 0
     """Ordinal of the last plan that has a row of it."""
     prediction: tuple[int, ...] = ()
+    """See NewRequest."""
+    owner: str = ""
+    """See NewRequest."""
+    weight: int = 1
+    """See NewRequest."""
+    overtakes: bool = False
     """See NewRequest."""
     acceptance: int = WHOLE // 2
     """Part of its last drafts that were what was drawn, of WHOLE: a decaying mean."""
@@ -136,6 +148,11 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Sort key: the lowest comes first, the highest is preempted first."""
         return self.priority, self.arrival
+
+    @property
+    def band(self) -> int:
+        """Sort key before all others: its priority, if that counts among the requests of all owners."""
+        return self.priority if self.overtakes else 0
 
     @property
     def num_output(self) -> int:

@@ -4,10 +4,14 @@ It has no clock, random number, set order or torch: the same calls return the sa
 chunks of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running
 streams. The caller of `plan` may set the small one, from measured times for example.
 
-Requests are ordered by priority, then by arrival. When pages run out, the last running request gives its pages back; a
-waiting request never displaces a running one. Prompts are computed, and waiting requests admitted, in another order: by
-priority, then those whose streams pause, then the one that lacks the fewest tokens. So a question does not wait behind
-a document. A prompt ages while others are computed: it waits for at most PATIENCE times as many tokens as it lacks.
+Owners take turns: the prompts of the owner are next of whom the fewest tokens were computed, by its weight. An owner
+that comes, or comes back, begins where the others are (`Turns`). When pages run out, the owner that holds most of them
+gives some back: the last of its running requests is preempted. A waiting request never displaces a running one.
+
+An owner's requests are ordered by priority, then by arrival. Its prompts are computed, and its waiting requests
+admitted, in another order: by priority, then those whose streams pause, then the one that lacks the fewest tokens. So a
+question does not wait behind a document. A prompt ages while others of its owner are computed: it waits for at most
+PATIENCE times as many tokens as it lacks. Only a request that may overtake is ordered by priority before its owner.
 
 A plan may be made while the step before is in flight, whose tokens are not known yet. Then each token that this step
 samples has a placeholder, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`,
@@ -23,13 +27,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, Scores, StepRow, TokenRow
-from stages.generate.kvcache.base import Allocation, PrefixCache
+from stages.generate.kvcache.base import PrefixCache
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import MANY_STREAMS, NewRequest, Request
@@ -85,6 +89,31 @@ PATIENCE = 8
 """See the first lines."""
 
 
+class Turns:
+    """How many tokens of each owner's prompts were computed, by its weight: start-time fair queueing, as in take.lua.
+
+    The clock is what the owner has whose turn it is. An owner that has less has as much as the clock: while it had no
+    prompts, it saved nothing.
+    """
+
+    def __init__(self, clock: int = 0, given: Mapping[str, int] | None = None) -> None:
+        self.clock = clock
+        self.given = dict(given or {})
+        """Owner -> thousandths of tokens by weight, of those that are ahead of the clock."""
+
+    def of(self, owner: str) -> int:
+        return max(self.given.get(owner, 0), self.clock)
+
+    def advance(self, owners: Iterable[str]) -> None:
+        """Set the clock to what the owner has whose turn it is, of *owners*, who all have prompts."""
+        self.clock = max(self.clock, min(map(self.of, owners), default=0))
+        self.given = {owner: given for owner, given in self.given.items() if given > self.clock}
+
+    def give(self, owner: str, weight: int, num_tokens: int) -> None:
+        """Count computed tokens of an owner's prompts."""
+        self.given[owner] = self.of(owner) + 1000 * num_tokens // weight
+
+
 class Schedule:
     """Waiting and running requests of one engine, and the pages they hold."""
 
@@ -102,6 +131,7 @@ class Schedule:
         self._by_uid: dict[str, Request] = {}
         self._tables = deque(range(limits.max_running_requests))
         self._num_arrived = 0
+        self._turns = Turns()
         self._num_prefilled = 0
         """Number of prompt tokens planned so far."""
         self._step = 0
@@ -165,6 +195,9 @@ class Schedule:
             reads_cache=new.reads_cache,
             stands_still=bool(new.output_ids),
             prediction=tuple(takewhile(lambda token: 0 <= token < self._limits.vocab_size, new.prediction)),
+            owner=new.owner,
+            weight=new.weight,
+            overtakes=new.overtakes,
         )
         self._num_arrived += 1
         insort(self._waiting, request, key=by_order)
@@ -239,6 +272,15 @@ class Schedule:
             return 0
         free = self._limits.max_running_requests - len(self._running)
         return max(min(MOST_TAKEN, free) - len(self._waiting), 0)
+
+    @property
+    def room_for_others(self) -> tuple[int, tuple[str, ...]]:
+        """Number of new requests that may be taken where there is no other room, but not of the owners that wait here:
+        one owner's requests must not keep the others from their turn."""
+        free = self._limits.max_running_requests - len(self._running)
+        if not self._waiting or not free or self._alone is not None:
+            return 0, ()
+        return max(2 * MOST_TAKEN - len(self._waiting), 0), tuple({request.owner: None for request in self._waiting})
 
     @property
     def may_admit(self) -> bool:
@@ -466,10 +508,12 @@ class Schedule:
     def _plan_decodes(self, marks: list[StepRow], row_cost: int | None) -> list[PlanRow]:
         rows: list[PlanRow] = []
         page_size, number = self._cache.page_size, self._num_plans + 1
+        while self._is_short:
+            self._preempt(self._last(), marks, self.next_step)
         drafts_of = self._drafts_of(row_cost)
-        for request in list(self._running):
-            if request.table < 0 or not request.decodes:
-                continue  # an earlier request preempted it just now, or its prompt is not done
+        for request in self._running:
+            if not request.decodes:
+                continue  # its prompt is not done
             start, first_page = request.num_computed, len(request.allocation.pages)
             if drafts := drafts_of.get(request.uid):
                 missing = max(self._pages_missing(request, start + 1 + len(drafts)), 0)
@@ -485,9 +529,9 @@ class Schedule:
                 rows.append(PlanRow(request.table, start, (token,), (), first_page, sample))
                 self._expect(request, 0)
                 continue
-            new_pages = self._pages_for(request, marks)
-            if new_pages is not None:
-                rows.append(self._row(request, 1, new_pages, first_page))
+            pages = self._cache.grow(request.allocation, self._pages_missing(request, start + 1))
+            assert pages is not None, "there are enough for all that decode"
+            rows.append(self._row(request, 1, pages, first_page))
         return rows
 
     def _drafts_of(self, row_cost: int | None) -> dict[str, Sequence[int]]:
@@ -553,18 +597,13 @@ class Schedule:
         self._sampled.append((request, chunks, len(request.token_ids), request.num_drafts))
         request.token_ids.append(-len(self._sampled))
 
-    def _pages_for(self, request: Request, marks: list[StepRow]) -> list[int] | None:
-        """Return the pages that the next token needs beyond those held; None: *request* itself was preempted.
-
-        While too few pages are free, the last request is preempted.
-        """
-        missing = self._pages_missing(request, request.num_computed + 1)
-        while (pages := self._cache.grow(request.allocation, missing)) is None:
-            last = self._running[-1]
-            self._preempt(last, marks, self.next_step)
-            if last is request:
-                return None
-        return pages
+    def _last(self) -> Request:
+        """Return the running request that is preempted first: the last one of the owner that holds most, by weight."""
+        held: dict[tuple[int, str], int] = {}
+        for one in self._running:
+            owner = one.band, one.owner
+            held[owner] = held.get(owner, 0) + 1000 * len(one.allocation.pages) // one.weight
+        return max(self._running, key=lambda one: (one.band, held[one.band, one.owner], one.order))
 
     def _plan_prefills(self, budget: int, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
@@ -572,10 +611,16 @@ class Schedule:
         crowded = self._running and any(isinstance(one, EventRow) and isinstance(one.event, Preempted) for one in marks)
         if budget > 0:
             self._is_crowded = bool(crowded)
+        prompts: dict[str, deque[Request]] = {}
         for request, _ in self._prompts():
+            prompts.setdefault(request.owner, deque()).append(request)
+        self._turns.advance(prompts)
+        while prompts and budget > 0:
+            owner = min(prompts, key=lambda owner: (prompts[owner][0].band, self._turns.of(owner), owner))
+            request = prompts[owner].popleft()
+            if not prompts[owner]:
+                del prompts[owner]
             pages: list[int] = []
-            if budget <= 0:
-                break
             if request.table < 0:
                 self._is_crowded = self._is_crowded or not self._tables or not self._admit(request, marks)
                 if self._is_crowded:
@@ -585,6 +630,7 @@ class Schedule:
             count = len(rows[-1].token_ids)
             budget -= count
             self._num_prefilled += count
+            self._turns.give(owner, request.weight, count)
         return rows
 
     def _prompts(self) -> list[tuple[Request, int]]:
@@ -599,10 +645,11 @@ class Schedule:
             cached = self._cache.num_cached(one.token_ids) if is_cached else 0
             prompts.append((one, len(one.token_ids) - cached))
 
-        def order(prompt: tuple[Request, int]) -> tuple[int, bool, int, int]:
+        def order(prompt: tuple[Request, int]) -> tuple[int, int, str, int, bool, int, int]:
             one, missing = prompt
+            turn = one.band, self._turns.of(one.owner), one.owner
             pauses = one.stands_still or one.num_output > 0
-            return one.priority, not pauses, PATIENCE * missing + one.came_at, one.arrival
+            return *turn, one.priority, not pauses, PATIENCE * missing + one.came_at, one.arrival
 
         return sorted(prompts, key=order)
 
@@ -617,7 +664,7 @@ class Schedule:
         request.table = self._tables.popleft()
         request.num_computed = allocation.cached_tokens
         insort(self._running, request, key=by_order)
-        marks.append(self._mark(request, self._admitted(allocation)))
+        marks.append(self._mark(request, self._admitted(request)))
         return True
 
     def _chunk(self, request: Request, budget: int, pages: list[int], first_page: int) -> PlanRow:
@@ -685,7 +732,7 @@ class Schedule:
             self._tables.append(request.table)
             request.table = -1
 
-    def _admitted(self, allocation: Allocation) -> Admitted:
+    def _admitted(self, request: Request) -> Admitted:
         identity = self.identity
         return Admitted(
             engine=identity.engine,
@@ -694,7 +741,8 @@ class Schedule:
             fingerprint=identity.fingerprint,
             numerics=identity.numerics,
             version=identity.version,
-            cached_tokens=allocation.cached_tokens,
+            cached_tokens=request.allocation.cached_tokens,
+            prompt_tokens=request.prompt_length,
         )
 
     def _mark(self, request: Request, event: Admitted | Preempted) -> EventRow:

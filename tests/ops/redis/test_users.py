@@ -134,7 +134,7 @@ def test_no_role_may_do_what_is_not_its_work(guarded: str, role: str, words: tup
 OTHERS = (
     (TOKENIZE, "GET", NAMES.owner("generate-0")),
     (TOKENIZE, "XADD", NAMES.steps("generate-0"), "*", "a", "b"),
-    (TOKENIZE, "GET", NAMES.limit("k", 1)),
+    (TOKENIZE, "GET", NAMES.limit("k")),
     (TOKENIZE, "GET", NAMES.idempotency("k")),
     (GENERATE, "SET", NAMES.owner("tokenize-0"), "1"),
     (GENERATE, "SET", NAMES.owner("detokenize-0"), "1"),

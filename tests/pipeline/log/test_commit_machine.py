@@ -947,6 +947,8 @@ class Story(RuleBasedStateMachine):
         seen, expected = self.without_clock(self.seen), self.oracle.state()
         if seen != expected:
             self.fail(f"the log holds {differences(seen, expected)}")
+        if self.ground.num_used != self.oracle.log.num_sealed:
+            self.fail(f"{self.ground.num_used} ends are in the usage, of {self.oracle.log.num_sealed}")
         for uid in self.clients:
             history = self.seen.streams.get(NAMES.request(uid), ())
             if len(history) != self.checked.get(uid):

@@ -17,16 +17,16 @@ def test_histories_that_nobody_reads_again_do_not_pile_up() -> None:
     assert len(log._streams.by_key) <= 1001
 
 
-def test_each_minute_has_a_count_of_its_own() -> None:
+def test_a_bucket_of_requests_is_filled_again() -> None:
     now_ms = 0
     log = MemoryLog(Names(), clock_ms=lambda: now_ms)
     event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams())
     outcomes = []
-    for now_ms in (119_000, 119_999, 120_000, 120_001):
+    for now_ms in (0, 59_999, 60_000, 60_001):
         outcomes.append(log.submit(str(now_ms), [event], quota=Quota("key", 1)))
     assert outcomes == [
-        SubmitResult(Submission.ACCEPTED, "119000"),
-        SubmitResult(Submission.TOO_FAST, "119999", 1),
-        SubmitResult(Submission.ACCEPTED, "120000"),
-        SubmitResult(Submission.TOO_FAST, "120001", 59_999),
+        SubmitResult(Submission.ACCEPTED, "0"),
+        SubmitResult(Submission.TOO_FAST, "59999", 1, limit="requests_per_minute"),
+        SubmitResult(Submission.ACCEPTED, "60000"),
+        SubmitResult(Submission.TOO_FAST, "60001", 59_999, limit="requests_per_minute"),
     ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
-from support.log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, TOO_MUCH, Scene, submitted, with_front
+from support.log_contract import ACCEPTED, LONG_MS, NAMES, TOO_FAST, TOO_MUCH, Scene, submitted
 from support.redis_servers import command
 
-from pipeline.log.operations import requests
-from pipeline.log.protocol import Once, Quota, RequestLimits, SubmitResult
-from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.log.protocol import Quota, RequestLimits
+from pipeline.log.redis import RedisLog
 from pipeline.log.shared import REQUEST_BYTES
 
 EVENT = submitted()
@@ -23,15 +21,11 @@ def now_ms(log: RedisLog) -> int:
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 
-def minute_of(log: RedisLog) -> int:
-    return now_ms(log) // 60_000
-
-
-def counts(log: RedisLog, key: str = "key") -> dict[str, int]:
-    """Return limit key -> how many were counted in it."""
-    found = [each.decode() for each in command(log.url, "KEYS", "*:limit:*")]
-    assert all(f":limit:{key}:" in each for each in found)
-    return {each: int(command(log.url, "GET", each)) for each in found}
+def counted(log: RedisLog, owner: str = "key") -> dict[str, float]:
+    """Return how much was taken out of each token bucket of *owner*."""
+    words = [word.decode() for word in command(log.url, "HGETALL", NAMES.balance(owner))]
+    pairs = {name: told.split() for name, told in zip(words[::2], words[1::2], strict=True) if name != "ms"}
+    return {name: float(most) - float(left) for name, (most, left) in pairs.items()}
 
 
 def test_what_is_counted_has_a_time_to_live(log: RedisLog, scene: Scene) -> None:
@@ -39,9 +33,8 @@ def test_what_is_counted_has_a_time_to_live(log: RedisLog, scene: Scene) -> None
     scene.submit_as("a", quota)
     log.limits = RequestLimits(timeout_s=1, retention_s=60)
     log.submit("b", [EVENT], quota=quota)  # which ends sooner than the first
-    assert sum(counts(log).values()) == 2
-    for key in counts(log):
-        assert 118_000 < command(log.url, "PTTL", key) <= 120_000
+    assert counted(log) == {"requests_per_minute": pytest.approx(2, abs=0.1)}
+    assert 60_000 < command(log.url, "PTTL", NAMES.balance("key")) <= 2 * LONG_MS
     assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"a", b"b"]
     assert 2 * LONG_MS - 2000 < command(log.url, "PTTL", NAMES.running("key")) <= 2 * LONG_MS
 
@@ -51,39 +44,38 @@ def test_nothing_is_kept_of_a_key_without_limits(log: RedisLog, scene: Scene) ->
     scene.submit_as("b", Quota("key", requests_per_minute=5))
     assert command(log.url, "EXISTS", NAMES.running("key")) == 0
     scene.submit_as("c", Quota("other", concurrent_requests=5))
-    assert sum(counts(log).values()) == 1
+    assert counted(log) and not counted(log, "other")
 
 
-def test_each_minute_of_redis_has_a_count_of_its_own(log: RedisLog, scene: Scene) -> None:
-    minute = minute_of(log)
-    for other in (minute - 3, minute - 2, minute - 1, minute + 2):
-        command(log.url, "SET", NAMES.limit("key", other), 1000)
-    assert scene.submit_as("a", Quota("key", requests_per_minute=10)).submission is ACCEPTED
-    for this in (minute, minute + 1):  # which it may be by now
-        command(log.url, "SET", NAMES.limit("key", this), 10)
-    earliest_ms = now_ms(log)
-    refused = scene.submit_as("b", Quota("key", requests_per_minute=10))
-    assert refused.submission is TOO_FAST
-    latest_ms = now_ms(log)
-    the_minute_ends_ms = (latest_ms + refused.again_ms) // 60_000 * 60_000
-    assert earliest_ms + refused.again_ms <= the_minute_ends_ms
-
-
-@pytest.mark.parametrize("minutes", [-1000, -2, -1, 1, 2, 5])
-def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
-    log: RedisLog, scene: Scene, monkeypatch: pytest.MonkeyPatch, minutes: int
+@pytest.mark.parametrize(("period", "period_ms"), [("minute", 60_000), ("day", 86_400_000)])
+def test_a_bucket_is_filled_again_by_the_clock_of_redis(
+    log: RedisLog, scene: Scene, period: str, period_ms: int
 ) -> None:
-    async def from_a_frontend(front: AsyncRedisLog) -> SubmitResult:
-        return await front.submit("b", [EVENT], quota=quota)
+    name = f"requests_per_{period}"
+    quota = Quota("key", **{name: 10})
 
-    quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
-    monkeypatch.setattr(requests, "this_minute", lambda: int(time.time()) // 60 + minutes)
-    before = minute_of(log)
-    assert scene.submit_as("a", quota, Once("k", "body")) == SubmitResult(ACCEPTED, "a")
-    assert with_front(log.url, from_a_frontend) == SubmitResult(ACCEPTED, "b")
-    counted = counts(log)
-    assert sum(counted.values()) == 2
-    assert set(counted) <= {NAMES.limit("key", minute) for minute in range(before, minute_of(log) + 1)}
+    def left(requests: float, ago_ms: int = 0) -> None:
+        command(log.url, "HSET", NAMES.balance("key"), "ms", now_ms(log) - ago_ms, name, f"10 {requests}")
+
+    left(0.5)
+    refused = scene.submit_as("a", quota)
+    assert (refused.submission, refused.limit) == (TOO_FAST, name)
+    assert period_ms // 20 - 2000 < refused.again_ms <= period_ms // 20
+    left(0.5, period_ms // 20)
+    assert scene.submit_as("a", quota).submission is ACCEPTED
+    left(5, 10 * period_ms)
+    outcomes = [scene.submit_as(f"b{number}", quota).submission for number in range(11)]
+    assert outcomes == [*[ACCEPTED] * 10, TOO_FAST], "it never holds more than the limit"
+
+
+def test_a_smaller_limit_counts_at_once_and_a_larger_one_gives_nothing_back(log: RedisLog, scene: Scene) -> None:
+    for number in range(3):
+        scene.submit_as(f"a{number}", Quota("key", requests_per_day=5))
+    assert scene.submit_as("b", Quota("key", requests_per_day=1)).submission is ACCEPTED
+    assert scene.submit_as("c", Quota("key", requests_per_day=1)).submission is TOO_FAST
+    assert scene.submit_as("d", Quota("key", requests_per_day=100)).submission is TOO_FAST
+    assert scene.submit_as("d", Quota("key", requests_per_day=100, requests_per_minute=1)).limit == "requests_per_day"
+    assert scene.submit_as("e", Quota("key", requests_per_minute=1)).submission is ACCEPTED
 
 
 def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log: RedisLog, scene: Scene) -> None:
@@ -97,7 +89,7 @@ def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log
 
 
 def test_the_bytes_of_a_key_are_one_value_with_few_parts_and_a_time_to_live(log: RedisLog, scene: Scene) -> None:
-    key, quota = NAMES.limit("key", "bytes"), Quota("key", log_bytes=1 << 30)
+    key, quota = NAMES.limit("key"), Quota("key", log_bytes=1 << 30)
     retention_ms, part_ms = 16_000, 1000
     begin_ms = now_ms(log) // part_ms * part_ms
     begins_ms = [begin_ms - part_ms * age for age in range(40, 0, -1)]
@@ -111,7 +103,7 @@ def test_the_bytes_of_a_key_are_one_value_with_few_parts_and_a_time_to_live(log:
 
 
 def test_who_has_used_a_share_is_told_when_its_oldest_requests_expire(log: RedisLog, scene: Scene) -> None:
-    key, retention_ms, part_ms = NAMES.limit("key", "bytes"), 160_000, 10_000
+    key, retention_ms, part_ms = NAMES.limit("key"), 160_000, 10_000
     begin_ms = now_ms(log) // part_ms * part_ms
     command(log.url, "SET", key, " ".join(f"{begin_ms - age * part_ms}:100" for age in (9, 5, 2)))
     for share, age in ((201, 9), (200, 5), (101, 5), (100, 2), (1, 2)):

@@ -42,6 +42,7 @@ from pipeline.log.entries import (
 )
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
+    NO_TURN,
     DeadLetter,
     Entry,
     Inbox,
@@ -57,6 +58,7 @@ from pipeline.log.protocol import (
     Submission,
     SubmitResult,
     Taken,
+    Turn,
 )
 from pipeline.log.redis import RedisLog
 from pipeline.log.shared import submitted_bytes, submitted_fields, submitted_words
@@ -101,6 +103,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         self._changed = threading.Condition()
         self._streams = Streams(self._now_ms, self._changed.notify_all)
         self._live: dict[str, int] = {}
+        self.num_sealed = 0
+        """Number of ends that were written. Each is in the usage of its owner."""
         self._leases = Leases(self._now_ms)
         self._once: dict[str, tuple[str, str, int]] = {}
         self._left: set[str] = set()
@@ -183,7 +187,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
         return min(queued, len(self._live) - len(self.alive([entry.fields.get("uid", "") for entry in taken]))) > most
 
-    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False) -> bool:
+    def tokenized(self, entry: Entry, event: Tokenized, *, stored: bool = False, turn: Turn = NO_TURN) -> bool:
         uid = entry.fields["uid"]
         with self._changed:
             if not self._streams.consume(Inbox.submitted(self.names), entry.id):
@@ -311,13 +315,15 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
 
     # engines
 
-    def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
+    def take(self, owner: Owner, max_entries: int, *, control_cursor: str, but: Sequence[str] = ()) -> Taken:
         with self._changed:
             self._leases.fence(owner)
             stream = self._streams.get(self.names.tokenized)
             entries = self._streams.deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
             group = stream.groups.get(GENERATE) if stream is not None else None
             cursor = group.delivered if group is not None else (0, 0)
+            if stream is not None and stream.after(cursor):
+                cursor = (0, 0)
             return Taken(tuple(entries), id_text(cursor), *self._control_after(control_cursor))
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
@@ -388,6 +394,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
                     self._live.pop(item.uid, None)
                 history = self._streams.append(self.names.request(item.uid), item.entry_id, fields)
                 if history is not None and ends:
+                    self.num_sealed += 1
                     brief = brief_ms(item.event, item.n, fields, self.limits.retention_ms)
                     history.expires_ms = self._in_ms(self._kept_ms(history) if brief is None else brief)
                     if item.tell_engine:
@@ -498,6 +505,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         fields = self._stamped(said | {"n": str(n)})
         if not self._streams.append(self.names.request(uid), SEAL, fields):
             return None
+        self.num_sealed += 1
         brief = brief_ms(event, n, said, self.limits.retention_ms)
         history.expires_ms = self._in_ms(self._kept_ms(history) if brief is None else brief)
         self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
-from pipeline.log.entries import MINUTE_MS
 from pipeline.log.protocol import Quota, Submission, SubmitResult
+
+PERIODS_MS: Final = {"requests_per_minute": 60_000, "requests_per_day": 86_400_000}
+
+
+def rates(quota: Quota) -> list[tuple[str, int]]:
+    """Return the limits a minute and a day of *quota*, but for those on tokens."""
+    return [(name, most) for name in PERIODS_MS if (most := getattr(quota, name))]
 
 
 class Quotas:
@@ -21,20 +28,18 @@ class Quotas:
         self._now_ms = clock_ms
         self._retention_ms = retention_ms
         self._behind: dict[str, set[str]] = {}
-        self._minute = 0
-        self._accepted: dict[str, int] = {}  # of each API key, in that minute
+        self._buckets: dict[tuple[str, str], tuple[int, float]] = {}
+        """Owner and limit -> time of the last submit, and what was left then."""
         self._bytes: dict[str, dict[int, int]] = {}
         """API key -> begin -> bytes, for each sixteenth of the retention."""
 
     def used_up(self, quota: Quota, uid: str, live: Collection[str]) -> SubmitResult | None:
         """Return the refusal of a submit if the quota is used up; None: it is not."""
         now_ms = self._now_ms()
-        minute, ms = divmod(now_ms, MINUTE_MS)
-        if minute != self._minute:
-            self._minute = minute
-            self._accepted.clear()
-        if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
-            return SubmitResult(Submission.TOO_FAST, uid, MINUTE_MS - ms)
+        waits = {name: (1 - self._level(quota, name, now_ms)) * PERIODS_MS[name] / most for name, most in rates(quota)}
+        if waits and max(waits.values()) > 0:
+            slowest = max(waits, key=lambda name: waits[name])
+            return SubmitResult(Submission.TOO_FAST, uid, math.ceil(waits[slowest]), limit=slowest)
         running = self.running[quota.key] = {other for other in self.running.get(quota.key, ()) if other in live}
         if 0 < quota.concurrent_requests <= len(running):
             return SubmitResult(Submission.TOO_MANY, uid)
@@ -60,8 +65,16 @@ class Quotas:
             begin_ms = now_ms // self._part_ms * self._part_ms
             parts = self._bytes[quota.key] = self._parts(quota.key, now_ms)
             parts[begin_ms] = parts.get(begin_ms, 0) + num_bytes
-        self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
+        now_ms = self._now_ms()
+        for name, _ in rates(quota):
+            self._buckets[quota.key, name] = now_ms, self._level(quota, name, now_ms) - 1
         self.running.setdefault(quota.key, set()).update(uids)
+
+    def _level(self, quota: Quota, name: str, now_ms: int) -> float:
+        """Return what is in a token bucket of requests."""
+        most = getattr(quota, name)
+        at_ms, level = self._buckets.get((quota.key, name), (now_ms, most))
+        return float(min(level + (now_ms - at_ms) * most / PERIODS_MS[name], most))
 
     def _parts(self, key: str, now_ms: int) -> dict[int, int]:
         """Return the bytes that an API key has submitted within the retention, the oldest part first."""

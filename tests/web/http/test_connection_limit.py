@@ -30,7 +30,7 @@ class One:
 
 
 def limit_of(most: int, *, several_keys: bool = False, most_bytes: int = 1000) -> ConnectionLimit:
-    return ConnectionLimit(most, LogLimiter(), several_keys=several_keys, most_bytes=most_bytes)
+    return ConnectionLimit(most, LogLimiter(), has_several_keys=lambda: several_keys, most_bytes=most_bytes)
 
 
 def enter(connection_limit: ConnectionLimit, num: int, holder: str, *, working: bool = True) -> list[One]:
@@ -129,6 +129,15 @@ def test_a_quarter_may_be_viewers_until_they_end() -> None:
     assert caught.value.status == 429
     connection_limit.waits(members[0])
     connection_limit.views(members[4])
+
+
+def test_a_key_may_have_a_limit_of_its_own_for_its_viewers() -> None:
+    connection_limit = limit_of(16)
+    members = enter(connection_limit, 8, "key k")
+    for one in members[:6]:
+        connection_limit.views(one, 6)
+    with pytest.raises(RequestError, match=r"6 open streams of events, of at most 6 \(its limit `viewers`\)"):
+        connection_limit.views(members[6], 6)
 
 
 def test_sockets_of_the_file_system_and_trusted_proxies_have_no_share_but_count() -> None:

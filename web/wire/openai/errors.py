@@ -32,6 +32,10 @@ CODES: Final[Mapping[int, str]] = {
 """The codes of errors that have none of their own."""
 
 
+REVOKED: Final = "revoked"
+"""Who cancels the requests of API keys that were removed, as events name it."""
+
+
 class NotNow(RequestError):
     """The request is fine but is not taken now: the error says when to send it again."""
 
@@ -51,4 +55,6 @@ def error_of(event: Failed | Cancelled) -> RequestError:
     """Return the error that a client is told when its request fails or is cancelled."""
     if isinstance(event, Failed):
         return RequestError(event.message, code=event.code, param=event.param or None, status=event.status)
+    if event.by == REVOKED:
+        return RequestError("The API key of this request was revoked.", code="cancelled", status=CLIENT_CLOSED)
     return RequestError(f"The request was cancelled by {event.by}.", code="cancelled", status=CLIENT_CLOSED)

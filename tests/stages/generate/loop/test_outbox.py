@@ -18,9 +18,10 @@ from stages.generate.loop.outbox import (
     Outbox,
     PendingStep,
 )
+from stages.generate.loop.updates import Room
 
 TOKEN = TokenRow(uid="a", n=7, token=5)
-IDLE = Idle(1, 0, brief=False)
+IDLE = Idle(Room(1), 0, brief=False)
 
 
 class Rig:

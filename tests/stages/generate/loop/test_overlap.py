@@ -29,6 +29,7 @@ from pipeline.stage.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.loop.log_thread import Arrived, Ended, Flush, Update
+from stages.generate.loop.updates import Room
 from stages.generate.loop.worker import GenerateWorker
 from stages.generate.ranks.channel import Follower, Leader
 from stages.generate.ranks.steps import FollowingEngine, LaunchingEngine
@@ -432,7 +433,7 @@ class Told:
         self.here.append(uid)
         return Arrived(request, resumed or bool(request.output_ids), suspect)
 
-    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int, **_: Any) -> None:
+    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, **_: Any) -> None:
         if self._dies:
             self._dies = False
             raise Dies
@@ -456,7 +457,7 @@ class Told:
         self._left -= set(ended)
         self.here = [uid for uid in self.here if uid not in ended]
 
-    def idle(self, room: int) -> None: ...
+    def idle(self, room: Room) -> None: ...
 
     def close(self) -> None: ...
 
@@ -662,7 +663,7 @@ def test_an_engine_that_dies_at_any_step_of_a_call_costs_no_token(at: int) -> No
     class Mortal(Told):
         """Its engine dies when it commits this step of its first call."""
 
-        def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int, **rest: Any) -> None:
+        def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: Room, **rest: Any) -> None:
             self._dies = self._dies or (len(self.journal) == 1 and number == 2 + at)
             super().commit(number, event, ended, room, **rest)
 

@@ -45,6 +45,7 @@ from stages.generate.loop.log_thread import Arrived, LogThread, Update
 from stages.generate.loop.outbox import Outbox
 from stages.generate.loop.pace import Pace
 from stages.generate.loop.past import past_of
+from stages.generate.loop.updates import Room
 from stages.generate.loop.worker import sampling_defaults
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Schedule
@@ -543,7 +544,7 @@ def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
     looks = noted(monkeypatch, log, "forsaken")
     looks_before_steps = noted(monkeypatch, log, "step", lambda *_, **__: len(looks))
     log_thread.start()
-    log_thread.commit(1, StepCompleted(rows=()), [], 8)
+    log_thread.commit(1, StepCompleted(rows=()), [], Room(8))
     log_thread.stop()
     assert looks_before_steps == [0] and looks
 
