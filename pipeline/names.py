@@ -127,7 +127,8 @@ class Names:
 
     @property
     def waiting(self) -> str:
-        """Hash, while requests wait for an engine: how many of each owner, how much it was given, its weight."""
+        """Hash: whether all that wait for an engine are of one owner; if not, how many of each, and its share. See
+        commits/take.lua."""
         return self._key("waiting")
 
     def queue(self, owner: str) -> str:
@@ -136,7 +137,7 @@ class Names:
 
     @property
     def accounts(self) -> str:
-        """Hash uid -> owner and model of each request in `live` whose usage is counted when it ends."""
+        """Hash uid -> owner and model of each request in `live` whose end is counted in their usage."""
         return self._key("accounts")
 
     @property
@@ -171,7 +172,8 @@ class Names:
 
     @property
     def archive(self) -> str:
-        """Hash, as long as `ended`: `id` of the archive, and how many requests were `unarchived` when they expired."""
+        """Hash, as long as `ended`: `id` of the archive, how many requests were `unarchived` when they expired, and
+        whether usage was `recounted` from it."""
         return self._key("archive")
 
     def copy(self, who: str) -> str:
@@ -234,8 +236,8 @@ class Names:
         return self._key("users")
 
     def usage(self, owner: str, day: int) -> str:
-        """Hash model -> `<requests> <failed> <prompt tokens> <cached ones> <output tokens>` of an owner's requests that
-        ended on one day (UTC, counted from 1970), for 40 days."""
+        """Hash `<what> <model>` -> figure, such as `output_tokens qwen3`: an owner's requests that ended on one day
+        (UTC, counted from 1970), for 40 days. See `Used`."""
         return self._key(f"usage:{owner}:{day}")
 
     def running(self, key: str) -> str:
@@ -268,7 +270,7 @@ LASTING: Final = (
     *("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive"),
     *("stored", "stored_bytes", "waiting", "queue:*", "accounts"),
 )
-"""The keys without a time to live; every other key has one. `waiting` and `queue:*` are there while requests wait,
+"""The keys without a time to live; every other key has one. `queue:*` are there while requests wait,
 `accounts` while they live."""
 
 

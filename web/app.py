@@ -34,6 +34,7 @@ from web.routes.requests import replay_routes, request_routes
 from web.routes.stored import stored_routes
 from web.routes.stored_chats import stored_chat_routes
 from web.routes.tokenizer import tokenizer_routes
+from web.routes.usage import usage_routes
 from web.wire.openai.errors import CODES
 
 logger = structlog.get_logger()
@@ -94,6 +95,7 @@ def create_app(
         tokenizer_routes(frontend),
         pipeline_routes(frontend, keys),
         listing_routes(frontend),
+        usage_routes(frontend),
         stored_routes(frontend),
         stored_chat_routes(frontend),
         replay_routes(frontend),

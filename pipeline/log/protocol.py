@@ -110,6 +110,11 @@ class Turn:
     overtakes: bool = False
     """.. and with this, among those of all owners."""
 
+    @property
+    def line(self) -> str:
+        """What requests have in common that are taken in the order of their arrival."""
+        return f"{self.owner}\n{self.priority}\n{self.overtakes:d}"
+
     def fields(self) -> dict[str, str]:
         """Return the fields of its entry in `tokenized`: those that are not the defaults."""
         said = {"owner": self.owner, "weight": self.weight, "tokens": self.tokens, "priority": self.priority}
@@ -121,7 +126,7 @@ NO_TURN: Final = Turn()
 
 
 class Used(NamedTuple):
-    """What the requests of an owner have used that have ended. The order is that of the log."""
+    """What the requests of an owner have used that have ended. The names are those in the log."""
 
     requests: int = 0
     """Siblings count each."""
@@ -131,10 +136,6 @@ class Used(NamedTuple):
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     output_tokens: int = 0
-
-    def words(self) -> str:
-        """Return it as the log has it."""
-        return " ".join(map(str, self))
 
 
 @dataclass(frozen=True, slots=True)

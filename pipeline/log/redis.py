@@ -124,6 +124,8 @@ class RedisLog:
     archived = _sent(archivers.archived)
     num_unarchived = _sent(archivers.num_unarchived)
     begins = _sent(archivers.begins)
+    is_recounted = _sent(archivers.is_recounted)
+    recounted = _sent(archivers.recounted)
 
     # ranks
 
@@ -247,6 +249,6 @@ class AsyncRedisLog:
     open_replies = _awaited(frontends.open_replies)
     read_replies = _awaited(frontends.read_replies)
     users = _awaited(usage.users)
-    living_of = _awaited(usage.living_of)
+    living_of = _awaited(requests.living_of)
     usage = _awaited(usage.usage)  # the last ones, because they hide modules
     requests = _awaited(frontends.requests)

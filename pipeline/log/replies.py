@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from pipeline.errors import Fenced
@@ -112,6 +113,12 @@ def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
     found = {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
     found.pop(WAITING, None)
     return found
+
+
+def pairs_of(reply: Any) -> list[tuple[str, str]]:
+    """Return the fields of a reply to HGETALL: a map in RESP3, a list in RESP2."""
+    words = [as_text(word) for word in (chain(*reply.items()) if isinstance(reply, dict) else reply)]
+    return list(zip(words[::2], words[1::2], strict=True))
 
 
 def clock_ms(reply: Sequence[Any]) -> int:

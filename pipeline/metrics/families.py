@@ -351,6 +351,17 @@ STREAM_LAG: Final = Family("stream_lag", "gauge", "Entries that no worker has re
 DEAD_LETTERS: Final = Family("dead_letters", "gauge", "Dead letters that are kept.")
 NUM_LIVE: Final = Family("num_requests_live", "gauge", "Requests that were accepted and have not ended.")
 
+
+def _of_owner(name: str, what: str) -> Family:
+    since = "since midnight UTC, by owner. Prometheus takes the restart from 0 for a counter reset."
+    help = f"{what} {since} If there are keys, only the admin key sees it."
+    return Family(f"owner_{name}_total", "counter", help, labels=("owner",))
+
+
+OWNER_REQUESTS: Final = _of_owner("requests", "Requests that ended")
+OWNER_PROMPT_TOKENS: Final = _of_owner("prompt_tokens", "Prompt tokens of requests that ended")
+OWNER_OUTPUT_TOKENS: Final = _of_owner("output_tokens", "Output tokens of requests that ended")
+
 FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Family))
 """All families, in the order in which they are shown."""
 

@@ -35,6 +35,7 @@ from pipeline.recording import Recording
 from pipeline.stage.slots import SlotLease
 from pipeline.stage.worker import Stop, WorkerProcess, follow
 from stages.archive.config import ArchiveConfig
+from stages.archive.recount import recounting
 
 logger = structlog.get_logger()
 
@@ -319,5 +320,6 @@ def run(config: ArchiveConfig, open_log: Callable[[], RedisLog]) -> int:
             process.stop.wait(AGAIN_S)
     for slot_lease in process.slot_leases():
         slot_lease.say(phase="ready")
-        serve(log, slot_lease, config, archive_id, process.stop, process.measures)
+        with recounting(log.another(), slot_lease.owner, config.files.folder):
+            serve(log, slot_lease, config, archive_id, process.stop, process.measures)
     return 0

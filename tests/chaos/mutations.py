@@ -16,6 +16,7 @@ QUOTAS: Final = "tests/pipeline/log/test_redis_log_quotas.py::"
 STORED: Final = "tests/pipeline/log/test_stored.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
+TURNS: Final = "tests/pipeline/log/test_turns.py::"
 TAKEOVER: Final = "tests/stages/generate/loop/test_takeover.py::"
 AHEAD: Final = "tests/stages/generate/schedule/test_ahead.py::"
 OVERLAP: Final = "tests/stages/generate/loop/test_overlap.py::"
@@ -72,17 +73,25 @@ MUTATIONS: Final = (
         contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner")),
     lua("take", "an engine reads before it is known whether it may",
         """if fenced(key.owner, arg.owner) then return 'FENCED' end
-local entries = {}
-if tonumber(arg.max_entries) > 0 then
 """,
-        """local entries = {}
-if tonumber(arg.max_entries) > 0 then
+        """if tonumber(arg.max_entries) > 0 then
   redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', arg.max_entries, 'STREAMS', key.tokenized, '>')
 end
 if fenced(key.owner, arg.owner) then return 'FENCED' end
-if tonumber(arg.max_entries) > 0 then
 """,
         contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner")),
+    Mutation("an owner is not charged for what it was given", f"{COMMITS}/take.lua",
+        "one.given = one.start + ", "one.given = one.start + 0 * ",
+        (f"{TURNS}test_owners_get_tokens_by_their_weights[{{server}}-sizes0]",)),
+    Mutation("who comes late saved up its turns", f"{COMMITS}/take.lua",
+        "one.start = math.max(one.given, now)", "one.start = one.given",
+        (f"{TURNS}test_a_newcomer_gets_no_more_than_its_share[{{server}}]",)),
+    Mutation("what another engine has is taken", f"{COMMITS}/take.lua",
+        "local entry = item and redis", "local entry = redis",
+        (f"{TURNS}test_what_an_engine_of_an_older_version_took_is_not_taken_again[{{server}}]",)),
+    Mutation("another owner does not end the line", f"{COMMITS}/tokenized.lua",
+        "elseif only ~= arg.line then", "elseif false then",
+        (f"{TURNS}test_a_single_request_is_taken_next_however_many_of_another_owner_wait[{{server}}]",)),
     lua("claim", "who lost its slot claims", FENCE, "", contract("groups", "test_claim_is_fenced"),
         contract("groups", "test_who_lost_the_own_slot_claims_nothing_as_a_guest")),
     Mutation("a guest that lost the slot claims what its worker has in hand", f"{COMMITS}/claim.lua",
@@ -249,7 +258,7 @@ redis.call('XDEL', key.submitted, arg.entry)
         "local living = redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized)",
         (contract("submit", "test_what_ended_while_it_waited_does_not_wait_though_no_worker_has_seen_that"),)),
     Mutation("what an engine has taken counts", f"{COMMITS}/submit.lua",
-        "local num_taken = group.err and 0 or group[1]", "local num_taken = 0",
+        "num_taken + tonumber(consumer[2])", "num_taken",
         (contract("submit", "test_what_an_engine_has_taken_does_not_wait"),)),
     Mutation("what ended while an engine had it makes room", f"{COMMITS}/submit.lua",
         "return living - (#taken - #ended_of(taken)) > most", "return living - #taken > most",
@@ -312,7 +321,7 @@ redis.call('XDEL', key.submitted, arg.entry)
         "  if holder == arg.uid and left == '' then\n",
         contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all")),
     Mutation("a take whose reply was lost is done again", "pipeline/log/operations/engines.py",
-        "control_cursor=control_cursor,\n        once=True,\n", "control_cursor=control_cursor,\n",
+        "but=but,\n        once=True,\n", "but=but,\n",
         (f"{REDIS}test_what_brought_entries_and_broke_is_not_repeated_and_they_are_found_by_pending[{{server}}-take]",)),
     Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",
         "self._own: list[Entry] | None = None  # None: to be looked up", "self._own: list[Entry] | None = []",

@@ -103,7 +103,8 @@ class RedisGround:
             elif key == NAMES.users:
                 continue
             elif kind == b"hash" and key.startswith(NAMES.usage("", 0).removesuffix("0")):
-                self.num_used += sum(int(told.split()[0]) for told in content[1::2])
+                figures = zip(content[::2], content[1::2], strict=True)
+                self.num_used += sum(int(figure) for what, figure in figures if what.startswith(b"requests "))
             elif key.startswith(NAMES.queue("")):
                 queued |= {_queued_id(member.decode()) for member in content}
             elif kind in (b"zset", b"set"):

@@ -43,11 +43,13 @@ def request(
     first: int = 0,
     priority: int = 0,
     bad_words: Sequence[tuple[int, ...]] = (),
+    owner: str = "",
+    weight: int = 1,
     **sampling: Any,
 ) -> NewRequest:
     """Return a request whose prompt counts up from *first*."""
     prompt, params = tuple(range(first, first + length)), SamplingParams.model_validate(sampling)
-    return NewRequest(uid, prompt, tuple(output), params, priority, tuple(bad_words))
+    return NewRequest(*(uid, prompt, tuple(output), params, priority, tuple(bad_words)), owner=owner, weight=weight)
 
 
 def step(schedule: Schedule, token: int = TOKEN, *, mixed_prefill_length: int | None = None) -> Step:

@@ -54,7 +54,7 @@ WITH_A_KEY = {
     *(f"{method} {path}" for path in PATHS for method in METHODS),
 }
 """Routes that show nothing of the requests of others."""
-OF_ITS_OWN = {"GET /v1/requests", "GET /v1/pipeline/events", "GET /v1/chat/completions"}
+OF_ITS_OWN = {"GET /v1/requests", "GET /v1/pipeline/events", "GET /v1/chat/completions", "GET /v1/usage"}
 """Routes that show the requests of the caller, or of all if it is the admin."""
 OF_A_REQUEST = {
     "GET /v1/requests/<name>",

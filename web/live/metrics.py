@@ -1,12 +1,14 @@
 """The text that Prometheus reads: the measures of every process, and what the log holds.
 
 Any frontend shows all processes. Its own counts are current; those of other processes are as old as their last status,
-a third of a lease. The text is made when a client asks for it.
+a third of a lease. The text is made when a client asks for it. What owners of keys used is only for the admin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -18,7 +20,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from pipeline.errors import LogError
-from pipeline.log.protocol import Occupancy
+from pipeline.log.operations.usage import DAY_MS
+from pipeline.log.protocol import Occupancy, Used
 from pipeline.metrics.counters import Counts, Reading, Readings, read_snapshot
 from pipeline.metrics.families import (
     DEAD_LETTERS,
@@ -29,6 +32,9 @@ from pipeline.metrics.families import (
     MODEL,
     NUM_LIVE,
     NUM_WAITING,
+    OWNER_OUTPUT_TOKENS,
+    OWNER_PROMPT_TOKENS,
+    OWNER_REQUESTS,
     SLOT,
     STREAM_LAG,
     STREAM_LENGTH,
@@ -38,6 +44,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, slot_stage
 from pipeline.stage.slots import Status, known_statuses
+from web.http.keys import shown as shown_owner
 from web.live.frontend import Frontend
 from web.live.ready import statuses_of_ranks
 
@@ -46,6 +53,9 @@ logger = structlog.get_logger()
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PATIENCE_S = 2.0
 """How long the log has to answer; after that, the text goes without it. Prometheus itself waits for 10 s."""
+MOST_OWNERS: Final = 50
+MOST_READ: Final = 1000
+"""Most owners with a series of their own, and most whose usage is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class LogFacts:
     """Its name and version."""
     occupancy: Occupancy
     statuses: Sequence[Status]
+    used: Mapping[tuple[str, int, str], Used]
+    """What owners used today; empty if the text is not for the admin."""
 
 
 _METRICS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
@@ -66,16 +78,16 @@ class Exposition:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._making: asyncio.Task[bytes] | None = None
+        self._making: dict[bool, asyncio.Task[bytes]] = {}
 
-    async def text(self) -> bytes:
+    async def text(self, *, is_admin: bool) -> bytes:
         """Return the text; if the log does not answer, with the measures of this process alone."""
-        if self._making is None or self._making.done():
-            self._making = self._frontend.spawn(self._make())
-        return await asyncio.shield(self._making)
+        if is_admin not in self._making or self._making[is_admin].done():
+            self._making[is_admin] = self._frontend.spawn(self._make(is_admin))
+        return await asyncio.shield(self._making[is_admin])
 
-    async def _make(self) -> bytes:
-        asking = self._frontend.spawn(self._ask())
+    async def _make(self, is_admin: bool) -> bytes:
+        asking = self._frontend.spawn(self._ask(is_admin))
         await asyncio.wait({asking}, timeout=PATIENCE_S)  # a late one is left to end by itself
         facts = asking.result() if asking.done() else None
         models = self._frontend.readiness.models
@@ -86,18 +98,20 @@ class Exposition:
             await asyncio.sleep(0)  # all of it takes milliseconds; streams go on meanwhile
         return b"".join(text)
 
-    async def _ask(self) -> LogFacts | None:
+    async def _ask(self, is_admin: bool) -> LogFacts | None:
         log = self._frontend.log
         try:
             server = await log.server()
             occupancy = await log.occupancy()
             texts = await asyncio.gather(*(log.statuses(stage) for stage in (*STAGES, ARCHIVE)))
             ranks = await statuses_of_ranks(log)
+            today = int(time.time() * 1000) // DAY_MS
+            used = await log.usage((await log.users(today))[:MOST_READ], [today]) if is_admin else {}
         except LogError as error:
             logger.warning("metrics_without_log", error=str(error))
             return None
         workers = (status for found in texts for status in known_statuses(found))
-        return LogFacts(server, occupancy, [*workers, *chain.from_iterable(ranks.values())])
+        return LogFacts(server, occupancy, [*workers, *chain.from_iterable(ranks.values())], used)
 
 
 def render(facts: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
@@ -146,6 +160,22 @@ def _show_log(shown: Readings, facts: LogFacts, served: str) -> None:
     shown[STREAM_LAG] = {(stream,): depth.lag for stream, depth in streams.items()}
     shown[DEAD_LETTERS] = {(): occupancy.num_dead}
     shown[NUM_LIVE] = {(): occupancy.num_live}
+    if facts.used:
+        _show_owners(shown, facts.used)
+
+
+def _show_owners(shown: Readings, used: Mapping[tuple[str, int, str], Used]) -> None:
+    """Add what each of the owners with the most tokens used, and the sum of what the others did."""
+    tokens: Counter[str] = Counter()
+    for (owner, _, _), one in used.items():
+        tokens[owner] += one.prompt_tokens + one.output_tokens
+    labels = {owner: shown_owner(owner) for owner, _ in tokens.most_common(MOST_OWNERS)}
+    for family in (OWNER_REQUESTS, OWNER_PROMPT_TOKENS, OWNER_OUTPUT_TOKENS):
+        figure = family.name.removeprefix("owner_").removesuffix("_total")
+        sums: Counter[str] = Counter()  # two owners may have one label: a key may be named `other`
+        for (owner, _, _), one in used.items():
+            sums[labels.get(owner, "other")] += getattr(one, figure)
+        shown[family] = {(label,): amount for label, amount in sums.items()}
 
 
 def _known(family: Family) -> Iterable[tuple[str, ...]]:

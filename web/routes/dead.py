@@ -20,7 +20,7 @@ from web.live.open_request import submit_without_client
 from web.live.refusals import refusal
 from web.routes.access import check_admin
 from web.routes.answers import json_response
-from web.routes.listing import limit_asked
+from web.routes.listing import number_asked
 from web.routes.named import is_id
 from web.routes.openapi import operation
 from web.wire.uids import uid_of
@@ -48,7 +48,7 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
     @operation("The dead letters, the newest first", query=QUERY)
     async def letters() -> Response:
         _check()
-        limit, before, uid = limit_asked(LIMIT, MOST), _before(), _uid()
+        limit, before, uid = number_asked("limit", LIMIT, MOST), _before(), _uid()
         entries: list[Entry] = []
         if uid:
             with reaching("letters_not_read"):

@@ -22,6 +22,7 @@ from pipeline.stage.slots import Status
 from web.http.acceptor import ALIVE
 from web.live.frontend import Frontend
 from web.live.metrics import CONTENT_TYPE, Exposition
+from web.routes.access import caller
 from web.routes.answers import json_response
 from web.routes.openapi import operation
 
@@ -172,6 +173,6 @@ def health_routes(frontend: Frontend) -> Blueprint:
     @routes.get("/metrics")
     @operation("Measures of every process, for Prometheus", answers=("text/plain",))
     async def metrics() -> Response:
-        return Response(await exposition.text(), content_type=CONTENT_TYPE)
+        return Response(await exposition.text(is_admin=caller().is_admin), content_type=CONTENT_TYPE)
 
     return routes

@@ -55,7 +55,7 @@ def listing_routes(frontend: Frontend) -> Blueprint:
     @operation("The requests of this key, the newest first", query=QUERY)
     async def listing() -> Response:
         who = known_caller()
-        before, limit = _before(), limit_asked(LIMIT, MOST)
+        before, limit = _before(), number_asked("limit", LIMIT, MOST)
         states, text = _states(), request.args.get("search", "")[:MOST_SEARCHED].lower()
         with reaching("requests_not_listed"):
             listed = await frontend.catalogue.newest(before, limit, _fits(who, states, text))
@@ -97,12 +97,12 @@ def plain(facts: RequestFacts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in SHOWN} | {"took_ms": took_ms}
 
 
-def limit_asked(usual: int, most: int) -> int:
-    """Return the query parameter `limit`. Raises RequestError unless it is a number from 1 to *most*."""
-    given = request.args.get("limit", str(usual))
+def number_asked(name: str, usual: int, most: int) -> int:
+    """Return the query parameter *name*. Raises RequestError unless it is a number from 1 to *most*."""
+    given = request.args.get(name, str(usual))
     if not _NUMBER.fullmatch(given) or int(given) > most:
-        message = f"limit: should be a whole number from 1 to {most}"
-        raise RequestError(message, param="limit", code="invalid_value")
+        message = f"{name}: should be a whole number from 1 to {most}"
+        raise RequestError(message, param=name, code="invalid_value")
     return int(given)
 
 

@@ -37,6 +37,13 @@ local function slice(list, first, last)
   return part
 end
 
+-- Returns the values of an entry by the names of its fields.
+local function named_fields(entry)
+  local field = {}
+  for i = 1, #entry[2], 2 do field[entry[2][i]] = entry[2][i + 1] end
+  return field
+end
+
 -- Returns true if the entry was appended. False: the history is sealed, is gone, or has this id from an earlier call.
 local function append(history, id, fields, now)
   local reply = redis.pcall('XADD', history, 'NOMKSTREAM', id, 'ms', now, unpack(fields))
@@ -163,35 +170,49 @@ local function keep_buckets(balance, buckets, now, least_ms)
   redis.call('PEXPIRE', balance, string.format('%.0f', kept_ms + 1))
 end
 
+-- Returns what an engine has read of a request that did not finish: tokens of its prompt, and how many of them were cached.
+local function read_by_engine(history)
+  for _, entry in ipairs(redis.pcall('XRANGE', history, '0-3', '0-99', 'COUNT', 8)) do
+    local told = named_fields(entry)
+    if told.kind == 'admitted' then return told.prompt_tokens or 0, told.cached_tokens or 0 end
+  end
+  return 0, 0
+end
+
 -- Counts a request that has ended for its owner; a history is sealed once, so it is counted once. `submit` has written in
--- *accounts* whose it is. *fields* are those of the end.
-local function count_usage(accounts, uid, history, fields, now)
+-- *accounts* whose it is. *fields* are those of the end. *has_begun*: an engine may have read the prompt.
+local function count_usage(accounts, uid, history, fields, now, has_begun)
   local account = redis.call('HGET', accounts, uid)
   if not account then return end
   redis.call('HDEL', accounts, uid)
   local has_prompt, has_buckets, owner, model = string.match(account, '^(%d)(%d)([^\n]*)\n(.*)$')
-  local kind, n, prompt, cached = nil, 0, 0, 0
+  local kind, n, prompt, cached = nil, 0, nil, nil
   for i = 1, #fields, 2 do
-    if fields[i] == 'kind' then kind = fields[i + 1] elseif fields[i] == 'n' then n = tonumber(fields[i + 1]) end
-  end
-  for _, entry in ipairs(has_prompt == '1' and redis.pcall('XRANGE', history, '0-3', '0-99', 'COUNT', 8) or {}) do
-    local told = {}
-    for i = 1, #entry[2], 2 do told[entry[2][i]] = entry[2][i + 1] end
-    if told.kind == 'admitted' then
-      prompt, cached = tonumber(told.prompt_tokens) or 0, tonumber(told.cached_tokens) or 0
-      break
+    local name, value = fields[i], fields[i + 1]
+    if name == 'kind' then kind = value elseif name == 'n' then n = tonumber(value) elseif name == 'usage' then
+      prompt, cached = string.match(value, '"prompt_tokens":(%d+)'), string.match(value, '"cached_tokens":(%d+)')
     end
+  end
+  if has_prompt == '0' or not has_begun then
+    prompt, cached = 0, 0
+  elseif not prompt then
+    prompt, cached = read_by_engine(history)
   end
   local prefix, day = string.match(accounts, '^{[^}]*}:'), math.floor(now / DAY_MS)
   local usage = string.format('%susage:%s:%d', prefix, owner, day)
-  local before = { string.match(redis.call('HGET', usage, model) or '0 0 0 0 0', '^(%d+) (%d+) (%d+) (%d+) (%d+)$') }
-  local is_new = redis.call('HSET', usage, model, string.format('%.0f %.0f %.0f %.0f %.0f', before[1] + 1,
-    before[2] + (kind == 'failed' and 1 or 0), before[3] + prompt, before[4] + cached, before[5] + n))
-  if is_new == 1 then
+  local function count(what, number)
+    number = tonumber(number or 0)
+    return number > 0 and redis.call('HINCRBY', usage, what .. ' ' .. model, number)
+  end
+  if count('requests', 1) == 1 then
     redis.call('PEXPIRE', usage, USAGE_MS)
     redis.call('ZADD', prefix .. 'users', day, owner)
     redis.call('PEXPIRE', prefix .. 'users', USAGE_MS)
   end
+  count('failed', kind == 'failed' and 1)
+  count('prompt_tokens', prompt)
+  count('cached_tokens', cached)
+  count('output_tokens', n)
   if has_buckets == '1' then
     local balance = prefix .. 'balance:' .. owner
     local buckets = buckets_at(balance, now)
@@ -202,15 +223,14 @@ local function count_usage(accounts, uid, history, fields, now)
   end
 end
 
--- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`. `waiting` has how much each
--- owner was given; take.lua says how. Returns an error if there is no group: the first engine makes it.
+-- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`; take.lua says how. Returns an error if there is no group: the first engine makes it.
 local function enqueue(tokenized, waiting)
   local reply = redis.pcall('XREADGROUP', 'GROUP', 'generate', WAITING, 'COUNT', 1000, 'STREAMS', tokenized, '>')
   if not reply or reply.err then return reply or nil end
   local queues = string.match(waiting, '^{[^}]*}:') .. 'queue:'
+  redis.call('HSET', waiting, 'only', '')
   for _, entry in ipairs(reply[1][2]) do
-    local field = {}
-    for i = 1, #entry[2], 2 do field[entry[2][i]] = entry[2][i + 1] end
+    local field = named_fields(entry)
     local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
     local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(tonumber(field.weight) or 1, 1)
     local one = string.format('%s-%06d %d %d %s', ms, seq, tonumber(field.tokens) or 1, overtakes, field.uid or '')
@@ -281,7 +301,7 @@ local function seal(key, arg, uid, fields)
     redis.call('HDEL', key.accounts, uid)
     return false
   end
-  count_usage(key.accounts, uid, key.history, fields, now)
+  count_usage(key.accounts, uid, key.history, fields, now, last[1] and last[1][1] > '0-2')
   local kept_ms = kept_after(key, uid, key.history, arg.retention_ms, arg.stored_ms, n == '0' and arg.brief_ms)
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)

@@ -103,8 +103,8 @@ while at <= #ARGV do
   if id == SEAL then redis.call('ZREM', KEYS[3], uid) end
   local is_new = append(history, id, fields, now)
   if id == SEAL and not is_new then redis.call('HDEL', KEYS[10], uid) end
-  if is_new and id == SEAL then
-    count_usage(KEYS[10], uid, history, fields, now)
+  if id == SEAL and is_new then
+    count_usage(KEYS[10], uid, history, fields, now, true)
     local brief_ms = ARGV[at + 4] ~= '0' and ARGV[at + 4]
     local kept_ms = kept_after({ stored = KEYS[8], stored_bytes = KEYS[9] }, uid, history, ARGV[3], ARGV[4], brief_ms)
     redis.call('PEXPIRE', history, kept_ms)

@@ -62,9 +62,17 @@ end
 
 -- Returns whether as many requests of the owner wait, and live, as may.
 local function too_many_wait(most)
-  if redis.call('ZCARD', key.queue) + redis.call('XLEN', key.submitted) < most then return false end
-  local uids = {}
+  local num_there = redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized)
+  if num_there < most then return false end
+  local uids, unread = {}, '-'
   for i, one in ipairs(redis.call('ZRANGE', key.queue, 0, -1)) do uids[i] = string.match(one, '^%S+ %d+ %d (.*)$') end
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', key.tokenized)) do
+    if group[2] == 'generate' then unread = '(' .. group[8] end
+  end
+  for _, entry in ipairs(redis.call('XRANGE', key.tokenized, unread, '+')) do
+    local field = named_fields(entry)
+    if field.owner == arg.owner then uids[#uids + 1] = field.uid end
+  end
   for _, entry in ipairs(redis.call('XRANGE', key.submitted, '-', '+')) do
     local account = redis.call('HGET', key.accounts, entry[2][2])
     if account and string.match(account, '^%d%d([^\n]*)') == arg.owner then uids[#uids + 1] = entry[2][2] end

@@ -1,12 +1,14 @@
 -- take: give an engine requests that wait, each owner its share. Fenced, so an engine that lost its slot takes nothing.
--- The owners' queues are `queue:<owner>`, in order of priority and arrival. Which owner is next is start-time fair queueing
--- (Goyal et al., SIGCOMM 1996), deficit round robin whose deficits are told from one clock. `waiting` has of each owner how
--- many wait, what it was `given` (tokens of prompts and longest answers by its weight), its weight, and whether one of its
--- requests may overtake other owners: then its priority counts before theirs. The owner that was given least is next; who comes is as if it had been given
--- as much as the clock `now` says, which is the least of those that wait. An owner that was given more is remembered.
--- `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
--- Returns the entries, the last id that was delivered, or 0-0 if any wait; the uids that ended elsewhere, the control cursor,
--- and the last flush or ''; or FENCED.
+-- While all that wait are of one line, an owner's requests of one priority, they are entries of `tokenized` that the group has
+-- not read, and `waiting` has the line in `only`. When another line comes, all that wait go into the queues of their owners,
+-- `queue:<owner>`, in order of priority and arrival; `only` is empty until the queues are. Which owner is next is start-time
+-- fair queueing (Goyal et al., SIGCOMM 1996), deficit round robin whose deficits are told from one clock. `waiting` has of each
+-- owner how many wait, what it was `given` (tokens of prompts and longest answers by its weight), its weight, and whether one
+-- of its requests may overtake other owners: then its priority counts before theirs. The owner that was given least is next;
+-- who comes is as if it had been given as much as the clock `now` says, which is the least of those that wait. An owner
+-- that was given more is remembered. `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
+-- Returns the entries, the last id that was delivered, or 0-0 if any wait in queues; the uids that ended elsewhere, the control
+-- cursor, and the last flush or ''; or FENCED.
 local key, arg = named()
 if fenced(key.owner, arg.owner) then return 'FENCED' end
 
@@ -33,7 +35,7 @@ local function read_owners()
   for i = 1, #told, 2 do
     if told[i] == 'now' then
       now = tonumber(told[i + 1])
-    else
+    elseif told[i] ~= 'only' then
       local count, given, weight, overtakes = string.match(told[i + 1], '^(%d+) (%d+) (%d+) (%d)$')
       owners[#owners + 1] = { field = told[i], queue = queues .. told[i], count = tonumber(count), given = tonumber(given),
         weight = tonumber(weight), overtakes = overtakes == '1' }
@@ -64,9 +66,8 @@ local function next_owner(owners, now, but)
   return best, least
 end
 
-local function take_turns(most)
-  local taken, but, left = {}, {}, 0
-  for _, owner in ipairs(arg.but or {}) do but[':' .. owner] = true end
+local function take_turns(most, but)
+  local taken, left = {}, 0
   local owners, now = read_owners()
   while #taken < most do
     local one, least = next_owner(owners, now, but)
@@ -95,13 +96,18 @@ local function take_turns(most)
   return taken, left
 end
 
-local most, taken, left = tonumber(arg.max_entries), {}, 0
-if most > 0 then
+local most, taken, left, but = tonumber(arg.max_entries), {}, 0, {}
+for _, owner in ipairs(arg.but or {}) do but[':' .. owner] = true end
+local only = redis.call('HGET', key.waiting, 'only')
+if only == '' and most > 0 then
   local refused = enqueue(key.tokenized, key.waiting)
   if refused then return refused end
-  taken, left = take_turns(most)
-else
-  left = redis.call('EXISTS', key.waiting)
+  taken, left = take_turns(most, but)
+elseif only == '' then
+  left = 1
+elseif most > 0 and not but[':' .. string.match(only or '', '^[^\n]*')] then
+  local reply = redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', most, 'STREAMS', key.tokenized, '>')
+  if reply then taken = reply[1][2] end
 end
 local delivered = '0-0'
 if left == 0 then

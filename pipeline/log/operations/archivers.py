@@ -53,3 +53,18 @@ def begins(log: LogContext, uids: Sequence[str]) -> Steps[dict[str, Entry]]:
 def num_unarchived(log: LogContext) -> Command[int]:
     """Return how many requests expired before an archiver read them."""
     return Command(["HMGET", log.names.archive, "unarchived"], lambda found: int(found[0] or 0))
+
+
+def is_recounted(log: LogContext) -> Command[bool]:
+    """Return whether usage was recounted from the archive since the log began, or last lost its data."""
+    return Command(["HMGET", log.names.archive, "recounted"], lambda found: found[0] is not None)
+
+
+def recounted(log: LogContext, owner: Owner) -> Script[None]:
+    """Note that usage was recounted. Raise Fenced."""
+
+    def parse(reply: Any) -> None:
+        nothing(unless_fenced(owner, reply))
+
+    keys = {"owner": log.names.owner(owner.slot), "archive": log.names.archive}
+    return commit("recounted", parse, keys, owner=str(owner))

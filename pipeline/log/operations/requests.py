@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -22,6 +22,7 @@ from pipeline.log.entries import (
     refused_ms,
 )
 from pipeline.log.operation import Batch, Command, Computation, LogContext, Script, Steps, Words, blocking, commit
+from pipeline.log.operations.usage import counts_prompt, is_counted
 from pipeline.log.protocol import NO_TURN, DeadLetter, Entry, Once, Quota, Submission, SubmitResult, Turn
 from pipeline.log.replies import (
     as_text,
@@ -31,6 +32,7 @@ from pipeline.log.replies import (
     is_ok,
     letters_of,
     nothing,
+    pairs_of,
     streams_of,
     texts,
     texts_there,
@@ -44,7 +46,7 @@ from pipeline.log.shared import (
     submitted_words,
     whole_history,
 )
-from pipeline.names import PROBE, SEAL, Names, base_uid, sibling_uids
+from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
 """Largest number of entries of each history that a waiting read returns."""
@@ -174,7 +176,7 @@ def _submit(
         instead_of=once.instead_of if once else None,
         letter=letter or None,
         version_ms=COPY_TTL_MS,
-        accounts=[_account(events[i], i, has_rates=bool(rates)) for i in range(len(events))],
+        accounts=[_account(event, i, has_rates=bool(rates)) for i, event in enumerate(events)],
         owner=events[0].owner,
         rates=orjson.dumps(rates).decode() if rates else None,
         queued=quota.queued_requests if quota else 0,
@@ -190,12 +192,9 @@ def rates_of(quota: Quota) -> dict[str, int]:
 
 
 def _account(event: Submitted, index: int, *, has_rates: bool) -> str:
-    """Return what `count_usage` in lib.lua reads when a request ends; "" if it is not counted. Of the choices of a
-    prompt, the first one is charged for the prompt."""
-    if event.replay is not None or event.endpoint == PROBE or event.task != "generate":
-        return ""
-    has_prompt = index % max(event.presentation.choices, 1) == 0
-    return f"{has_prompt:d}{has_rates:d}{event.owner}\n{event.model}"
+    """Return what `count_usage` in lib.lua reads when a request ends; "" if it is not counted."""
+    told = f"{counts_prompt(event, index):d}{has_rates:d}{event.owner}\n{event.model}"
+    return told if is_counted(event) else ""
 
 
 def tokenized(
@@ -223,6 +222,7 @@ def tokenized(
         entry=entry.id,
         uid=uid,
         frontend=entry.fields["frontend"],
+        line=turn.line,
         turn=[word for pair in turn.fields().items() for word in pair],
         num_texts=len(texts),
     )
@@ -445,6 +445,15 @@ def alive(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 def living(log: LogContext) -> Command[list[str]]:
     """Return all requests that have not ended."""
     return Command(["ZRANGE", log.names.live, 0, -1], lambda uids: list(texts(uids)))
+
+
+def living_of(log: LogContext, owners: Collection[str]) -> Command[list[str]]:
+    """Return the requests of *owners* that have not ended."""
+
+    def parse(reply: Any) -> list[str]:
+        return [uid for uid, account in pairs_of(reply) if account[2:].partition("\n")[0] in owners]
+
+    return Command(["HGETALL", log.names.accounts], parse)
 
 
 def overdue(log: LogContext, max_uids: int) -> Steps[list[str]]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from pipeline.events import Submitted
 from pipeline.log.operation import Batch, Command, LogContext, Script, Words, commit
 from pipeline.log.protocol import Used
-from pipeline.log.replies import as_text
+from pipeline.log.replies import as_text, pairs_of
+from pipeline.names import PROBE
 
 DAY_MS: Final = 86_400_000
 KEPT_DAYS: Final = 40
 """Days for which usage is kept; commits/lib.lua has the number, too."""
+
+
+def is_counted(event: Submitted) -> bool:
+    """Return whether a request is in the usage of its owner."""
+    return event.replay is None and event.endpoint != PROBE and event.task == "generate"
+
+
+def counts_prompt(event: Submitted, index: int) -> bool:
+    """Return whether the prompt of sibling *index* counts: of the choices of a prompt, the first one has it."""
+    return index % max(event.presentation.choices, 1) == 0
 
 
 def usage(log: LogContext, owners: Sequence[str], days: Sequence[int]) -> Batch[dict[tuple[str, int, str], Used]]:
@@ -20,10 +31,12 @@ def usage(log: LogContext, owners: Sequence[str], days: Sequence[int]) -> Batch[
     asked = [(owner, day) for owner in owners for day in days]
 
     def parse(replies: list[Any]) -> dict[tuple[str, int, str], Used]:
-        found = {}
+        found: dict[tuple[str, int, str], Used] = {}
         for (owner, day), reply in zip(asked, replies, strict=True):
-            for model, told in _pairs(reply):
-                found[owner, day, model] = Used(*map(int, told.split()))
+            for field, figure in pairs_of(reply):
+                what, _, model = field.partition(" ")
+                before = found.get((owner, day, model), Used())
+                found[owner, day, model] = before._replace(**{what: int(figure)})
         return found
 
     return Batch([["HGETALL", log.names.usage(owner, day)] for owner, day in asked], parse)
@@ -40,20 +53,6 @@ def recount(log: LogContext, owner: str, day: int, used: Mapping[str, Used]) -> 
     lost, and nothing is counted twice."""
     names = log.names
     keys = {"usage": names.usage(owner, day), "users": names.users}
-    words = [word for model, one in used.items() for word in (model, one.words())]
+    figures = [(f"{what} {model}", figure) for model, one in used.items() for what, figure in one._asdict().items()]
+    words = [word for pair in figures for word in pair]
     return commit("recount", lambda _: None, keys, *words, owner=owner, day=day)
-
-
-def living_of(log: LogContext, owners: Collection[str]) -> Command[list[str]]:
-    """Return the requests of *owners* that have not ended."""
-
-    def parse(reply: Any) -> list[str]:
-        return [uid for uid, account in _pairs(reply) if account[2:].partition("\n")[0] in owners]
-
-    return Command(["HGETALL", log.names.accounts], parse)
-
-
-def _pairs(reply: Any) -> list[tuple[str, str]]:
-    """Return the fields of a reply to HGETALL: a map in RESP3, a list in RESP2."""
-    words = [as_text(word) for word in (chain(*reply.items()) if isinstance(reply, dict) else reply)]
-    return list(zip(words[::2], words[1::2], strict=True))

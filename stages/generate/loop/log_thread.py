@@ -156,6 +156,8 @@ class LogThread:
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._told_room = Room(), 0
         """The last room that the engine has told, and the number of updates that it had read then."""
+        self._looked_for: tuple[str, tuple[str, ...]] = "", ()
+        """The last request when `take` was called last, and the owners that had to wait."""
         self._num_sent = 0
         self._num_read = 0
         self._log = log
@@ -266,13 +268,17 @@ class LogThread:
             newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
         if self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor):
-            self._take_what_fits()
+            self._take_what_fits(newest)
 
-    def _take_what_fits(self) -> None:
-        """Take as many requests as the engine has told that it has room for, without those that came since."""
+    def _take_what_fits(self, newest: str = "") -> None:
+        """Take as many requests as the engine has told that it has room for, without those that came since.
+
+        If some owners have to wait, look for others only after a request came. *newest*: id of the last that came.
+        """
         told, num_read = self._told_room
         count = told.count - (self._num_sent - num_read)
-        if count > 0:
+        looked_for, self._looked_for = self._looked_for, (newest, told.but)
+        if count > 0 and not (told.but and looked_for == self._looked_for):
             self._keep_trying(lambda: self._take(Room(count, told.but)))
 
     def _tell(self, update: Update) -> None:

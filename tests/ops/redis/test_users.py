@@ -39,7 +39,7 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end", "bury", "leave", "form", "joined"),
     DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end", "bury"),
     "operator": ("import", "end", "erase", "purge", "flush", "drop_dead"),
-    ARCHIVE: (*SLOT, "prepare", "claim", "retry", "open_archive", "archived", "bury"),
+    ARCHIVE: (*SLOT, "prepare", "claim", "retry", "open_archive", "archived", "bury", "recount", "recounted"),
     "minisgl": tuple(path.stem for path in COMMITS.glob("*.lua") if path.stem != "lib"),
 }
 """Which commits each role may call. An operator also calls `submit`, with neither key nor quota: see below."""

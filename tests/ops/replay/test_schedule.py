@@ -45,6 +45,8 @@ def log(life: Life) -> MemoryLog:
     log = MemoryLog(Names())
     for uid, new in life.came.items():
         submitted = Submitted(endpoint="e", frontend="web-0", sampling=new.sampling, priority=new.priority)
+        of_owner = {"owner": new.owner, "weight": new.weight, "overtakes": new.overtakes}
+        submitted = submitted.model_copy(update=of_owner)
         tokenized = Tokenized(token_ids=new.prompt_ids, fingerprint="t", by="tokenize-0")
         produced = [TokensProduced(tokens=(token,), text="", step="1-1") for token in life.made[uid]]
         ids = [SUBMITTED_ID, TOKENIZED_ID, *(tokens_id(n) for n in range(1, len(produced) + 1))]

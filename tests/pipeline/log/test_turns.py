@@ -91,6 +91,17 @@ def test_an_owner_alone_is_not_charged_for_its_past(scene: Scene) -> None:
     assert Counter(uid[0] for uid in taken(scene, engine)) == {"a": 4, "b": 4}
 
 
+def test_a_newcomer_gets_no_more_than_its_share(scene: Scene) -> None:
+    engine = scene.own("generate-0")
+    line(scene, "a", 60)
+    line(scene, "b", 60)
+    for _ in range(5):
+        taken(scene, engine)
+    line(scene, "c", 20)
+    shares = Counter(uid[0] for _ in range(3) for uid in taken(scene, engine, 6))
+    assert sorted(shares.values()) in ([6, 6, 6], [5, 6, 7]), shares
+
+
 def test_an_owner_whose_queue_is_empty_does_not_jump_it_again_and_again(scene: Scene) -> None:
     engine = scene.own("generate-0")
     line(scene, "a", 100, tokens=100)
@@ -116,6 +127,7 @@ def test_priority_counts_across_owners_only_where_it_may(scene: Scene) -> None:
 def test_nothing_is_taken_of_owners_that_wait_in_the_engine(scene: Scene) -> None:
     engine = scene.own("generate-0")
     line(scene, "a", 9)
+    assert taken(scene, engine, 8, but=["a"]) == []
     line(scene, "b", 2)
     assert taken(scene, engine, 8, but=["a"]) == ["b0", "b1"]
     assert taken(scene, engine, 8, but=["a"]) == []
@@ -157,14 +169,16 @@ def test_entries_of_an_older_version_and_of_others_are_taken_too(log: RedisLog, 
 def test_what_an_engine_of_an_older_version_took_is_not_taken_again(log: RedisLog, scene: Scene) -> None:
     """Such an engine takes over from the consumer that waits, as from a dead engine."""
     line(scene, "a", 4)
+    line(scene, "b", 1)
     for entry in command(log.url, "XRANGE", NAMES.tokenized, "-", "+")[:2]:
         command(log.url, "XCLAIM", NAMES.tokenized, "generate", "generate-9", 0, entry[0], "JUSTID")
     command(log.url, "XDEL", NAMES.tokenized, command(log.url, "XRANGE", NAMES.tokenized, "-", "+")[2][0])
-    assert taken(scene, scene.own("generate-0")) == ["a3"]
+    assert taken(scene, scene.own("generate-0")) == ["b0", "a3"]
 
 
 def test_who_waits_is_nobodys_to_take_over(log: RedisLog, scene: Scene) -> None:
-    line(scene, "a", 3)
+    line(scene, "a", 2)
+    line(scene, "b", 1)
     engine = scene.own("generate-0")
     assert log.forsaken(TOKENIZED) == [] and log.claim(TOKENIZED, engine, 8) == []
     depth = log.snapshot().occupancy.tokenized

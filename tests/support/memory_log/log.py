@@ -322,8 +322,6 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             entries = self._streams.deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
             group = stream.groups.get(GENERATE) if stream is not None else None
             cursor = group.delivered if group is not None else (0, 0)
-            if stream is not None and stream.after(cursor):
-                cursor = (0, 0)
             return Taken(tuple(entries), id_text(cursor), *self._control_after(control_cursor))
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:

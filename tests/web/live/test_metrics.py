@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from contextlib import closing
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 from support.measured import Scrape
 from support.redis_servers import RunningServer, command
 from support.stand_in_stages import MODELS, StandIn
-from support.web_site import Site, chat, code_of, error_of, site, until
+from support.web_site import ADMIN, Site, bearer, chat, code_of, error_of, site, until
 
 import web.live.metrics
 import web.live.open_request
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
+from pipeline.log.operations.usage import DAY_MS
+from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits, Used
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -36,7 +38,7 @@ from pipeline.metrics.families import (
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import Names
 from pipeline.stage.slots import Status
-from web.http.keys import Caller, Keys, hash_of
+from web.http.keys import Caller, Keys, hash_of, read_keys
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -175,6 +177,40 @@ async def test_the_streams_show_what_waits_and_what_is_worked_on(here: Site, red
     assert (seen.total("num_requests_live"), seen.total("dead_letters")) == (5, 0)
     assert (later.total("num_requests_live"), later.total("dead_letters")) == (4, 1)
     assert later.total("stream_length", stream="submitted") == 2
+
+
+async def test_what_owners_used_today_is_shown_for_those_with_most_tokens_and_summed_up_for_the_others(
+    bare: Site, log: RedisLog
+) -> None:
+    today, hashed = int(time.time() * 1000) // DAY_MS, hash_of("sk-ann")
+    for number in range(60):
+        log.recount(f"team-{number}", today, {"m": Used(1, 0, 1000 + number, 0, 7), "n": Used(requests=1)})
+    for owner in (hashed, "other", ""):
+        log.recount(owner, today, {"m": Used(5, 1, 5000, 100, 9)})
+    log.recount("team-0", today - 1, {"m": Used(900, 0, 10**6, 0, 0)})
+    seen = await scrape(bare)
+    named = {"", hashed[:8], "other", *(f"team-{number}" for number in range(13, 60))}
+    assert seen.values("owner_requests_total", "owner") == named, "50, and the sum"
+    assert seen.total("owner_requests_total", owner=hashed[:8]) == 5
+    assert seen.total("owner_requests_total", owner="team-59") == 2
+    assert seen.total("owner_prompt_tokens_total", owner="team-59") == 1059
+    assert seen.total("owner_output_tokens_total", owner="") == 9
+    assert seen.total("owner_prompt_tokens_total", owner="other") == 5000 + sum(1000 + number for number in range(13))
+    assert seen.kinds[f"{PREFIX}owner_requests"] == "counter"
+
+
+@pytest.mark.parametrize(
+    "keys", [read_keys(["sk-ann"], "", ADMIN), read_keys((), "", ADMIN), read_keys(["sk-ann"], "")]
+)
+async def test_with_keys_only_the_admin_key_sees_owners_and_their_usage(
+    redis_url: str, log: RedisLog, keys: Keys
+) -> None:
+    log.recount("team-a", int(time.time() * 1000) // DAY_MS, {"m": Used(requests=1)})
+    async with site(redis_url, ready=False, keys=keys) as here:
+        texts = {key: str(await here.read("/metrics", **bearer(key))) for key in ("", "sk-wrong", "sk-ann", ADMIN)}
+    is_admin_there = keys.find([ADMIN]) is not None
+    assert [key for key, text in texts.items() if "team-a" in text] == ([ADMIN] if is_admin_there else [])
+    assert all("num_requests_live" in text for text in texts.values())
 
 
 async def test_a_redis_that_is_gone_leaves_what_this_process_knows(

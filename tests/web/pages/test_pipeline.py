@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -12,6 +14,12 @@ from support.hostile_markup import CENSUS, HOSTILE, TRAP
 from support.lived_requests import LivedRequests
 from support.stand_in_stages import StandIn
 from support.web_process import Server, Starts, serving
+
+from pipeline.log.operations.usage import DAY_MS
+from pipeline.log.protocol import Used
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
+from web.http.keys import hash_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
@@ -217,6 +225,31 @@ def test_a_plain_key_sees_its_own_requests_and_no_dead_letters(
         browser.type("#api-key", f"{KEY}-admin")
         browser.button("Use this key")
         browser.has(".dead", uid)
+        browser.leave()
+
+
+def test_what_was_used_today_is_shown_by_owner_and_without_usage_there_is_no_table(
+    browser: Browser, redis_url: str, lasting: StandIn
+) -> None:
+    browser.allow("status of 40[13]")
+    today = int(time.time() * 1000) // DAY_MS
+    with (
+        serving(redis_url, "--api-key", KEY, "--admin-key", f"{KEY}-admin") as server,
+        closing(RedisLog(redis_url, Names())) as log,
+    ):
+        for model in ("m", "n"):
+            log.recount("team-a", today, {model: Used(1000, 1, 20_000, 30, 500)})
+        log.recount(hash_of(f"{KEY}-2"), today, {"m": Used(requests=7, output_tokens=9)})
+        browser.open(url(server))
+        browser.type("#api-key", KEY)
+        browser.button("Use this key")
+        browser.has("[data-slot='generate-0']", "ready")
+        assert not browser.all(".usage")
+        browser.button("API key")
+        browser.type("#api-key", f"{KEY}-admin")
+        browser.button("Use this key")
+        browser.has(".usage", "team-a 2,000 2 40,000 60 1,000")
+        browser.has(".usage", f"{hash_of(f'{KEY}-2')[:8]} 7 0 0 0 9")
         browser.leave()
 
 

@@ -226,3 +226,77 @@ def test_a_flush_forgets_what_nobody_computes_with_and_leaves_the_rest() -> None
             if isinstance(mark, EventRow) and mark.event.kind == "admitted"
         }
     assert cached == {"gone again": 0, "here again": 576}
+
+
+def tokens_of_owners(schedule: Schedule, owners: dict[int, str]) -> dict[str, int]:
+    """Make a step with eight tokens of prompts and return how many of each owner it has. *owners*: by first token."""
+    plan, _, _ = step(schedule, mixed_prefill_length=8)
+    counts: dict[str, int] = {}
+    for row in plan.rows[plan.num_decode_rows :]:
+        owner = owners[row.token_ids[0] // 10_000]
+        counts[owner] = counts.get(owner, 0) + len(row.token_ids)
+    return counts
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_two_owners_share_prompt_tokens_by_their_weights(cache: str) -> None:
+    schedule = make_schedule(cache)
+    start_streams(schedule)
+    for number in range(3):
+        add(schedule, f"a{number}", LONG, first=10_000 + 2500 * number, owner="ann", weight=1)
+        add(schedule, f"b{number}", LONG, first=20_000 + 2500 * number, owner="bob", weight=3)
+    total = dict.fromkeys(("ann", "bob"), 0)
+    for _ in range(300):
+        for owner, count in tokens_of_owners(schedule, {1: "ann", 2: "bob"}).items():
+            total[owner] += count
+    assert total["ann"] / sum(total.values()) == pytest.approx(0.25, rel=0.05)
+
+
+def test_the_prompt_of_another_owner_is_next_however_many_tokens_of_an_owner_wait() -> None:
+    schedule = make_schedule("radix")
+    start_streams(schedule)
+    for number in range(8):
+        add(schedule, f"a{number}", LONG, first=10_000 + 2500 * number, owner="ann")
+    for _ in range(5):
+        assert tokens_of_owners(schedule, {1: "ann"}) == {"ann": 8}
+    add(schedule, "b", 30, first=40_000, owner="bob")
+    assert [tokens_of_owners(schedule, {1: "ann", 4: "bob"}) for _ in range(8)] == [
+        {"bob": 8},
+        {"ann": 8},
+        {"bob": 8},
+        {"ann": 8},
+        {"bob": 8},
+        {"ann": 8},
+        {"bob": 6, "ann": 2},
+        {"ann": 8},
+    ]
+
+
+def test_the_owner_with_the_most_pages_gives_some_back() -> None:
+    schedule = make_schedule("naive", num_pages=8, page_size=16, running=8)
+    for uid, owner in (("b", "bob"), ("a0", "ann"), ("a1", "ann"), ("a2", "ann")):
+        add(schedule, uid, 31, first=1000 * len(uid), owner=owner, max_tokens=60)
+    preempted: list[str] = []
+    while len(preempted) < 2:
+        preempted += marked(step(schedule)[1], "preempted")
+    assert preempted == ["a2", "a1"], "although they came last of two owners with equal priorities"
+    later = make_schedule("naive", num_pages=8, page_size=16, running=8)
+    for uid, owner in (("a0", "ann"), ("a1", "ann"), ("a2", "ann"), ("b", "bob")):
+        add(later, uid, 31, first=1000 * len(uid), owner=owner, max_tokens=60)
+    preempted = []
+    while not preempted:
+        preempted += marked(step(later)[1], "preempted")
+    assert preempted == ["a2", "a1"], "not the one that came last"
+
+
+def test_who_waits_for_pages_does_not_keep_other_owners_out_of_the_engine() -> None:
+    schedule = make_schedule("naive", num_pages=10, page_size=16, running=8)
+    add(schedule, "a0", 100, owner="ann", max_tokens=20)
+    add(schedule, "a1", 100, first=500, owner="ann", max_tokens=20)
+    step(schedule)
+    assert schedule.room == 0 and schedule.num_waiting == 1
+    count, but = schedule.room_for_others
+    assert count > 0 and but == ("ann",)
+    add(schedule, "b", 20, first=900, owner="bob", max_tokens=5)
+    assert marked(step(schedule)[1], "admitted") == ["b"], "it is its turn, and there are pages for it"
+    assert schedule.room_for_others[1] == ("ann",)

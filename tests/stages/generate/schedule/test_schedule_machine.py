@@ -25,6 +25,8 @@ from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import MOST_TAKEN, PATIENCE, Identity, Schedule, ScheduleLimits
 
 EOS = 9
+WEIGHTS = {"": 1, "ann": 1, "bob": 3}
+"""Owner -> weight."""
 LETTERS = st.integers(0, 2)
 """Few tokens, so that prefixes are shared."""
 WHICH = st.integers(0, 99)
@@ -50,6 +52,8 @@ class Life:
     prompt_length: int
     limit: int
     ignores_eos: bool
+    owner: str = ""
+    overtakes: bool = False
     table: int = -1
     computed: int = 0
     chunks: int = 0
@@ -62,6 +66,10 @@ class Life:
     @property
     def order(self) -> tuple[int, int]:
         return self.priority, self.arrival
+
+    @property
+    def band(self) -> int:
+        return self.priority if self.overtakes else 0
 
     @property
     def runs(self) -> bool:
@@ -205,6 +213,9 @@ class Machine(RuleBasedStateMachine):
         """The budget that plans are given; None: that of the limits."""
         self.row_cost: int | None = None
         """What plans are told of the cost of a draft; None: they have none."""
+        self.clock, self.given_to = 0, dict[str, int]()
+        """How much of each owner's prompts was computed, as the schedule counts it."""
+        self.pages_held: dict[str, int] = {}
         self.alone: str | None = None
         self.looked_up: set[str] = set()
         """Uids of those that wait and are looked up in the cache."""
@@ -219,6 +230,8 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         ignores_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 0, 1, -1, 2]),
+        owner=st.sampled_from(["", "", "ann", "bob"]),
+        overtakes=st.sampled_from([False, False, False, True]),
         copies=st.sampled_from([1, 1, 1, 3]),
     )
     def add(self, prompt: list[int], like: tuple[int, int] | None, num_output: int, copies: int, **more: Any) -> None:
@@ -256,7 +269,8 @@ class Machine(RuleBasedStateMachine):
                 self._drop(life.uid)
             case "leave and return":  # often in the middle of a prompt
                 self._drop(life.uid)
-                self._add(life.tokens[: life.prompt_length], [], None, life.ignores_eos, life.priority)
+                more = life.priority, life.owner, life.overtakes
+                self._add(life.tokens[: life.prompt_length], [], None, life.ignores_eos, *more)
             case "leave in a step":
                 self._step([life.uid])
             case "flush":
@@ -318,17 +332,30 @@ class Machine(RuleBasedStateMachine):
     # how
 
     def _add(
-        self, prompt: list[int], output: list[int], max_tokens: int | None, ignores_eos: bool, priority: int
+        self,
+        prompt: list[int],
+        output: list[int],
+        max_tokens: int | None,
+        ignores_eos: bool,
+        priority: int,
+        owner: str,
+        overtakes: bool,
     ) -> None:
         context, uid = self.limits.context, str(self.num_added)
         limit = min(context, len(prompt) + max_tokens) if max_tokens is not None else context
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignores_eos)
-        failed = self.schedule.add(NewRequest(uid, tuple(prompt), tuple(output), sampling, priority))
+        new = NewRequest(
+            *(uid, tuple(prompt), tuple(output), sampling, priority),
+            owner=owner,
+            weight=WEIGHTS[owner],
+            overtakes=overtakes,
+        )
+        failed = self.schedule.add(new)
         fits = len(prompt) + 1 <= context and len(prompt) + len(output) < limit
         assert (failed is None) == fits
         if fits:
             arrived = uid, priority, self.num_added, self.num_prefilled
-            self.lives[uid] = Life(*arrived, [*prompt, *output], len(prompt), limit, ignores_eos)
+            self.lives[uid] = Life(*arrived, [*prompt, *output], len(prompt), limit, ignores_eos, owner, overtakes)
             self.lives[uid].stands_still = bool(output)
             self.known.append(prompt)
         self.num_added += 1
@@ -362,7 +389,9 @@ class Machine(RuleBasedStateMachine):
         decoding = {life.uid for life in self.lives.values() if life.decodes}
         work = self.schedule.work
         assert work.streams == len(decoding)
-        assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in self._prompts(())]
+        in_turn = sorted(self._prompts(()), key=lambda one: (one.band, self._given(one.owner), one.owner))
+        assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in in_turn]
+        self.pages_held = {one.uid: len(one.allocation.pages) for one in self.schedule._running}
         given = self.given if decoding or self.given is None else max(self.given, 1)
         self.cache.has_refused = False
         planned = self.schedule.plan(given, self.row_cost)
@@ -426,7 +455,7 @@ class Machine(RuleBasedStateMachine):
         assert not any(cut if is_budget_left else cut[:-1]), "a prompt is cut where budget is left"
         computed = [self._holder(row) for row in prefills]
         admitted = [mark.uid for mark in marks if isinstance(mark, EventRow) and isinstance(mark.event, Admitted)]
-        order = self._prompts(admitted)
+        order = self._in_turn(self._prompts(admitted), prefills)
         assert computed == [life for life in order if life in computed]
         reached = len(order) if is_budget_left else order.index(computed[-1]) if computed else 0
         passed_over = [life for life in order[:reached] if life not in computed]
@@ -437,8 +466,26 @@ class Machine(RuleBasedStateMachine):
             assert not any(life.uid in admitted for life in behind), "it takes the place of one before it"
             assert self.schedule.room == 0
 
+    def _in_turn(self, order: list[Life], prefills: Sequence[PlanRow]) -> list[Life]:
+        """Return the requests in the order in which their owners take turns. The owner is next of whom least was
+        computed, by its weight; who comes late saved nothing."""
+        counts = {self._holder(row).uid: len(row.token_ids) for row in prefills}
+        left, sequence = list(order), list[Life]()
+        self.clock = max(self.clock, min((self._given(life.owner) for life in left), default=0))
+        while left:
+            firsts = {life.owner: life for life in reversed(left)}
+            owner = min(firsts, key=lambda one: (firsts[one].band, self._given(one), one))
+            sequence.append(firsts[owner])
+            left.remove(firsts[owner])
+            if count := counts.get(firsts[owner].uid):
+                self.given_to[owner] = self._given(owner) + 1000 * count // WEIGHTS[owner]
+        return sequence
+
+    def _given(self, owner: str) -> int:
+        return max(self.given_to.get(owner, 0), self.clock)
+
     def _prompts(self, admitted: Collection[str]) -> list[Life]:
-        """Return the requests whose prompts are not computed, in the order in which they are. *admitted*: uids of those
+        """Return the requests whose prompts are not computed, each owner's in their order. *admitted*: uids of those
         that waited until this plan.
         """
         may_run = sorted(self._may_run(), key=lambda life: life.order)
@@ -446,10 +493,10 @@ class Machine(RuleBasedStateMachine):
         waiting = [life for life in may_run if not life.runs or life.uid in admitted]
         self.looked_up = {life.uid for life in waiting[:MOST_TAKEN]}
 
-        def order(life: Life) -> tuple[int, bool, int, int]:
+        def order(life: Life) -> tuple[int, int, bool, int, int]:
             aged = PATIENCE * self._lacks(life) + life.came_at
             pauses = life.stands_still or len(life.tokens) > life.prompt_length
-            return life.priority, not pauses, aged, life.arrival
+            return life.band, life.priority, not pauses, aged, life.arrival
 
         return sorted([*begun, *waiting], key=order)
 
@@ -461,14 +508,18 @@ class Machine(RuleBasedStateMachine):
         return len(life.tokens) - found
 
     def _hear(self, marks: list[StepRow], plan: BatchPlan | None = None) -> None:
-        """Fold the marks: the last in the order is preempted."""
+        """Fold the marks: the last request is preempted of the owner that holds the most pages, by its weight."""
         for mark in marks:
             assert isinstance(mark, EventRow)
             life = self.lives[mark.uid]
             assert mark.n == len(life.tokens) - life.prompt_length
             if isinstance(mark.event, Preempted):
-                others = [other for other in self.lives.values() if other.runs and other.uid != self.alone]
-                assert life.order == max(other.order for other in others or [life])
+                others = [other for other in self.lives.values() if other.runs and other.uid != self.alone] or [life]
+                held: dict[tuple[int, str], int] = {}
+                for one in others if plan is not None else ():
+                    held[one.band, one.owner] = held.get((one.band, one.owner), 0) + self._pages_of(one)
+                last = max(others, key=lambda one: (one.band, held.get((one.band, one.owner), 0), one.order))
+                assert life is (last if plan is not None else max(others, key=lambda one: one.order))
                 life.table, life.computed, life.chunks, life.decodes = -1, 0, 0, False
             else:
                 assert isinstance(mark.event, Admitted) and plan is not None
@@ -476,6 +527,10 @@ class Machine(RuleBasedStateMachine):
                 assert row.start == mark.event.cached_tokens < len(life.tokens)
                 assert all(other.table != row.table for other in self.lives.values())
                 life.table = row.table
+
+    def _pages_of(self, life: Life) -> int:
+        """Return what a request counts of its pages, before the plan that is checked."""
+        return 1000 * self.pages_held[life.uid] // WEIGHTS[life.owner]
 
     def _isolate(self, uid: str | None) -> None:
         """Let one request run and no other, or all again."""

@@ -9,6 +9,7 @@ import { RequestList } from "./list.js";
 import { Pipeline } from "./model.js";
 import { aboutOf, Picture } from "./picture.js";
 import { SeriesChart } from "./series.js";
+import { UsageToday } from "./usage.js";
 
 const HAPPENINGS_SHOWN = 40;
 
@@ -22,6 +23,7 @@ class PipelinePage {
     this._series = new SeriesChart();
     this._list = new RequestList();
     this._dead = new DeadLetters();
+    this._usage = new UsageToday();
     this._about = el("p.dim.number");
     this._notice = el("p.notice.warn", { role: "status", hidden: true });
     this._log = el("div.log.small", { role: "log", tabindex: "0", aria: { label: "What happened" } });
@@ -30,6 +32,7 @@ class PipelinePage {
       this._picture.node,
       this._dead.node,
       el("div.beside", this._series.node, el("section.card.stack", el("h2", "What happened"), this._log)),
+      this._usage.node,
       this._list.node,
     );
     fill(main, el("div.row", el("h1", "Pipeline"), el("span.grow"), this._about), this._notice, this._content);
@@ -89,6 +92,7 @@ class PipelinePage {
     this._picture.show(this._pipeline);
     this._series.show(this._pipeline);
     this._dead.show(picture);
+    this._usage.show();
     this._list.show(picture);
     this._showHappenings();
   }
