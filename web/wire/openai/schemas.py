@@ -234,7 +234,7 @@ class GenerationRequest(SamplingFields):
     truncation_side: Literal["left", "right"] | None = None
     """With `truncate_prompt_tokens`: `right` drops the end of the prompt and keeps its beginning."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX), WHOLE] | None = None
-    """Within an engine, lower numbers run first."""
+    """Of requests of the same owner, lower numbers run first."""
 
     user: str | None = None
     """Label. Kept in the history, changes nothing."""
