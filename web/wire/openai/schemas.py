@@ -237,7 +237,7 @@ class GenerationRequest(SamplingFields):
     """Of requests of the same owner, lower numbers run first."""
 
     user: str | None = None
-    """Label. Kept in the history, changes nothing."""
+    """Label, kept in the history. On a server without keys, users take turns when requests wait."""
     metadata: (
         Annotated[
             dict[
