@@ -223,21 +223,26 @@ local function count_usage(accounts, uid, history, fields, now, has_begun)
   end
 end
 
+-- Returns a whole number of a field, of 12 digits at most; *other*, if it is none: anybody may have written it.
+local function number_in(text, other)
+  return tonumber(string.match(text or '', '^%d%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?$') or other)
+end
+
 -- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`; take.lua says how. Returns an error if there is no group: the first engine makes it.
 local function enqueue(tokenized, waiting)
   local reply = redis.pcall('XREADGROUP', 'GROUP', 'generate', WAITING, 'COUNT', 1000, 'STREAMS', tokenized, '>')
   if not reply or reply.err then return reply or nil end
   local queues = string.match(waiting, '^{[^}]*}:') .. 'queue:'
-  redis.call('HSET', waiting, 'only', '')
   for _, entry in ipairs(reply[1][2]) do
     local field = named_fields(entry)
     local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
-    local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(tonumber(field.weight) or 1, 1)
-    local one = string.format('%s-%06d %d %d %s', ms, seq, tonumber(field.tokens) or 1, overtakes, field.uid or '')
-    redis.call('ZADD', queues .. owner, tonumber(field.priority) or 0, one)
+    local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(number_in(field.weight, 1), 1)
+    local one = string.format('%s-%06d %.0f %d %s', ms, seq, number_in(field.tokens, 1), overtakes, field.uid or '')
+    local sign = string.sub(field.priority or '', 1, 1) == '-' and -1 or 1
+    redis.call('ZADD', queues .. owner, sign * number_in(string.gsub(field.priority or '', '^-', ''), 0), one)
     local before = redis.call('HGET', waiting, ':' .. owner) or '0 0 1 0'
     local count, given, may_overtake = string.match(before, '^(%d+) (%d+) %d+ (%d)$')
-    local told = string.format('%d %s %d %d', count + 1, given, weight, math.max(may_overtake, overtakes))
+    local told = string.format('%d %s %.0f %d', count + 1, given, weight, math.max(may_overtake, overtakes))
     redis.call('HSET', waiting, ':' .. owner, told)
   end
 end

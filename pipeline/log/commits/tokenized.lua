@@ -23,6 +23,7 @@ local only = redis.call('HGET', key.waiting, 'only')
 if not only then
   redis.call('HSET', key.waiting, 'only', arg.line)
 elseif only ~= arg.line then
+  if only ~= '' then redis.call('HSET', key.waiting, 'only', '') end
   enqueue(key.tokenized, key.waiting)
 end
 return 'OK'

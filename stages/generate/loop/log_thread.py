@@ -380,7 +380,8 @@ class LogThread:
             self._keep_trying(self._advance_takeover)
             if job.brief:
                 return
-            if self._num_sent == job.num_read and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
+            polls = isinstance(self._takeover, _Guest) or self._detokenizer == "absent" or not job.room.count
+            if self._num_sent == job.num_read and polls:
                 self._stopped.wait(POLL_S)
             elif self._num_sent == job.num_read:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))

@@ -158,12 +158,16 @@ def test_entries_of_an_older_version_and_of_others_are_taken_too(log: RedisLog, 
     command(log.url, "DEL", NAMES.tokenized)
     for number in range(3):
         command(log.url, "XADD", NAMES.tokenized, "*", "uid", f"old{number}", "frontend", "web-0")
-    spoilt = ("owner", "x" * 300, "weight", "-1", "tokens", "many", "priority", "high", "overtakes", "yes")
-    command(log.url, "XADD", NAMES.tokenized, "*", *spoilt)
-    scene.prepare()
+    spoilt = ("-1", "inf", "nan", "1e9", "many", "9" * 40, "1.5", "0x10", "")
+    for word in spoilt:
+        fields = ("owner", "x" * 300 + word, "weight", word, "tokens", word, "priority", word, "overtakes", word)
+        command(log.url, "XADD", NAMES.tokenized, "*", *fields)
     line(scene, "a", 2)
-    got = log.take(scene.own("generate-0"), 8, control_cursor="0-0").entries
-    assert Counter(entry.fields.get("uid", "?") for entry in got) == Counter(["old0", "old1", "old2", "?", "a0", "a1"])
+    line(scene, "b", 1)
+    scene.prepare()
+    engine = scene.own("generate-0")
+    got = [entry.fields.get("uid", "?") for _ in range(3) for entry in scene.take(engine)]
+    assert Counter(got) == Counter(["old0", "old1", "old2", *"?" * len(spoilt), "a0", "a1", "b0"])
 
 
 def test_what_an_engine_of_an_older_version_took_is_not_taken_again(log: RedisLog, scene: Scene) -> None:
