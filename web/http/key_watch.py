@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
@@ -14,6 +15,8 @@ from web.http.keys import Keys
 
 logger = structlog.get_logger()
 
+REVOKED_S: Final = 10.0
+"""How long requests of owners without a key are ended: some may be on their way into the log."""
 LOOK_EVERY_S: Final = 0.5
 """The file is read when two looks in a row have found the same: an editor may be in the middle of writing it."""
 
@@ -27,8 +30,8 @@ class KeyWatch:
         """Read the keys with *read*, and raise as it does."""
         self._path, self._read = Path(path).expanduser(), read
         self._mark = self._seen = _mark(self._path)
-        self._revoked = frozenset[str]()
-        """Owners that have lost their last key, until their requests have ended."""
+        self._revoked: dict[str, float] = {}
+        """Owners that have lost their last key, and until when their requests are looked for."""
         self.keys = read()
         """The same object for as long as the process runs."""
 
@@ -47,15 +50,18 @@ class KeyWatch:
             except ConfigError as error:
                 logger.error("limits_not_read", reason=str(error))
             else:
-                self._revoked = (self._revoked | self.keys.replace(found)) - found.owners
+                until_s = time.monotonic() + REVOKED_S
+                revoked = self._revoked | dict.fromkeys(self.keys.replace(found), until_s)
+                self._revoked = {owner: until for owner, until in revoked.items() if owner not in found.owners}
                 logger.info("limits_read", keys=found.num)
         if self._revoked:
             try:
-                await on_revoked(self._revoked)
+                await on_revoked(frozenset(self._revoked))
             except LogError as error:
                 logger.warning("requests_not_revoked", error=str(error))
             else:
-                self._revoked = frozenset()
+                now_s = time.monotonic()
+                self._revoked = {owner: until_s for owner, until_s in self._revoked.items() if until_s > now_s}
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
+from pipeline.events import MOST_COUNT
 from pipeline.log.protocol import Quota
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
 _EXPECTED: Final = "must be 1 to 255 visible ASCII characters, without a space"
 _QUOTAS: Final = tuple(item.name for item in dataclasses.fields(Quota) if item.name != "key")
-_RANGES: Final = {**dict.fromkeys(_QUOTAS, (1, math.inf)), "weight": (1, 1000), "viewers": (0, math.inf)}
+_RANGES: Final = {**dict.fromkeys(_QUOTAS, (1, MOST_COUNT)), "weight": (1, 1000), "viewers": (0, MOST_COUNT)}
 _PRIORITY: Final = "priority"
 _LIMITS: Final = (*_RANGES, _PRIORITY)
 _HASH: Final = re.compile(r"[0-9a-f]{32}")
@@ -340,9 +341,10 @@ def _limits(table: Mapping[str, Any], here: str) -> dict[str, int]:
         else:
             least, most = _RANGES[name]
             is_right = type(value) is int and least <= value <= most  # True is an int, too
-            expected = f"a whole number of at least {least}" + (f" and at most {most}" if most < math.inf else "")
+            expected = f"a whole number of at least {least}" + (f" and at most {most}" if most < MOST_COUNT else "")
         if not is_right:
-            seen = value if isinstance(value, int | float) else "something else"
+            is_short = isinstance(value, int | float) and abs(value) <= MOST_COUNT
+            seen = value if is_short else "something else"
             raise ConfigError(f"{here}: {name}: {seen} given, expected {expected}")
     return dict(table)
 

@@ -19,4 +19,5 @@ async def end_revoked(frontend: Frontend, owners: frozenset[str]) -> None:
     ended = await cancel(frontend.log, await living(frontend.log, owners), by=REVOKED)
     for _ in ended:
         frontend.count_end(Cancelled(by=REVOKED))
-    logger.info("owners_revoked", owners=[shown(owner) for owner in sorted(owners)], requests=len(ended))
+    if ended:
+        logger.info("owners_revoked", owners=[shown(owner) for owner in sorted(owners)], requests=len(ended))

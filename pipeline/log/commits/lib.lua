@@ -185,7 +185,7 @@ local function count_usage(accounts, uid, history, fields, now, has_begun)
   local account = redis.call('HGET', accounts, uid)
   if not account then return end
   redis.call('HDEL', accounts, uid)
-  local has_prompt, has_buckets, owner, model = string.match(account, '^(%d)(%d)([^\n]*)\n(.*)$')
+  local has_prompt, has_buckets, is_used, owner, model = string.match(account, '^(%d)(%d)(%d)([^\n]*)\n(.*)$')
   local kind, n, prompt, cached = nil, 0, nil, nil
   for i = 1, #fields, 2 do
     local name, value = fields[i], fields[i + 1]
@@ -202,7 +202,7 @@ local function count_usage(accounts, uid, history, fields, now, has_begun)
   local usage = string.format('%susage:%s:%d', prefix, owner, day)
   local function count(what, number)
     number = tonumber(number or 0)
-    return number > 0 and redis.call('HINCRBY', usage, what .. ' ' .. model, number)
+    return is_used == '1' and number > 0 and redis.call('HINCRBY', usage, what .. ' ' .. model, number)
   end
   if count('requests', 1) == 1 then
     redis.call('PEXPIRE', usage, USAGE_MS)
@@ -228,23 +228,37 @@ local function number_in(text, other)
   return tonumber(string.match(text or '', '^%d%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?%d?$') or other)
 end
 
--- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`; take.lua says how. Returns an error if there is no group: the first engine makes it.
+-- Returns the priority of the first of a queue if it counts before other owners; else 0.
+local function band_of(queue)
+  local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
+  return first[1] and string.match(first[1], '^%S+ %d+ 1') and tonumber(first[2]) or 0
+end
+
+-- Puts an entry of `tokenized` into the queue of its owner. Who did not wait, or nothing as urgent, begins at the clock, unless
+-- it was given more.
+local function queue_entry(waiting, entry)
+  local field = named_fields(entry)
+  local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
+  local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(number_in(field.weight, 1), 1)
+  local one = string.format('%s-%06d %.0f %d %s', ms, seq, number_in(field.tokens, 1), overtakes, field.uid or '')
+  local sign = string.sub(field.priority or '', 1, 1) == '-' and -1 or 1
+  local score = sign * number_in(string.gsub(field.priority or '', '^-', ''), 0)
+  local queue = string.match(waiting, '^{[^}]*}:') .. 'queue:' .. owner
+  local told = redis.call('HMGET', waiting, ':' .. owner, 'now')
+  local count, given, may_overtake = string.match(told[1] or '0 0 1 0', '^(%d+) (%d+) %d+ (%d)$')
+  local is_new = count == '0' or may_overtake == '1' and overtakes * score < band_of(queue)
+  if redis.call('ZADD', queue, score, one) == 0 then return end
+  if is_new then given = math.max(given, told[2] or 0) end
+  local said = string.format('%.0f %.0f %.0f %d', count + 1, given, weight, math.max(may_overtake, overtakes))
+  redis.call('HSET', waiting, ':' .. owner, said)
+end
+
+-- Puts new entries of `tokenized` into the queues of their owners, where they wait for `take`; take.lua says how. Returns
+-- an error if there is no group: the first engine makes it.
 local function enqueue(tokenized, waiting)
   local reply = redis.pcall('XREADGROUP', 'GROUP', 'generate', WAITING, 'COUNT', 1000, 'STREAMS', tokenized, '>')
   if not reply or reply.err then return reply or nil end
-  local queues = string.match(waiting, '^{[^}]*}:') .. 'queue:'
-  for _, entry in ipairs(reply[1][2]) do
-    local field = named_fields(entry)
-    local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
-    local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(number_in(field.weight, 1), 1)
-    local one = string.format('%s-%06d %.0f %d %s', ms, seq, number_in(field.tokens, 1), overtakes, field.uid or '')
-    local sign = string.sub(field.priority or '', 1, 1) == '-' and -1 or 1
-    redis.call('ZADD', queues .. owner, sign * number_in(string.gsub(field.priority or '', '^-', ''), 0), one)
-    local before = redis.call('HGET', waiting, ':' .. owner) or '0 0 1 0'
-    local count, given, may_overtake = string.match(before, '^(%d+) (%d+) %d+ (%d)$')
-    local told = string.format('%d %s %.0f %d', count + 1, given, weight, math.max(may_overtake, overtakes))
-    redis.call('HSET', waiting, ':' .. owner, told)
-  end
+  for _, entry in ipairs(reply[1][2]) do queue_entry(waiting, entry) end
 end
 
 -- Says that one of several siblings has ended. What they share expires with the last of their histories. *shared* is its
@@ -306,7 +320,7 @@ local function seal(key, arg, uid, fields)
     redis.call('HDEL', key.accounts, uid)
     return false
   end
-  count_usage(key.accounts, uid, key.history, fields, now, last[1] and last[1][1] > '0-2')
+  count_usage(key.accounts, uid, key.history, fields, now, n ~= '0' or last[1] and tonumber(string.match(last[1][1], '%d+$')) > 2)
   local kept_ms = kept_after(key, uid, key.history, arg.retention_ms, arg.stored_ms, n == '0' and arg.brief_ms)
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)

@@ -75,7 +75,7 @@ local function too_many_wait(most)
   end
   for _, entry in ipairs(redis.call('XRANGE', key.submitted, '-', '+')) do
     local account = redis.call('HGET', key.accounts, entry[2][2])
-    if account and string.match(account, '^%d%d([^\n]*)') == arg.owner then uids[#uids + 1] = entry[2][2] end
+    if account and string.match(account, '^%d%d%d([^\n]*)') == arg.owner then uids[#uids + 1] = entry[2][2] end
   end
   return #uids - #ended_of(uids) >= most
 end

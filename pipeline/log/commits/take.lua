@@ -1,12 +1,12 @@
 -- take: give an engine requests that wait, each owner its share. Fenced, so an engine that lost its slot takes nothing.
 -- While all that wait are of one line, an owner's requests of one priority, they are entries of `tokenized` that the group has
 -- not read, and `waiting` has the line in `only`. When another line comes, all that wait go into the queues of their owners,
--- `queue:<owner>`, in order of priority and arrival; `only` is empty until the queues are. Which owner is next is start-time
--- fair queueing (Goyal et al., SIGCOMM 1996), deficit round robin whose deficits are told from one clock. `waiting` has of each
--- owner how many wait, what it was `given` (tokens of prompts and longest answers by its weight), its weight, and whether one
--- of its requests may overtake other owners: then its priority counts before theirs. The owner that was given least is next;
--- who comes is as if it had been given as much as the clock `now` says, which is the least of those that wait. An owner
--- that was given more is remembered. `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
+-- `queue:<owner>`, in order of priority and arrival; `only` is empty until the queues are. Which owner is next is weighted fair
+-- queueing (Demers, Keshav and Shenker, SIGCOMM 1989), deficit round robin whose deficits are told from one clock. `waiting` has of
+-- each owner how many wait, what it was `given` (tokens of prompts and longest answers by its weight), its weight, and whether
+-- one of its requests may overtake other owners: then its priority counts before theirs. The owner that was given least is
+-- next. The clock `now` is what an owner would have that had always waited; who comes begins there, so it saved nothing, and is
+-- before all that come later. `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
 -- Returns the entries, the last id that was delivered, or 0-0 if any wait in queues; the uids that ended elsewhere, the control
 -- cursor, and the last flush or ''; or FENCED.
 local key, arg = named()
@@ -44,44 +44,43 @@ local function read_owners()
   return owners, now
 end
 
--- Returns the priority of the first of a queue if it counts before other owners; else 0.
-local function band_of(queue)
-  local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
-  return first[1] and string.match(first[1], '^%S+ %d+ 1') and tonumber(first[2]) or 0
-end
-
--- Returns the owner whose turn it is, and the least that an owner that waits was given.
-local function next_owner(owners, now, but)
-  local best, least
+-- Returns the owner whose turn it is, and the weight of all that wait and whose priority counts no less.
+local function next_owner(owners, but)
+  local best, weights = nil, 0
   for _, one in ipairs(owners) do
-    if one.count > 0 then
-      one.start = math.max(one.given, now)
-      least = math.min(least or one.start, one.start)
-      one.band = one.band or one.overtakes and band_of(one.queue) or 0
-      local is_first = not best or one.band < best.band or one.band == best.band and (one.start < best.start
-        or one.start == best.start and (one.count < best.count or one.count == best.count and one.field < best.field))
-      if is_first and not but[one.field] then best = one end
-    end
+    one.band = one.count > 0 and (one.band or one.overtakes and band_of(one.queue) or 0)
+    local is_first = not best or one.band and (one.band < best.band or one.band == best.band and (one.given < best.given
+      or one.given == best.given and (one.count < best.count or one.count == best.count and one.field < best.field)))
+    if one.band and is_first and not but[one.field] then best = one end
   end
-  return best, least
+  for _, one in ipairs(owners) do
+    if best and one.band and one.band <= best.band then weights = weights + one.weight end
+  end
+  return best, weights
 end
 
 local function take_turns(most, but)
   local taken, left = {}, 0
   local owners, now = read_owners()
   while #taken < most do
-    local one, least = next_owner(owners, now, but)
+    local one, weights = next_owner(owners, but)
     if not one then break end
     local entry, tokens = first_of(one.queue)
     one.count, one.band, one.is_changed = entry == false and 0 or one.count - 1, nil, true
     if entry then
-      taken[#taken + 1], now = entry, math.max(now, least)
-      one.given = one.start + math.max(math.floor(1000 * tokens / one.weight), 1)
+      taken[#taken + 1], now = entry, math.max(now, one.given) + math.floor(1000 * tokens / weights)
+      one.given = one.given + math.max(math.floor(1000 * tokens / one.weight), 1)
     end
   end
   for _, one in ipairs(owners) do left = left + one.count end
   if left == 0 then
     redis.call('DEL', key.waiting) -- all are served
+    for _, item in ipairs(redis.call('XPENDING', key.tokenized, 'generate', '-', '+', 1000, WAITING)) do
+      local entry = redis.call('XRANGE', key.tokenized, item[1], item[1])[1] -- its queue was lost
+      redis.call('HSET', key.waiting, 'only', '')
+      if entry then queue_entry(key.waiting, entry) else redis.call('XACK', key.tokenized, 'generate', item[1]) end
+      left = left + 1
+    end
     return taken, left
   end
   for _, one in ipairs(owners) do
@@ -105,7 +104,7 @@ if only == '' and most > 0 then
   taken, left = take_turns(most, but)
 elseif only == '' then
   left = 1
-elseif most > 0 and not but[':' .. string.match(only or '', '^[^\n]*')] then
+elseif most > 0 and not but[':' .. string.match(only or '\n0\n0', '^(.*)\n%-?%d+\n%d$')] then
   local reply = redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', most, 'STREAMS', key.tokenized, '>')
   if reply then taken = reply[1][2] end
 end

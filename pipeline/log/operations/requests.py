@@ -46,7 +46,7 @@ from pipeline.log.shared import (
     submitted_words,
     whole_history,
 )
-from pipeline.names import SEAL, Names, base_uid, sibling_uids
+from pipeline.names import PROBE, SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
 """Largest number of entries of each history that a waiting read returns."""
@@ -192,9 +192,11 @@ def rates_of(quota: Quota) -> dict[str, int]:
 
 
 def _account(event: Submitted, index: int, *, has_rates: bool) -> str:
-    """Return what `count_usage` in lib.lua reads when a request ends; "" if it is not counted."""
-    told = f"{counts_prompt(event, index):d}{has_rates:d}{event.owner}\n{event.model}"
-    return told if is_counted(event) else ""
+    """Return what `count_usage` in lib.lua reads when a request ends; "" if no engine computes it for its owner."""
+    if event.endpoint == PROBE or event.task != "generate":
+        return ""
+    flags = counts_prompt(event, index), has_rates, is_counted(event)
+    return f"{''.join(str(int(flag)) for flag in flags)}{event.owner}\n{event.model}"
 
 
 def tokenized(
@@ -451,7 +453,7 @@ def living_of(log: LogContext, owners: Collection[str]) -> Command[list[str]]:
     """Return the requests of *owners* that have not ended."""
 
     def parse(reply: Any) -> list[str]:
-        return [uid for uid, account in pairs_of(reply) if account[2:].partition("\n")[0] in owners]
+        return [uid for uid, account in pairs_of(reply) if account[3:].partition("\n")[0] in owners]
 
     return Command(["HGETALL", log.names.accounts], parse)
 
@@ -476,7 +478,7 @@ def retire(log: LogContext, most_bytes: int) -> Script[int]:
     return commit(
         "retire",
         int,
-        {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes},
+        {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes, "accounts": names.accounts},
         most_bytes=most_bytes or 2**62,
         retention_ms=limits.retention_ms,
     )

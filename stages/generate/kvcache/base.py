@@ -158,6 +158,9 @@ class PrefixCache(Protocol):
         """Return how many of *token_ids* `begin` would find in the cache."""
         ...
 
+    def can_grow(self, wanted: Iterable[tuple[Allocation, int]]) -> bool:
+        """Return whether `grow` succeeds for all of several allocations with their counts."""
+
     def grow(self, allocation: Allocation, count: int) -> list[int] | None:
         """Append *count* pages to *allocation* and return them; return None and allocate none if there are too few.
 

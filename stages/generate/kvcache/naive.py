@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, Allocation, CacheSnapshot, Held, LocalLayers, PagePool
@@ -41,10 +41,19 @@ class NaiveCache:
     def num_cached(self, token_ids: Sequence[int]) -> int:
         return 0
 
-    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
+    def can_grow(self, wanted: Iterable[tuple[Allocation, int]]) -> bool:
+        parts = [self._parts_for(allocation, count)[0] for allocation, count in wanted]
+        return sum(max(num_parts, 0) for num_parts in parts) <= self._parts_available  # some give back, but may be last
+
+    def _parts_for(self, allocation: Allocation, count: int) -> tuple[int, int]:
+        """Return how many parts so many more pages take, and how many local parts are reserved then."""
         self._slide(allocation)
         num_local = self._needed_at_once(allocation, len(allocation.pages) + count)
-        if count + self.local.num_parts * (num_local - allocation.num_reserved) > self._parts_available:
+        return count + self.local.num_parts * (num_local - allocation.num_reserved), num_local
+
+    def grow(self, allocation: Allocation, count: int) -> list[int] | None:
+        num_parts, num_local = self._parts_for(allocation, count)
+        if num_parts > self._parts_available:
             return None
         self._reserve(allocation, num_local)
         pages = self._take(count)

@@ -157,7 +157,7 @@ class LogThread:
         self._told_room = Room(), 0
         """The last room that the engine has told, and the number of updates that it had read then."""
         self._looked_for: tuple[str, tuple[str, ...]] = "", ()
-        """The last request when `take` was called last, and the owners that had to wait."""
+        """The last request when `take` brought nothing, and the owners that had to wait."""
         self._num_sent = 0
         self._num_read = 0
         self._log = log
@@ -277,9 +277,11 @@ class LogThread:
         """
         told, num_read = self._told_room
         count = told.count - (self._num_sent - num_read)
-        looked_for, self._looked_for = self._looked_for, (newest, told.but)
-        if count > 0 and not (told.but and looked_for == self._looked_for):
+        if count > 0 and not (told.but and self._looked_for == (newest, told.but)):
+            before = self._num_sent
             self._keep_trying(lambda: self._take(Room(count, told.but)))
+            is_in_vain = self._num_sent == before and self._detokenizer == "present"
+            self._looked_for = (newest, told.but) if is_in_vain else ("", ())
 
     def _tell(self, update: Update) -> None:
         self._num_sent += 1

@@ -158,7 +158,7 @@ class RecordedSchedule(Schedule):
             "alone": self._alone,
             "arrived": self._num_arrived,
             "prefilled": self._num_prefilled,
-            "turns": [self._turns.clock, self._turns.given],
+            "turns": [self._turns.clock, self._turns.given, self._turns.active],
             "requests": [
                 [
                     *(one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from operator import attrgetter
@@ -90,28 +90,39 @@ PATIENCE = 8
 
 
 class Turns:
-    """How many tokens of each owner's prompts were computed, by its weight: start-time fair queueing, as in take.lua.
+    """How many tokens of each owner's prompts were computed, by its weight: weighted fair queueing, as in take.lua.
 
-    The clock is what the owner has whose turn it is. An owner that has less has as much as the clock: while it had no
-    prompts, it saved nothing.
+    The clock is what an owner would have that always had prompts. Who had none begins there: it saved nothing, and is
+    before all that come later.
     """
 
-    def __init__(self, clock: int = 0, given: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, clock: int = 0, given: Mapping[str, int] | None = None, active: Mapping[str, int] | None = None
+    ) -> None:
         self.clock = clock
         self.given = dict(given or {})
-        """Owner -> thousandths of tokens by weight, of those that are ahead of the clock."""
+        """Owner -> thousandths of tokens by weight, of those that have prompts or are ahead of the clock."""
+        self.active = dict(active or {})
+        """Owners with prompts at the last plan, and the band of each one's first, in the order in which they began."""
 
-    def of(self, owner: str) -> int:
-        return max(self.given.get(owner, 0), self.clock)
+    def order(self, owner: str, band: int) -> tuple[int, int, int, str]:
+        """Sort key of an owner whose first prompt is in *band*: the lowest is next, of equal ones the one that began
+        last."""
+        given, has_begun = self.given.get(owner, 0), band >= self.active.get(owner, band + 1)
+        began = list(self.active).index(owner) if has_begun else len(self.active)
+        return band, given if has_begun else max(given, self.clock), -began, owner
 
-    def advance(self, owners: Iterable[str]) -> None:
-        """Set the clock to what the owner has whose turn it is, of *owners*, who all have prompts."""
-        self.clock = max(self.clock, min(map(self.of, owners), default=0))
-        self.given = {owner: given for owner, given in self.given.items() if given > self.clock}
+    def begin(self, bands: Mapping[str, int]) -> None:
+        """Begin a plan at which the owners of *bands* have prompts."""
+        orders = {owner: self.order(owner, band) for owner, band in bands.items()}
+        ahead = {owner: given for owner, given in self.given.items() if given > self.clock}
+        self.given = ahead | {owner: given for owner, (_, given, _, _) in orders.items()}
+        self.active = {owner: bands[owner] for owner in sorted(bands, key=lambda one: (-orders[one][2], one))}
 
-    def give(self, owner: str, weight: int, num_tokens: int) -> None:
-        """Count computed tokens of an owner's prompts."""
-        self.given[owner] = self.of(owner) + 1000 * num_tokens // weight
+    def give(self, owner: str, weight: int, num_tokens: int, weights: int) -> None:
+        """Count computed tokens of an owner's prompts. *weights*: of all that have prompts as urgent as that."""
+        self.clock = max(self.clock, self.given[owner]) + 1000 * num_tokens // weights
+        self.given[owner] += 1000 * num_tokens // weight
 
 
 class Schedule:
@@ -508,7 +519,9 @@ class Schedule:
     def _plan_decodes(self, marks: list[StepRow], row_cost: int | None) -> list[PlanRow]:
         rows: list[PlanRow] = []
         page_size, number = self._cache.page_size, self._num_plans + 1
-        while self._is_short:
+        while self._is_short and not self._cache.can_grow(
+            (one.allocation, self._pages_missing(one, one.num_computed + 1)) for one in self._running if one.decodes
+        ):
             self._preempt(self._last(), marks, self.next_step)
         drafts_of = self._drafts_of(row_cost)
         for request in self._running:
@@ -614,9 +627,11 @@ class Schedule:
         prompts: dict[str, deque[Request]] = {}
         for request, _ in self._prompts():
             prompts.setdefault(request.owner, deque()).append(request)
-        self._turns.advance(prompts)
+        if prompts:
+            self._turns.begin({owner: queue[0].band for owner, queue in prompts.items()})
         while prompts and budget > 0:
-            owner = min(prompts, key=lambda owner: (prompts[owner][0].band, self._turns.of(owner), owner))
+            owner = min(prompts, key=lambda owner: self._turns.order(owner, prompts[owner][0].band))
+            urgent = [queue[0].weight for queue in prompts.values() if queue[0].band <= prompts[owner][0].band]
             request = prompts[owner].popleft()
             if not prompts[owner]:
                 del prompts[owner]
@@ -630,7 +645,7 @@ class Schedule:
             count = len(rows[-1].token_ids)
             budget -= count
             self._num_prefilled += count
-            self._turns.give(owner, request.weight, count)
+            self._turns.give(owner, request.weight, count, sum(urgent))
         return rows
 
     def _prompts(self) -> list[tuple[Request, int]]:
@@ -645,11 +660,16 @@ class Schedule:
             cached = self._cache.num_cached(one.token_ids) if is_cached else 0
             prompts.append((one, len(one.token_ids) - cached))
 
-        def order(prompt: tuple[Request, int]) -> tuple[int, int, str, int, bool, int, int]:
+        bands: dict[str, int] = {}
+        for one, _ in prompts:
+            bands[one.owner] = min(one.band, bands.get(one.owner, one.band))
+        turns = {owner: self._turns.order(owner, band)[1:] for owner, band in bands.items()}
+
+        def order(prompt: tuple[Request, int]) -> tuple[int, tuple[int, int, str], int, bool, int, int]:
             one, missing = prompt
-            turn = one.band, self._turns.of(one.owner), one.owner
             pauses = one.stands_still or one.num_output > 0
-            return *turn, one.priority, not pauses, PATIENCE * missing + one.came_at, one.arrival
+            aged = PATIENCE * missing + one.came_at
+            return one.band, turns[one.owner], one.priority, not pauses, aged, one.arrival
 
         return sorted(prompts, key=order)
 

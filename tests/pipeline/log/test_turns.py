@@ -114,6 +114,38 @@ def test_an_owner_whose_queue_is_empty_does_not_jump_it_again_and_again(scene: S
     assert [len(one) for one in between[1:-1]] == [9] * len(between[1:-1])
 
 
+def test_owners_that_come_again_and_again_starve_none_that_waits(log: RedisLog, scene: Scene) -> None:
+    engine, order = scene.own("generate-0"), list[str]()
+    line(scene, "v", 5, tokens=900)
+    for number in range(100):
+        line(scene, f"n{number}-", 1)
+        line(scene, f"m{number}-", 1)
+        order += taken(scene, engine, 2)
+    assert [uid for uid in order if uid[0] == "v"] == [f"v{number}" for number in range(5)]
+    assert command(log.url, "HLEN", NAMES.waiting) < 30
+
+
+def test_an_owner_saves_no_turns_while_its_least_urgent_request_waits(scene: Scene) -> None:
+    engine = scene.own("generate-0")
+    wait_in_line(scene, ["c-late"], Turn("c", priority=9, overtakes=True))
+    line(scene, "a", 100)
+    line(scene, "b", 100)
+    for _ in range(10):
+        taken(scene, engine)
+    line(scene, "c", 50)
+    line(scene, "d", 50)
+    shares = Counter(uid[0] for _ in range(10) for uid in taken(scene, engine))
+    assert all(18 <= count <= 22 for count in shares.values()), shares
+
+
+def test_what_waits_is_found_again_although_its_queue_is_lost(log: RedisLog, scene: Scene) -> None:
+    line(scene, "a", 3)
+    line(scene, "b", 1)
+    command(log.url, "DEL", NAMES.queue("a"))
+    engine = scene.own("generate-0")
+    assert sorted([*taken(scene, engine), *taken(scene, engine)]) == ["a0", "a1", "a2", "b0"]
+
+
 def test_priority_counts_across_owners_only_where_it_may(scene: Scene) -> None:
     engine = scene.own("generate-0")
     line(scene, "a", 3)

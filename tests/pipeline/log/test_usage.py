@@ -143,6 +143,23 @@ def test_tokens_are_charged_at_the_end_and_the_next_request_waits_until_they_are
     assert scene.submit_as("d", Quota("bob", **{name: 1})).submission is ACCEPTED
 
 
+def test_a_replay_is_charged_although_it_is_no_usage(log: RedisLog, scene: Scene, detokenizer: Detokenizer) -> None:
+    quota = Quota("ann", tokens_per_day=10)
+    sent(log, "a", quota=quota, replay=Replay(of="x"))
+    assert with_front(log.url, lambda front: front.living_of({"ann"})) == ["a"]
+    detokenizer.say(finished("a", 5, 30))
+    assert scene.submit_as("b", quota).submission is TOO_FAST
+    assert used(log) == {}
+
+
+def test_accounts_of_requests_that_an_older_version_ended_are_forgotten(log: RedisLog) -> None:
+    for uid in "abc":
+        sent(log, uid)
+    command(log.url, "ZREM", NAMES.live, "a", "b")
+    log.retire(0)
+    assert command(log.url, "HKEYS", NAMES.accounts) == [b"c"]
+
+
 def test_a_cancelled_request_is_charged_for_what_was_computed(
     log: RedisLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:

@@ -15,6 +15,7 @@ from support.stand_in_stages import StandIn
 from support.web_site import ADMIN, ANN, BOB, Site, bearer, chat, one_request, received, seal_of, site, until
 
 from pipeline.errors import LogUnavailable
+from web.http import key_watch
 from web.http.key_watch import KeyWatch, OnRevoked
 from web.http.key_watch import _mark as mark
 from web.http.keys import hash_of, read_keys
@@ -128,9 +129,25 @@ async def test_a_file_that_is_being_written_is_not_read(
     assert next(looks, None) is None and num(lines, "limits_read") == 1
 
 
-async def test_owners_without_a_key_are_told_once_and_again_while_the_log_is_away(
-    file: Path, lines: list[MutableMapping[str, Any]]
+async def test_owners_without_a_key_are_told_for_a_while_because_a_request_may_be_on_its_way(file: Path) -> None:
+    told: list[frozenset[str]] = []
+
+    async def on_revoked(owners: frozenset[str]) -> None:
+        told.append(owners)
+
+    watch = watch_of(file)
+    async with watching(watch, on_revoked):
+        file.write_text(text_of(BOB))
+        await until(lambda: len(told) == 2)
+        file.write_text(text_of(ANN, BOB))
+        await until(lambda: not watch._revoked)
+    assert set(told) == {frozenset({hash_of(ANN)})}, "until they have a key again"
+
+
+async def test_owners_without_a_key_are_told_again_while_the_log_is_away(
+    file: Path, lines: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(key_watch, "REVOKED_S", 0.0)
     told: list[frozenset[str]] = []
 
     async def on_revoked(owners: frozenset[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -300,3 +301,36 @@ def test_who_waits_for_pages_does_not_keep_other_owners_out_of_the_engine() -> N
     add(schedule, "b", 20, first=900, owner="bob", max_tokens=5)
     assert marked(step(schedule)[1], "admitted") == ["b"], "it is its turn, and there are pages for it"
     assert schedule.room_for_others[1] == ("ann",)
+
+
+def test_owners_that_come_again_and_again_starve_none_that_waits() -> None:
+    schedule = make_schedule("naive")
+    start_streams(schedule)
+    add(schedule, "v", 200, first=10_000, owner="v")
+    first_token = None
+    for number in range(300):
+        add(schedule, f"n{number}", 16, first=20_000 + 20 * number, owner=f"n{number}", max_tokens=1)
+        _, _, rows = step(schedule)
+        if any(row.uid == "v" for row in rows):
+            first_token = first_token or number
+    assert first_token is not None and first_token < 150, "although more come than can be computed"
+    assert len(schedule._turns.given) < 50, "owners that were served are forgotten"
+
+
+def test_an_owner_saves_no_turns_while_others_have_theirs_or_its_least_urgent_request_waits() -> None:
+    schedule = make_schedule("naive")
+    start_streams(schedule)
+    late = request("later", 16, first=90_000, owner="c", max_tokens=1, priority=2**31)
+    assert schedule.add(dataclasses.replace(late, overtakes=True)) is None
+    for number in range(100):
+        for owner in "ab":
+            add(schedule, f"{owner}{number}", 16, first=20_000 + 20 * number, owner=owner, max_tokens=1)
+    shares: dict[str, int] = {}
+    for number in range(120):
+        if number == 60:
+            for other in range(60):
+                add(schedule, f"c{other}", 16, first=50_000 + 20 * other, owner="c", max_tokens=1)
+        for row in step(schedule)[2]:
+            if row.end and number >= 60:
+                shares[row.uid[0]] = shares.get(row.uid[0], 0) + 1
+    assert shares["c"] <= 21, shares

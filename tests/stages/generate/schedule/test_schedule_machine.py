@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         """The budget that plans are given; None: that of the limits."""
         self.row_cost: int | None = None
         """What plans are told of the cost of a draft; None: they have none."""
-        self.clock, self.given_to = 0, dict[str, int]()
+        self.clock, self.given_to, self.had_prompts = 0, dict[str, int](), dict[str, int]()
         """How much of each owner's prompts was computed, as the schedule counts it."""
         self.pages_held: dict[str, int] = {}
         self.alone: str | None = None
@@ -389,7 +389,10 @@ class Machine(RuleBasedStateMachine):
         decoding = {life.uid for life in self.lives.values() if life.decodes}
         work = self.schedule.work
         assert work.streams == len(decoding)
-        in_turn = sorted(self._prompts(()), key=lambda one: (one.band, self._given(one.owner), one.owner))
+        left = self._prompts(())
+        bands = {one.owner: one.band for one in reversed(left)}
+        turns = {owner: self._turn(owner, band)[1:] for owner, band in bands.items()}
+        in_turn = sorted(left, key=lambda one: (one.band, turns[one.owner]))
         assert work.prompts == [(len(one.tokens) - self._lacks(one), self._lacks(one)) for one in in_turn]
         self.pages_held = {one.uid: len(one.allocation.pages) for one in self.schedule._running}
         given = self.given if decoding or self.given is None else max(self.given, 1)
@@ -471,18 +474,31 @@ class Machine(RuleBasedStateMachine):
         computed, by its weight; who comes late saved nothing."""
         counts = {self._holder(row).uid: len(row.token_ids) for row in prefills}
         left, sequence = list(order), list[Life]()
-        self.clock = max(self.clock, min((self._given(life.owner) for life in left), default=0))
+        if not left:
+            return sequence
+        firsts = {life.owner: life for life in reversed(left)}
+        turns = {owner: self._turn(owner, life.band) for owner, life in firsts.items()}
+        ahead = {owner: given for owner, given in self.given_to.items() if given > self.clock}
+        self.given_to = ahead | {owner: turn[1] for owner, turn in turns.items()}
+        self.had_prompts = {owner: turns[owner][0] for owner in sorted(turns, key=lambda one: (-turns[one][2], one))}
         while left:
             firsts = {life.owner: life for life in reversed(left)}
-            owner = min(firsts, key=lambda one: (firsts[one].band, self._given(one), one))
-            sequence.append(firsts[owner])
-            left.remove(firsts[owner])
-            if count := counts.get(firsts[owner].uid):
-                self.given_to[owner] = self._given(owner) + 1000 * count // WEIGHTS[owner]
+            owner = min(firsts, key=lambda one: self._turn(one, firsts[one].band))
+            first = firsts[owner]
+            sequence.append(first)
+            left.remove(first)
+            if count := counts.get(first.uid):
+                weights = sum(WEIGHTS[one] for one, life in firsts.items() if life.band <= first.band)
+                self.clock = max(self.clock, self.given_to[owner]) + 1000 * count // weights
+                self.given_to[owner] += 1000 * count // WEIGHTS[owner]
         return sequence
 
-    def _given(self, owner: str) -> int:
-        return max(self.given_to.get(owner, 0), self.clock)
+    def _turn(self, owner: str, band: int) -> tuple[int, int, int, str]:
+        """Of owners that were given as much, the one that began last is next. Who had nothing as urgent saved none."""
+        given, waits = self.given_to.get(owner, 0), [*self.had_prompts]
+        if owner in waits and band >= self.had_prompts[owner]:
+            return band, given, -waits.index(owner), owner
+        return band, max(given, self.clock), -len(waits), owner
 
     def _prompts(self, admitted: Collection[str]) -> list[Life]:
         """Return the requests whose prompts are not computed, each owner's in their order. *admitted*: uids of those
