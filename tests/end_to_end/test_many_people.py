@@ -8,6 +8,8 @@ import contextlib
 import json
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +31,7 @@ from pipeline.names import PROBE, base_uid
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 ANN, BOB, CARL, ADMIN = "sk-ann", "sk-bob", "sk-carl", "sk-admin"
 LIMITS = f"""
 [[key]]
@@ -146,6 +149,7 @@ def test_one_owner_floods_and_the_request_of_another_is_the_next_that_an_engine_
     assert usage_of(second, BOB).keys() == {"bob"}
 
 
+@pytest.mark.night
 def test_two_owners_that_flood_are_served_by_their_weights(frontends: tuple[Server, Server]) -> None:
     server, second = frontends
     with server.log() as log:
@@ -161,6 +165,50 @@ def test_two_owners_that_flood_are_served_by_their_weights(frontends: tuple[Serv
         shares[order.pop()[1]] -= 1
     assert shares.total() >= 40
     assert shares["ann"] / shares.total() == pytest.approx(0.25, abs=0.06)
+
+
+def keys(folder: Path, *words: str) -> str:
+    """Run `minisgl keys`; return the key that it prints."""
+    command = [sys.executable, str(ROOT / "minisgl.py"), "keys", *words, "--limits", str(folder / "limits.toml")]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_keys_are_limited_rotated_expired_and_revoked_at_two_frontends_while_they_run(
+    frontends: tuple[Server, Server],
+) -> None:
+    folder = frontends[0].command.output_file.parent
+    file = folder / "limits.toml"
+
+    def statuses(key: str) -> set[int]:
+        headers = {"authorization": f"Bearer {key}"}
+        return {httpx.get(f"{each.url}/v1/models", headers=headers).status_code for each in frontends}
+
+    key = keys(folder, "add", "dora", "--limit", "requests_per_minute=3")
+    eventually(lambda: statuses(key) == {200}, "both read the new key", 3)
+    with clients() as http:
+        answers = [ask(http, frontends[number % 2], key, max_tokens=1) for number in range(4)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert 1 <= int(answers[3].headers["retry-after"]) <= 20
+        file.write_text(f"{file.read_text()}\n[[key\n")
+        eventually(lambda: all(each.command.log_lines("limits_not_read") for each in frontends), "both say so", 3)
+        assert statuses(key) == {200}, "a broken file changes nothing"
+        file.write_text(file.read_text().removesuffix("\n[[key\n"))
+        newer = keys(folder, "rotate", "dora")
+        eventually(lambda: statuses(newer) == {200} and statuses(key) == {401}, "both rotate it", 3)
+        assert ask(http, frontends[1], newer, max_tokens=1).status_code == 429, "it has the limits of its owner"
+        brief = keys(folder, "add", "eve", "--expires", "4s")
+        eventually(lambda: statuses(brief) == {200}, "both read it", 3)
+        url, headers = f"{frontends[0].url}/v1/completions", {"authorization": f"Bearer {brief}"}
+        asked = {"prompt": "Hello!", "max_tokens": 4000, "n": 16, "ignore_eos": True, "stream": True}
+        with http.stream("POST", url, json=asked, headers=headers) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data:")
+            eventually(lambda: statuses(brief) == {401}, "it expires", 6)
+            assert next(line for line in lines if line).startswith("data: {"), "what runs goes on"
+            keys(folder, "revoke", "eve")
+            began_s = time.monotonic()
+            assert "was revoked" in "".join(lines)
+            assert time.monotonic() - began_s < 5
 
 
 def owner(events: list[AnyEvent]) -> str:
