@@ -143,7 +143,7 @@ if share > 0 then
   parts, used = spent(key.spent, tonumber(now), kept_ms)
   if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
 end
-if tonumber(arg.queued) > 0 and too_many_wait(tonumber(arg.queued)) then return { 'TOO_MANY_WAIT', uid, 0 } end
+if arg.queued and too_many_wait(tonumber(arg.queued)) then return { 'TOO_MANY_WAIT', uid, 0 } end
 if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))

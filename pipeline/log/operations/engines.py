@@ -48,7 +48,7 @@ def take(
         slot=owner.slot,
         max_entries=max_entries,
         control_cursor=control_cursor,
-        but=but,
+        but=but or None,
         once=True,
     )
 

@@ -177,9 +177,9 @@ def _submit(
         letter=letter or None,
         version_ms=COPY_TTL_MS,
         accounts=[_account(event, i, has_rates=bool(rates)) for i, event in enumerate(events)],
-        owner=events[0].owner,
         rates=orjson.dumps(rates).decode() if rates else None,
-        queued=quota.queued_requests if quota else 0,
+        queued=quota.queued_requests or None if quota else None,
+        owner=events[0].owner if quota and quota.queued_requests else None,
         at_once=quota.concurrent_requests if quota else 0,
         log_bytes=quota.log_bytes if quota else 0,
     )
