@@ -135,10 +135,9 @@ class Names:
         """Sorted set, while requests of the owner wait: their entries of `tokenized`, by priority and arrival."""
         return self._key(f"queue:{owner}")
 
-    @property
-    def accounts(self) -> str:
-        """Hash uid -> owner and model of each request in `live` whose end is counted in their usage."""
-        return self._key("accounts")
+    def account(self, uid: str) -> str:
+        """String with a time to live: owner and model of a request, until its end is counted for them."""
+        return self._key(f"account:{uid}")
 
     @property
     def control(self) -> str:
@@ -268,10 +267,9 @@ class Names:
 
 LASTING: Final = (
     *("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive"),
-    *("stored", "stored_bytes", "waiting", "queue:*", "accounts"),
+    *("stored", "stored_bytes", "waiting", "queue:*"),
 )
-"""The keys without a time to live; every other key has one. `queue:*` are there while requests wait,
-`accounts` while they live."""
+"""The keys without a time to live; every other key has one. `queue:*` are there while requests wait."""
 
 
 UNREADABLE: Final = "unreadable"

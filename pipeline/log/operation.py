@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -121,9 +122,15 @@ Steps: TypeAlias = Generator[Operation[Any] | Computation[Any], Any, T]
 
 @functools.cache
 def script_text(name: str) -> str:
-    """Return the Lua text of a commit. It begins with the functions that the commits share."""
+    """Return the Lua text of a commit. It begins with what it uses of lib.lua: Redis makes each function anew at each
+    call, and all of them take as long as four commands."""
     folder = resources.files("pipeline.log") / "commits"
-    return (folder / "lib.lua").read_text() + (folder / f"{name}.lua").read_text()
+    text = (folder / f"{name}.lua").read_text()
+    for part in reversed((folder / "lib.lua").read_text().split("\n\n")):  # a function uses those before it
+        names = re.findall(r"^local (?:function )?(\w+)", part, re.MULTILINE)
+        if any(re.search(rf"\b{name}\b", text) for name in names):
+            text = f"{part}\n\n{text}"
+    return text
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "balance:ef": names.balance("ef"),
         "users": names.users,
         "usage:ef:20000": names.usage("ef", 20000),
-        "accounts": names.accounts,
+        "account:ab": names.account("ab"),
         "waiting": names.waiting,
         "queue:ef": names.queue("ef"),
         "running:ef": names.running("ef"),
@@ -74,7 +74,7 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
     ever = {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
-    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes", "waiting", "queue:ef", "accounts"}
+    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes", "waiting", "queue:ef"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

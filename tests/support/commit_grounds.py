@@ -100,7 +100,7 @@ class RedisGround:
                     held = [(item[0].decode(), item[1].decode(), item[3]) for item in items]
                     pending[key] = [item for item in held if item[1] != WAITING]
                     waiting[key] = {item[0] for item in held if item[1] == WAITING}
-            elif key == NAMES.users:
+            elif key == NAMES.users or key.startswith(NAMES.account("")):
                 continue
             elif kind == b"hash" and key.startswith(NAMES.usage("", 0).removesuffix("0")):
                 figures = zip(content[::2], content[1::2], strict=True)

@@ -180,11 +180,11 @@ local function read_by_engine(history)
 end
 
 -- Counts a request that has ended for its owner; a history is sealed once, so it is counted once. `submit` has written in
--- *accounts* whose it is. *fields* are those of the end. *has_begun*: an engine may have read the prompt.
-local function count_usage(accounts, uid, history, fields, now, has_begun)
-  local account = redis.call('HGET', accounts, uid)
+-- `account:<uid>` whose it is. *fields* are those of the end. *has_begun*: an engine may have read the prompt.
+local function count_usage(live, uid, history, fields, now, has_begun)
+  local prefix = string.match(live, '^{[^}]*}:')
+  local account = redis.call('GETDEL', prefix .. 'account:' .. uid)
   if not account then return end
-  redis.call('HDEL', accounts, uid)
   local has_prompt, has_buckets, is_used, owner, model = string.match(account, '^(%d)(%d)(%d)([^\n]*)\n(.*)$')
   local kind, n, prompt, cached = nil, 0, nil, nil
   for i = 1, #fields, 2 do
@@ -198,7 +198,7 @@ local function count_usage(accounts, uid, history, fields, now, has_begun)
   elseif not prompt then
     prompt, cached = read_by_engine(history)
   end
-  local prefix, day = string.match(accounts, '^{[^}]*}:'), math.floor(now / DAY_MS)
+  local day = math.floor(now / DAY_MS)
   local usage = string.format('%susage:%s:%d', prefix, owner, day)
   local function count(what, number)
     number = tonumber(number or 0)
@@ -305,7 +305,7 @@ local function kept_after(key, uid, history, retention_ms, stored_ms, brief_ms)
   return redis.call('PTTL', history)
 end
 
--- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, accounts, and of a sibling shared;
+-- Seals a history. *key* has live, history, replies, control, ended, archive, stored, stored_bytes, and of a sibling shared;
 -- *arg* has reply_cap, retention_ms, stored_ms, ended_ms, see tell_archivers, and perhaps brief_ms, for which a history without
 -- tokens is kept.
 -- Returns the moment, or false if the history was sealed before or is gone. The number of tokens is read off the history.
@@ -316,11 +316,8 @@ local function seal(key, arg, uid, fields)
   fields[#fields + 1] = 'n'
   local n = last[1] and string.match(last[1][1], '^%d+') or '0'
   fields[#fields + 1] = n
-  if not append(key.history, SEAL, fields, now) then
-    redis.call('HDEL', key.accounts, uid)
-    return false
-  end
-  count_usage(key.accounts, uid, key.history, fields, now, n ~= '0' or last[1] and tonumber(string.match(last[1][1], '%d+$')) > 2)
+  if not append(key.history, SEAL, fields, now) then return false end
+  count_usage(key.live, uid, key.history, fields, now, n ~= '0' or last[1] and tonumber(string.match(last[1][1], '%d+$')) > 2)
   local kept_ms = kept_after(key, uid, key.history, arg.retention_ms, arg.stored_ms, n == '0' and arg.brief_ms)
   redis.call('PEXPIRE', key.history, kept_ms)
   sibling_ended(key.shared, now, kept_ms)

@@ -1,6 +1,6 @@
 -- produced: consume steps, all or none, and write what follows from them to the histories and the replies, and the steps to the
 -- journal. Or, of a single step: write what follows from a part of it, and count its tries up to a number instead.
--- KEYS owner, steps, live, control, ended, archive, journal, stored, stored_bytes, accounts, then the histories, what siblings share, and the replies
+-- KEYS owner, steps, live, control, ended, archive, journal, stored, stored_bytes, then the histories, what siblings share, and the replies
 -- ARGV owner, reply_cap, retention_ms, stored_ms, ended_ms, journal_bytes, journal_cap, tries or 0 to consume, number of steps,
 --      (entry, when it was made, number of words for the journal, words..., number of tokens, (id, token, text)*, of the
 --      first histories)*, number of replies, (key index, payload)*,
@@ -86,7 +86,7 @@ local replies = at + 1
 at = replies + 2 * tonumber(ARGV[at])
 local writes = at
 local keys, args, try, unpack = KEYS, ARGV, redis.pcall, unpack -- locals, because this is the largest commit, and globals are slow
-local history = 10
+local history = 9
 for _, step in ipairs(steps) do
   local id, token, age_ms = step[1], step[3] + 1, age(step[4], now)
   for _ = 1, tonumber(args[step[3]]) do
@@ -101,10 +101,8 @@ while at <= #ARGV do
   local fields = slice(ARGV, at + 8, at + 7 + count)
   for _, word in ipairs(age(ARGV[at + 6], now)) do fields[#fields + 1] = word end
   if id == SEAL then redis.call('ZREM', KEYS[3], uid) end
-  local is_new = append(history, id, fields, now)
-  if id == SEAL and not is_new then redis.call('HDEL', KEYS[10], uid) end
-  if id == SEAL and is_new then
-    count_usage(KEYS[10], uid, history, fields, now, true)
+  if append(history, id, fields, now) and id == SEAL then
+    count_usage(KEYS[3], uid, history, fields, now, true)
     local brief_ms = ARGV[at + 4] ~= '0' and ARGV[at + 4]
     local kept_ms = kept_after({ stored = KEYS[8], stored_bytes = KEYS[9] }, uid, history, ARGV[3], ARGV[4], brief_ms)
     redis.call('PEXPIRE', history, kept_ms)

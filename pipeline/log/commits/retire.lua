@@ -1,7 +1,6 @@
 -- retire: removes stored responses whose time is over; and, while all take more than most_bytes, those that have ended longer ago
 -- than other histories are kept, the oldest first. With a history go the pieces of its texts that nobody else uses. One call looks
--- at 100 of each kind, and deletes about 5000 pieces; the next call goes on. Returns how many went before their time. Forgets accounts of
--- requests that have ended, too.
+-- at 100 of each kind, and deletes about 5000 pieces; the next call goes on. Returns how many went before their time.
 local key, arg = named()
 local now = tonumber(now_ms())
 local prefix = string.match(key.stored, '^{[^}]*}:')
@@ -28,12 +27,6 @@ for _, uid in ipairs(redis.call('ZRANGE', key.stored, 0, 99)) do
   if now - ended >= tonumber(arg.retention_ms) and not redis.call('ZSCORE', key.live, uid) then
     retire(uid)
     early = early + 1
-  end
-end
-if redis.call('HLEN', key.accounts) > redis.call('ZCARD', key.live) then -- a worker of an older version ended some
-  local accounts = redis.call('HGETALL', key.accounts)
-  for i = 1, #accounts, 2 do
-    if not redis.call('ZSCORE', key.live, accounts[i]) then redis.call('HDEL', key.accounts, accounts[i]) end
   end
 end
 if redis.call('ZCARD', key.stored) == 0 then redis.call('PEXPIRE', key.stored_bytes, -1) end

@@ -74,7 +74,7 @@ local function too_many_wait(most)
     if field.owner == arg.owner then uids[#uids + 1] = field.uid end
   end
   for _, entry in ipairs(redis.call('XRANGE', key.submitted, '-', '+')) do
-    local account = redis.call('HGET', key.accounts, entry[2][2])
+    local account = redis.call('GET', string.match(key.live, '^{[^}]*}:') .. 'account:' .. entry[2][2])
     if account and string.match(account, '^%d%d%d([^\n]*)') == arg.owner then uids[#uids + 1] = entry[2][2] end
   end
   return #uids - #ended_of(uids) >= most
@@ -169,7 +169,7 @@ for i, history in ipairs(key.histories) do
   redis.call('XADD', history, '0-1', 'ms', now, 'deadline_ms', deadline, unpack(ARGV, at, last))
   redis.call('PEXPIREAT', history, gone)
   redis.call('ZADD', key.live, deadline, arg.uids[i])
-  if arg.accounts[i] ~= '' then redis.call('HSET', key.accounts, arg.uids[i], arg.accounts[i]) end
+  if arg.accounts[i] ~= '' then redis.call('SET', key.accounts[i], arg.accounts[i], 'PX', left_ms) end
   redis.call('XADD', key.submitted, '*', 'uid', arg.uids[i], 'frontend', arg.frontends[i])
   at = last + 1
 end

@@ -35,7 +35,7 @@ from pipeline.names import (
 def _keys_of_produced(names: Names, slot: str, engine: str) -> tuple[str, ...]:
     """Return the keys of every commit of a detokenizer. There is a commit for each token, so they are cached."""
     keys = (names.owner(slot), names.steps(engine), names.live, names.control)
-    return (*keys, names.ended, names.archive, names.journal(engine), names.stored, names.stored_bytes, names.accounts)
+    return (*keys, names.ended, names.archive, names.journal(engine), names.stored, names.stored_bytes)
 
 
 def produced(

@@ -32,7 +32,6 @@ from pipeline.log.replies import (
     is_ok,
     letters_of,
     nothing,
-    pairs_of,
     streams_of,
     texts,
     texts_there,
@@ -122,7 +121,7 @@ def _submit(
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
     keys: dict[str, str | Sequence[str] | None] = {
         "live": names.live,
-        "accounts": names.accounts,
+        "accounts": [*map(names.account, uids)],
         "submitted": names.submitted,
         "tokenized": names.tokenized,
         "histories": [*map(names.request, uids)],
@@ -176,7 +175,7 @@ def _submit(
         instead_of=once.instead_of if once else None,
         letter=letter or None,
         version_ms=COPY_TTL_MS,
-        accounts=[_account(event, i, has_rates=bool(rates)) for i, event in enumerate(events)],
+        accounts=["" if letter else _account(event, i, has_rates=bool(rates)) for i, event in enumerate(events)],
         rates=orjson.dumps(rates).decode() if rates else None,
         queued=quota.queued_requests or None if quota else None,
         owner=events[0].owner if quota and quota.queued_requests else None,
@@ -242,7 +241,7 @@ def _end_fields(event: End) -> dict[str, bytes]:
 def sealing(names: Names) -> dict[str, str | Sequence[str] | None]:
     """Return the keys that `seal` in lib.lua needs whatever request ends."""
     keys = {"live": names.live, "control": names.control, "ended": names.ended, "archive": names.archive}
-    return {**keys, "stored": names.stored, "stored_bytes": names.stored_bytes, "accounts": names.accounts}
+    return {**keys, "stored": names.stored, "stored_bytes": names.stored_bytes}
 
 
 def _sealed(names: Names, uid: str, frontend: str) -> dict[str, str | Sequence[str] | None]:
@@ -449,13 +448,13 @@ def living(log: LogContext) -> Command[list[str]]:
     return Command(["ZRANGE", log.names.live, 0, -1], lambda uids: list(texts(uids)))
 
 
-def living_of(log: LogContext, owners: Collection[str]) -> Command[list[str]]:
+def living_of(log: LogContext, owners: Collection[str]) -> Steps[list[str]]:
     """Return the requests of *owners* that have not ended."""
-
-    def parse(reply: Any) -> list[str]:
-        return [uid for uid, account in pairs_of(reply) if account[3:].partition("\n")[0] in owners]
-
-    return Command(["HGETALL", log.names.accounts], parse)
+    uids = yield from living(log)
+    if not uids:
+        return []
+    accounts = yield from Command(["MGET", *map(log.names.account, uids)], lambda reply: texts_there(uids, reply))
+    return [uid for uid, account in accounts.items() if account[3:].partition("\n")[0] in owners]
 
 
 def overdue(log: LogContext, max_uids: int) -> Steps[list[str]]:
@@ -478,7 +477,7 @@ def retire(log: LogContext, most_bytes: int) -> Script[int]:
     return commit(
         "retire",
         int,
-        {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes, "accounts": names.accounts},
+        {"live": names.live, "stored": names.stored, "stored_bytes": names.stored_bytes},
         most_bytes=most_bytes or 2**62,
         retention_ms=limits.retention_ms,
     )

@@ -101,7 +101,7 @@ def test_an_end_is_counted_once_whoever_says_it_again(log: RedisLog, scene: Scen
     command(log.url, "DEL", NAMES.request("b"))
     scene.end("b", CANCELLED)
     assert used(log) == {"demo": Used(1, 0, 30, 0, 5)}, "its history is gone"
-    assert command(log.url, "EXISTS", NAMES.accounts) == 0
+    assert command(log.url, "EXISTS", NAMES.account("a")) == 0
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,6 @@ def test_a_replay_is_charged_although_it_is_no_usage(log: RedisLog, scene: Scene
     detokenizer.say(finished("a", 5, 30))
     assert scene.submit_as("b", quota).submission is TOO_FAST
     assert used(log) == {}
-
-
-def test_accounts_of_requests_that_an_older_version_ended_are_forgotten(log: RedisLog) -> None:
-    for uid in "abc":
-        sent(log, uid)
-    command(log.url, "ZREM", NAMES.live, "a", "b")
-    log.retire(0)
-    assert command(log.url, "HKEYS", NAMES.accounts) == [b"c"]
 
 
 def test_a_cancelled_request_is_charged_for_what_was_computed(
