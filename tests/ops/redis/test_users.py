@@ -18,6 +18,7 @@ from support.web_site import site
 from minisgl import main
 from pipeline.errors import LogUnavailable
 from pipeline.log.address import connect
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB, Names
@@ -74,13 +75,8 @@ def test_no_role_has_whole_categories_or_all_keys(role: str) -> None:
 
 @pytest.mark.parametrize("role", SCRIPTS)
 def test_a_role_may_run_every_command_of_its_commits(role: str) -> None:
-    shared = (COMMITS / "lib.lua").read_text()
-    functions = dict(re.findall(r"local function (\w+)\(.*?\n(.*?)\nend", shared, re.DOTALL))
     for script in SCRIPTS[role]:
-        text = (COMMITS / f"{script}.lua").read_text()
-        for _ in range(2):  # `seal` calls `append`
-            text += "".join(body for name, body in functions.items() if f"{name}(" in text and body not in text)
-        commands = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", text)
+        commands = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", script_text(script))
         assert commands, script
         for command, sub in commands:
             name = command.lower()
