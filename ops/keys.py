@@ -203,7 +203,7 @@ def _parsed(
 
 
 def _where(file: FileConfig) -> str:
-    """Return how errors name the file. Raises ConfigError if there is none."""
+    """Return the beginning of error messages about the file. Raises ConfigError without --limits."""
     if not file.limits:
         raise ConfigError("keys: --limits is missing; pass the file of limits that the server has")
     return f"--limits {file.limits}"

@@ -149,7 +149,7 @@ def edited(path: str, where: str) -> Iterator[LimitsText]:
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Raises OSError. The file keeps its owner, or else the server might not be able to read it any more."""
+    """Replace the file, which keeps its owner so that the server can still read it. Raises OSError."""
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # with mode 600
     try:
         with os.fdopen(descriptor, "wb") as new:

@@ -76,7 +76,7 @@ WALKING: Final[Mapping[str, Shape]] = {
     # the first 8 layers of Qwen3-1.7B
     "1.7b-8-walk": Shape(2048, 8, 16, 8, 128, 6144, 151_936, 1_000_000.0, 40_960, tie_embeddings=False, walks=True),
 }
-"""Models whose answers are known."""
+"""Models with known answers."""
 NONSENSE: Final = Shape(
     128, 2, 4, 2, 32, 384, 256 + len(SPECIAL_TOKENS), 10_000.0, 4096, tie_embeddings=False, dtype="float32"
 )

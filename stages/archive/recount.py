@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -22,7 +21,7 @@ from pipeline.archive.reader import AnyVolume, volumes
 from pipeline.archive.volume import ArchiveDamaged
 from pipeline.errors import LogError, UndecodableEvent
 from pipeline.events import End, Failed, Finished, Submitted, decode
-from pipeline.log.operations.usage import DAY_MS, KEPT_DAYS, counts_prompt, is_counted
+from pipeline.log.operations.usage import DAY_MS, KEPT_DAYS, counts_prompt, is_counted, today
 from pipeline.log.protocol import Owner, Used
 from pipeline.log.redis import RedisLog
 from pipeline.names import slot_index
@@ -68,7 +67,7 @@ def recount(log: RedisLog, folder: Path, is_over: Callable[[], bool]) -> int:
     Raises:
         LogError, OSError: The log or the archive cannot be reached.
     """
-    since, num_requests = int(time.time() * 1000) // DAY_MS - KEPT_DAYS + 1, 0
+    since, num_requests = today() - KEPT_DAYS + 1, 0
     totals = defaultdict[tuple[str, int], dict[str, Used]](dict)
     for day, some in groupby(reversed(volumes(folder)), lambda volume: int(volume.until_s * 1000 - 1) // DAY_MS):
         if day < since:

@@ -7,7 +7,6 @@ a third of a lease. The text is made when a client asks for it. What owners of k
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from pipeline.errors import LogError
-from pipeline.log.operations.usage import DAY_MS
+from pipeline.log.operations.usage import today
 from pipeline.log.protocol import Occupancy, Used
 from pipeline.metrics.counters import Counts, Reading, Readings, read_snapshot
 from pipeline.metrics.families import (
@@ -105,8 +104,8 @@ class Exposition:
             occupancy = await log.occupancy()
             texts = await asyncio.gather(*(log.statuses(stage) for stage in (*STAGES, ARCHIVE)))
             ranks = await statuses_of_ranks(log)
-            today = int(time.time() * 1000) // DAY_MS
-            used = await log.usage((await log.users(today))[:MOST_READ], [today]) if is_admin else {}
+            day = today()
+            used = await log.usage((await log.users(day))[:MOST_READ], [day]) if is_admin else {}
         except LogError as error:
             logger.warning("metrics_without_log", error=str(error))
             return None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from quart import Blueprint, Response, request
 
-from pipeline.log.operations.usage import DAY_MS, KEPT_DAYS
+from pipeline.log.operations.usage import DAY_MS, KEPT_DAYS, today
 from pipeline.log.redis import AsyncRedisLog
 from web.live.frontend import Frontend, reaching
 from web.routes.access import known_caller
@@ -33,13 +32,13 @@ def usage_routes(frontend: Frontend) -> Blueprint:
     @operation("What this key has used, by day and model; the admin key sees all owners", query=QUERY)
     async def usage() -> Response:
         who, owner = known_caller(), request.args.get("owner")
-        days, today = number_asked("days", DAYS, KEPT_DAYS), int(time.time() * 1000) // DAY_MS
+        days, last = number_asked("days", DAYS, KEPT_DAYS), today()
         with reaching("usage_not_read"):
             if who.is_admin:
-                owners = await log.users(today - days + 1) if owner is None else [owner]
+                owners = await log.users(last - days + 1) if owner is None else [owner]
             else:
                 owners = [own for own in {who.owner, who.hashed} if owner in (None, own)]
-            used = await _used(log, owners[-MOST_OWNERS:], range(today, today - days, -1))
+            used = await _used(log, owners[-MOST_OWNERS:], range(last, last - days, -1))
         return json_response({"object": "list", "data": used, "has_more": len(owners) > MOST_OWNERS})
 
     return routes

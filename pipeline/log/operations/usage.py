@@ -1,7 +1,8 @@
-"""Operations on what owners have used, and on whose requests live."""
+"""Operations on the usage of owners."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,11 @@ from pipeline.names import PROBE
 DAY_MS: Final = 86_400_000
 KEPT_DAYS: Final = 40
 """Days for which usage is kept; commits/lib.lua has the number, too."""
+
+
+def today() -> int:
+    """Return the day by the clock of this machine, in UTC, counted from 1970."""
+    return int(time.time() * 1000) // DAY_MS
 
 
 def is_counted(event: Submitted) -> bool:
@@ -49,8 +55,8 @@ def users(log: LogContext, since_day: int) -> Command[list[str]]:
 
 
 def recount(log: LogContext, owner: str, day: int, used: Mapping[str, Used]) -> Script[None]:
-    """Raise each figure of an owner's usage on a day to that of *used*, by model: of what the archive has, nothing is
-    lost, and nothing is counted twice."""
+    """Raise the figures of an owner's usage on a day to those of *used*, by model. Figures that are larger stay, so
+    requests that were counted before are not counted again."""
     names = log.names
     keys = {"usage": names.usage(owner, day), "users": names.users}
     figures = [(f"{what} {model}", figure) for model, one in used.items() for what, figure in one._asdict().items()]

@@ -549,6 +549,31 @@ def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
     assert looks_before_steps == [0] and looks
 
 
+def test_other_owners_than_those_that_wait_are_looked_for_once_for_each_request_that_comes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = scene.another_log()
+    log.prepare(scene.tokenized)
+    log_thread = LogThread(
+        log, acquire_slot(log, "generate", LEASE_MS), lease_ms=LEASE_MS, report_progress=lambda: None
+    )
+    monkeypatch.setattr(log_thread, "_look_for_detokenizer", lambda: None)
+    log_thread._detokenizer = "present"
+    takes = noted(monkeypatch, log, "take", lambda *_, **how: how["but"])
+
+    def looks(room: Room, newest: str) -> bool:
+        before, log_thread._told_room = len(takes), (room, 0)
+        log_thread._take_what_fits(newest)
+        return len(takes) > before
+
+    assert not looks(Room(0, ("a",)), "1-1"), "there is no room"
+    assert looks(Room(8, ("a",)), "1-1")
+    assert not looks(Room(8, ("a",)), "1-1"), "nothing came"
+    assert looks(Room(8, ("a",)), "1-2")
+    assert looks(Room(8, ("a", "b")), "1-2"), "others have to wait"
+    assert looks(Room(8), "1-2") and looks(Room(8), "1-2"), "nobody has to wait"
+
+
 # the books
 
 
