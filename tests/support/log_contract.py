@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -104,16 +103,6 @@ def put(log: RedisLog, key: str, fields: Mapping[str, str], entry_id: str = "*")
         stream = log._streams.append(key, None if entry_id == "*" else entry_id, fields, make=True)
         assert stream is not None
         return id_text(stream.last)
-
-
-def in_one_minute(act: Callable[[str], T]) -> T:
-    """Return what *act* brings with a fresh key, done again when a minute ended on its way."""
-    for attempt in itertools.count():
-        minute = int(time.time()) // 60
-        brought = act(f"key{attempt}")
-        if int(time.time()) // 60 == minute:
-            return brought
-    raise AssertionError
 
 
 def with_front(url: str, act: Callable[[AsyncRedisLog], Awaitable[T]], limits: RequestLimits = LIMITS) -> T:
