@@ -135,6 +135,11 @@ class Names:
         """Sorted set, while requests of the owner wait: their entries of `tokenized`, by priority and arrival."""
         return self._key(f"queue:{owner}")
 
+    @property
+    def full(self) -> str:
+        """Set with a time to live: engines that have no room. Others take the requests that prefer them."""
+        return self._key("full")
+
     def account(self, uid: str) -> str:
         """String with a time to live: owner and model of a request, until its end is counted for them."""
         return self._key(f"account:{uid}")

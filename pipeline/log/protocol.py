@@ -109,20 +109,24 @@ class Turn:
     """Among the requests of its owner, a lower one comes first .."""
     overtakes: bool = False
     """.. and with this, among those of all owners."""
+    prefer: str = ""
+    """Slot of the engine that should take it, because its cache has the beginning of the prompt; empty: any engine."""
 
     @property
     def line(self) -> str:
-        """What requests have in common that are taken in the order of their arrival."""
-        return f"{self.owner}\n{self.priority}\n{self.overtakes:d}"
+        """What requests have in common that are taken in the order of their arrival; empty if it prefers an engine."""
+        return "" if self.prefer else f"{self.owner}\n{self.priority}\n{self.overtakes:d}"
 
     def fields(self) -> dict[str, str]:
         """Return the fields of its entry in `tokenized`: those that are not the defaults."""
         said = {"owner": self.owner, "weight": self.weight, "tokens": self.tokens, "priority": self.priority}
-        said["overtakes"] = int(self.overtakes)
+        said |= {"overtakes": int(self.overtakes), "prefer": self.prefer}
         return {name: str(value) for name, value in said.items() if value != getattr(NO_TURN, name)}
 
 
 NO_TURN: Final = Turn()
+DEFAULT_STEAL_AFTER_S: Final = 2.0
+"""See `take`."""
 
 
 class Used(NamedTuple):
@@ -242,6 +246,8 @@ class Taken:
     entries: tuple[Entry, ...]
     cursor: str
     """Last id of `tokenized` that was delivered, or 0-0 if requests wait; `wait` waits for what comes after it."""
+    num_left: int
+    """Number of requests that it left to the engines that they prefer."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str

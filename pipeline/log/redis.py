@@ -141,6 +141,7 @@ class RedisLog:
     claim = _sent(groups.claim)
     claim_from = _sent(groups.claim_from)
     retry = _sent(groups.retry)
+    in_hand = _sent(groups.in_hand)
     num_pending = _sent(groups.num_pending)
     bury = _sent(groups.bury)
     leave = _sent(groups.leave)

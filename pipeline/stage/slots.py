@@ -97,6 +97,12 @@ class Status(Value):
     """Whether an engine computes the same tokens for a request in any batch."""
     why_torch: str = ""
     """Reason why an engine computes with torch although no flag says so."""
+    page_size: int = 0
+    """Number of tokens in a page of an engine's cache .."""
+    cached: str = ""
+    """.. and digests of prefixes in it, see `pipeline.prefixes`."""
+    backlog: int = 0
+    """Number of prompt tokens in an engine's hand that it does not compute within about a second."""
     flushed: str = ""
     """Id of the last flush that the engine has done."""
     flushed_pages: int = 0

@@ -34,6 +34,7 @@ from pipeline.stage.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from pipeline.walk import walk
 from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
 from stages.tokenize.constraints.checker import Checked, GrammarChecker
+from stages.tokenize.placement import Placement
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
 
 logger = structlog.get_logger()
@@ -97,6 +98,7 @@ class TokenizeWorker:
         *,
         limit_cpu_s: float = DEFAULT_CPU_S,
         checker: GrammarChecker | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self._log = log
         self._checker = checker
@@ -117,6 +119,7 @@ class TokenizeWorker:
         """Last of several siblings, without its own fields, and its prompt."""
         self._encoded: dict[int, tuple[Rendered, Sequence[int] | RequestError]] = {}
         """id() of a prompt -> the prompt and its tokens, for this batch and for the last of several siblings."""
+        self._placement = placement
         self._told: dict[str, dict[str, int]] = {}
         """Base uid -> uid -> number of prompt scores that the answers contain, for the last bodies."""
 
@@ -231,11 +234,15 @@ class TokenizeWorker:
             self._measures.add(BURIED)
 
     def learn_context(self) -> None:
-        """Look up the served context once a second; keep the last known value while no engine is there."""
+        """Look up the served context once a second, and what the engines have cached; keep the last known context while
+        no engine is there."""
         if self.context and time.monotonic() - self._learnt_s < LEARN_EVERY_S:
             return
         self._learnt_s = time.monotonic()
-        contexts = [status.context for status in read_statuses(self._log, GENERATE) if status.context]
+        statuses = read_statuses(self._log, GENERATE)
+        if self._placement is not None:
+            self._placement.learn(statuses)
+        contexts = [status.context for status in statuses if status.context]
         if contexts:
             self.context = min(contexts)
 
@@ -353,7 +360,8 @@ class TokenizeWorker:
         submitted, prompt = work.submitted, len(event.token_ids)
         most, room = submitted.sampling.max_tokens, max(self.context - prompt, 0)
         answer = room if most is None else min(most, room or most)
-        turn = Turn(submitted.turn, submitted.weight, prompt + answer, submitted.priority, submitted.overtakes)
+        prefer = self._placement.prefer(event.token_ids) if self._placement is not None else ""
+        turn = Turn(submitted.turn, submitted.weight, prompt + answer, submitted.priority, submitted.overtakes, prefer)
         done = self._log.tokenized(work.entry, event, stored=submitted.stored, turn=turn)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "tokenized")
         if done:
@@ -457,7 +465,16 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
         wait_until_it_fits(log, serving, stop)
         limit_cpu_s = config.prompts.tokenize_cpu_s
         checker = GrammarChecker(encoder.dialect.written())
-        worker = TokenizeWorker(log, announcement, encoder, process.measures, limit_cpu_s=limit_cpu_s, checker=checker)
+        placement = Placement(log.names.namespace, lambda: log.in_hand(Inbox.tokenized(log.names)))
+        worker = TokenizeWorker(
+            log,
+            announcement,
+            encoder,
+            process.measures,
+            limit_cpu_s=limit_cpu_s,
+            checker=checker,
+            placement=placement,
+        )
         _wait_for_context(worker, announcement, stop)
     inbox = Inbox.submitted(log.names)
     for slot_lease in process.slot_leases(serving):

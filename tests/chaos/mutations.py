@@ -17,6 +17,7 @@ STORED: Final = "tests/pipeline/log/test_stored.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
 TURNS: Final = "tests/pipeline/log/test_turns.py::"
+PREFERRED: Final = "tests/pipeline/log/test_preferred.py::"
 TAKEOVER: Final = "tests/stages/generate/loop/test_takeover.py::"
 AHEAD: Final = "tests/stages/generate/schedule/test_ahead.py::"
 OVERLAP: Final = "tests/stages/generate/loop/test_overlap.py::"
@@ -88,14 +89,24 @@ if fenced(key.owner, arg.owner) then return 'FENCED' end
         (f"{TURNS}test_a_newcomer_gets_no_more_than_its_share[{{server}}]",
          f"{TURNS}test_an_owner_saves_no_turns_while_its_least_urgent_request_waits[{{server}}]")),
     Mutation("the clock stands still while others come", f"{COMMITS}/take.lua",
-        "math.max(now, one.given) + math.floor(1000 * tokens / weights)", "math.max(now, one.given)",
+        "math.max(clock, one.given) + math.floor(1000 * tokens / weights)", "math.max(clock, one.given)",
         (f"{TURNS}test_owners_that_come_again_and_again_starve_none_that_waits[{{server}}]",)),
     Mutation("what another engine has is taken", f"{COMMITS}/take.lua",
         "local entry = item and redis", "local entry = redis",
         (f"{TURNS}test_what_an_engine_of_an_older_version_took_is_not_taken_again[{{server}}]",)),
     Mutation("another owner does not end the line", f"{COMMITS}/tokenized.lua",
-        "elseif only ~= arg.line then", "elseif false then",
+        "if only ~= '' and only ~= arg.line then", "if not only then",
         (f"{TURNS}test_a_single_request_is_taken_next_however_many_of_another_owner_wait[{{server}}]",)),
+    Mutation("what prefers an engine is any engine's", f"{COMMITS}/take.lua",
+        "return is_free[engine] or waited", "return true or waited",
+        (f"{PREFERRED}test_an_engine_takes_what_prefers_it_first_and_leaves_the_others_theirs[{{server}}]",)),
+    Mutation("what prefers an engine waits until that has room", f"{COMMITS}/take.lua",
+        " or redis.call('SISMEMBER', key.full, engine) == 1", "",
+        (f"{PREFERRED}test_another_engine_takes_what_an_engine_without_room_leaves_and_no_longer_once_it_has_room"
+         "[{server}]",)),
+    Mutation("what prefers an engine waits for ever", f"{COMMITS}/take.lua",
+        " or waited >= tonumber(arg.steal_ms), false", ", false",
+        (f"{PREFERRED}test_another_engine_takes_what_was_left_for_too_long[{{server}}]",)),
     lua("claim", "who lost its slot claims", FENCE, "", contract("groups", "test_claim_is_fenced"),
         contract("groups", "test_who_lost_the_own_slot_claims_nothing_as_a_guest")),
     Mutation("a guest that lost the slot claims what its worker has in hand", f"{COMMITS}/claim.lua",

@@ -50,6 +50,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "account:ab": names.account("ab"),
         "waiting": names.waiting,
         "queue:ef": names.queue("ef"),
+        "full": names.full,
         "running:ef": names.running("ef"),
         "ranks:g": names.ranks("g"),
         "lease:web-0": names.lease("web-0"),

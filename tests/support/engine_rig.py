@@ -23,7 +23,7 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log.protocol import Inbox, Owner
+from pipeline.log.protocol import Inbox, Owner, Turn
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, parse_id, slot_index, slot_name
@@ -123,6 +123,7 @@ class Scene:
         priority: int = 0,
         bad_words: Sequence[tuple[int, ...]] = (),
         grammar: str = "",
+        prefer: str = "",
         **sampling: object,
     ) -> str:
         """Bring a request as far as `tokenized`, and return its uid."""
@@ -134,7 +135,7 @@ class Scene:
         tokenized = Tokenized(
             token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words), grammar=grammar
         )
-        assert self.log.tokenized(entry, tokenized)
+        assert self.log.tokenized(entry, tokenized, turn=Turn(prefer=prefer))
         return uid
 
     @contextlib.contextmanager
@@ -156,6 +157,7 @@ class Scene:
         overlap: bool = False,
         commit_interval_s: float = 0.01,
         grammars: Grammars | None = None,
+        steal_after_s: float = 60.0,
     ) -> Iterator[Running]:
         """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
 
@@ -179,9 +181,12 @@ class Scene:
             measures=measures,
             serving=serving,
             commit_interval_s=commit_interval_s,
+            steal_after_s=steal_after_s,
         )
         engine = engine or CountingEngine(pace_s)
-        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap)
+        worker = GenerateWorker(
+            engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap, namespace="rig"
+        )
         item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
         thread = threading.Thread(target=item.run)
         log_thread.start()

@@ -240,7 +240,9 @@ local function queue_entry(waiting, entry)
   local field = named_fields(entry)
   local owner, ms, seq = field.owner or '', string.match(entry[1], '^(%d+)-(%d+)$')
   local overtakes, weight = field.overtakes == '1' and 1 or 0, math.max(number_in(field.weight, 1), 1)
+  local prefer = string.match(field.prefer or '', '^%S+$')
   local one = string.format('%s-%06d %.0f %d %s', ms, seq, number_in(field.tokens, 1), overtakes, field.uid or '')
+  if prefer then one = one .. ' ' .. prefer end
   local sign = string.sub(field.priority or '', 1, 1) == '-' and -1 or 1
   local score = sign * number_in(string.gsub(field.priority or '', '^-', ''), 0)
   local queue = string.match(waiting, '^{[^}]*}:') .. 'queue:' .. owner

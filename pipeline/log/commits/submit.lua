@@ -65,7 +65,7 @@ local function too_many_wait(most)
   local num_there = redis.call('XLEN', key.submitted) + redis.call('XLEN', key.tokenized)
   if num_there < most then return false end
   local uids, unread = {}, '-'
-  for i, one in ipairs(redis.call('ZRANGE', key.queue, 0, -1)) do uids[i] = string.match(one, '^%S+ %d+ %d (.*)$') end
+  for i, one in ipairs(redis.call('ZRANGE', key.queue, 0, -1)) do uids[i] = string.match(one, '^%S+ %d+ %d (%S*)') end
   for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', key.tokenized)) do
     if group[2] == 'generate' then unread = '(' .. group[8] end
   end

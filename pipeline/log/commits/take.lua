@@ -7,15 +7,54 @@
 -- one of its requests may overtake other owners: then its priority counts before theirs. The owner that was given least is
 -- next. The clock `now` is what an owner would have that had always waited; who comes begins there, so it saved nothing, and is
 -- before all that come later. `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
--- Returns the entries, the last id that was delivered, or 0-0 if any wait in queues; the uids that ended elsewhere, the control
--- cursor, and the last flush or ''; or FENCED.
+-- An entry may prefer an engine, whose cache has the beginning of its prompt. It waits in a queue, too. Among requests of one
+-- owner and priority, an engine takes those that prefer it first. It takes one that prefers another engine if that engine has no
+-- lease, has no room (it is in `full`), or did not take it within steal_ms. `spare`: how many requests this engine could run.
+-- Returns the entries, the last id that was delivered, or 0-0 if any wait in queues; how many of these it looked at and left;
+-- the uids that ended elsewhere, the control cursor, and the last flush or ''; or FENCED.
 local key, arg = named()
 if fenced(key.owner, arg.owner) then return 'FENCED' end
+local FULL_MS = 3600000
+local MOST_LOOKED_AT = 64
+local PATIENCE = 4 -- after so many steal_ms, an entry is no longer passed over by those that prefer this engine
+local prefix = string.match(key.waiting, '^{[^}]*}:')
 
--- Takes the first of an owner's queue. Returns the entry, nil if somebody else has it, and its tokens; false without one.
-local function first_of(queue)
-  local first = redis.call('ZPOPMIN', queue)[1]
-  if not first then return false end
+local now -- of Redis' clock
+local is_free = {} -- engines whose requests others may take
+
+-- Returns whether this engine may take an entry, whether it is no other's, and how long the entry has waited.
+local function may_take(one)
+  local ms, engine = string.match(one, '^(%d+)%-%d+ %d+ %d %S* (%S+)$')
+  if not engine or engine == arg.slot then return true, true, 0 end
+  now = now or tonumber(now_ms())
+  local waited = now - ms
+  if is_free[engine] == nil then
+    is_free[engine] = redis.call('EXISTS', prefix .. 'lease:' .. engine) == 0 or redis.call('SISMEMBER', key.full, engine) == 1
+  end
+  return is_free[engine] or waited >= tonumber(arg.steal_ms), false, waited
+end
+
+-- Returns what this engine takes next of a queue; nil if it is to leave all to others, false if there is nothing.
+local function choose(queue)
+  local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
+  if not first[1] then return false end
+  local may, is_own, waited = may_take(first[1])
+  if is_own or may and waited >= PATIENCE * tonumber(arg.steal_ms) then return first[1] end
+  local found = may and first[1] or nil
+  for _, one in ipairs(redis.call('ZRANGEBYSCORE', queue, first[2], first[2], 'LIMIT', 1, MOST_LOOKED_AT)) do
+    may, is_own = may_take(one)
+    if is_own then return one end
+    found = found or may and one or nil
+  end
+  return found
+end
+
+-- Takes the next of an owner's queue. Returns the entry, nil if somebody else has it, and its tokens; nil alone if what there is
+-- is for others; false without one.
+local function next_of(queue)
+  local first = choose(queue)
+  if not first then return first end
+  redis.call('ZREM', queue, first)
   local ms, seq, tokens = string.match(first, '^(%d+)-(%d+) (%d+) ')
   local id = string.format('%s-%d', ms, seq)
   local item = redis.call('XPENDING', key.tokenized, 'generate', id, id, 1, WAITING)[1]
@@ -30,18 +69,18 @@ end
 
 -- Returns the owners that wait or were given more than the clock says, and the clock.
 local function read_owners()
-  local told, owners, now = redis.call('HGETALL', key.waiting), {}, 0
-  local queues = string.match(key.waiting, '^{[^}]*}:') .. 'queue'
+  local told, owners, clock = redis.call('HGETALL', key.waiting), {}, 0
+  local queues = prefix .. 'queue'
   for i = 1, #told, 2 do
     if told[i] == 'now' then
-      now = tonumber(told[i + 1])
+      clock = tonumber(told[i + 1])
     elseif told[i] ~= 'only' then
       local count, given, weight, overtakes = string.match(told[i + 1], '^(%d+) (%d+) (%d+) (%d)$')
       owners[#owners + 1] = { field = told[i], queue = queues .. told[i], count = tonumber(count), given = tonumber(given),
         weight = tonumber(weight), overtakes = overtakes == '1' }
     end
   end
-  return owners, now
+  return owners, clock
 end
 
 -- Returns the owner whose turn it is, and the weight of all that wait and whose priority counts no less.
@@ -60,15 +99,19 @@ local function next_owner(owners, but)
 end
 
 local function take_turns(most, but)
-  local taken, left = {}, 0
-  local owners, now = read_owners()
+  local taken, left, passed = {}, 0, 0
+  local owners, clock = read_owners()
   while #taken < most do
     local one, weights = next_owner(owners, but)
     if not one then break end
-    local entry, tokens = first_of(one.queue)
-    one.count, one.band, one.is_changed = entry == false and 0 or one.count - 1, nil, true
+    local entry, tokens = next_of(one.queue)
+    if entry == nil and not tokens then
+      but[one.field], passed = true, passed + one.count
+    else
+      one.count, one.band, one.is_changed = entry == false and 0 or one.count - 1, nil, true
+    end
     if entry then
-      taken[#taken + 1], now = entry, math.max(now, one.given) + math.floor(1000 * tokens / weights)
+      taken[#taken + 1], clock = entry, math.max(clock, one.given) + math.floor(1000 * tokens / weights)
       one.given = one.given + math.max(math.floor(1000 * tokens / one.weight), 1)
     end
   end
@@ -81,27 +124,32 @@ local function take_turns(most, but)
       if entry then queue_entry(key.waiting, entry) else redis.call('XACK', key.tokenized, 'generate', item[1]) end
       left = left + 1
     end
-    return taken, left
+    return taken, left, passed
   end
   for _, one in ipairs(owners) do
-    if one.count == 0 and one.given <= now then
+    if one.count == 0 and one.given <= clock then
       redis.call('HDEL', key.waiting, one.field)
     elseif one.is_changed then
       local told = string.format('%.0f %.0f %d %s', one.count, one.given, one.weight, one.overtakes and '1' or '0')
       redis.call('HSET', key.waiting, one.field, told)
     end
   end
-  redis.call('HSET', key.waiting, 'now', string.format('%.0f', now))
-  return taken, left
+  redis.call('HSET', key.waiting, 'now', string.format('%.0f', clock))
+  return taken, left, passed
 end
 
-local most, taken, left, but = tonumber(arg.max_entries), {}, 0, {}
+local most, taken, left, passed, but = tonumber(arg.max_entries), {}, 0, 0, {}
 for _, owner in ipairs(arg.but or {}) do but[':' .. owner] = true end
 local only = redis.call('HGET', key.waiting, 'only')
 if only == '' and most > 0 then
   local refused = enqueue(key.tokenized, key.waiting)
   if refused then return refused end
-  taken, left = take_turns(most, but)
+  taken, left, passed = take_turns(most, but)
+  if #taken < tonumber(arg.spare) then
+    redis.call('SREM', key.full, arg.slot)
+  elseif redis.call('SADD', key.full, arg.slot) == 1 then
+    redis.call('PEXPIRE', key.full, FULL_MS)
+  end
 elseif only == '' then
   left = 1
 elseif most > 0 and not but[':' .. string.match(only or '\n0\n0', '^(.*)\n%-?%d+\n%d$')] then
@@ -114,4 +162,4 @@ if left == 0 then
     if group[2] == 'generate' then delivered = group[8] end
   end
 end
-return { taken, delivered, control_after(key.control, arg.control_cursor) }
+return { taken, delivered, passed, control_after(key.control, arg.control_cursor) }

@@ -1,5 +1,5 @@
 -- tokenized: consume an entry of `submitted`, write the prompt's tokens to the history, let the request wait for
--- an engine: beside those of its line, or in the queue of its owner.
+-- an engine: beside those of its line, or in the queue of its owner. It has no line if it prefers an engine.
 -- ARGV goes on with (digest, text)* of the texts that siblings may share, num_texts of them, with the pieces that key.pieces
 -- are, and with the fields.
 -- Returns OK, LOST (another worker consumed the entry) or GONE (the request has ended, or its history is gone).
@@ -20,10 +20,9 @@ end
 for digest, text in pairs(texts) do redis.call('HSET', key.shared, digest, text) end
 redis.call('XADD', key.tokenized, '*', 'uid', arg.uid, 'frontend', arg.frontend, unpack(arg.turn))
 local only = redis.call('HGET', key.waiting, 'only')
-if not only then
-  redis.call('HSET', key.waiting, 'only', arg.line)
-elseif only ~= arg.line then
-  if only ~= '' then redis.call('HSET', key.waiting, 'only', '') end
-  enqueue(key.tokenized, key.waiting)
+if only ~= '' and only ~= arg.line then
+  only = only and '' or arg.line
+  redis.call('HSET', key.waiting, 'only', only)
 end
+if only == '' then enqueue(key.tokenized, key.waiting) end
 return 'OK'

@@ -10,7 +10,7 @@ from pipeline.errors import LogUnavailable
 from pipeline.events import StepCompleted
 from pipeline.log.operation import Command, LogContext, Script, blocking, commit
 from pipeline.log.operations.requests import written
-from pipeline.log.protocol import Owner, StepCommitted, Taken
+from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S, Owner, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
     entries_of,
@@ -24,16 +24,26 @@ from pipeline.names import (
 
 
 def take(
-    log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str, but: Sequence[str] = ()
+    log: LogContext,
+    owner: Owner,
+    max_entries: int,
+    *,
+    control_cursor: str,
+    but: Sequence[str] = (),
+    spare: int | None = None,
+    steal_after_s: float = DEFAULT_STEAL_AFTER_S,
 ) -> Script[Taken]:
     """Take up to *max_entries* requests that wait, each owner its share. They are pending until `step` ends them.
 
-    *but*: owners of whom none is taken. Raise Fenced.
+    *but*: owners of whom none is taken. *spare*: number of requests that the engine could run; by default
+    *max_entries*. While it has no room, other engines take those that prefer it. *steal_after_s*: they also take what
+    it leaves for so long. Raise Fenced.
     """
 
     def parse(reply: Any) -> Taken:
-        entries, cursor, ended, control, flush = unless_fenced(owner, reply)
-        return Taken(tuple(entries_of(entries)), as_text(cursor), texts(ended), as_text(control), as_text(flush))
+        entries, cursor, num_left, ended, control, flush = unless_fenced(owner, reply)
+        found, cursors = tuple(entries_of(entries)), (as_text(control), as_text(flush))
+        return Taken(found, as_text(cursor), num_left, texts(ended), *cursors)
 
     return commit(
         "take",
@@ -42,6 +52,7 @@ def take(
             "owner": log.names.owner(owner.slot),
             "tokenized": log.names.tokenized,
             "waiting": log.names.waiting,
+            "full": log.names.full,
             "control": log.names.control,
         },
         owner=str(owner),
@@ -49,6 +60,8 @@ def take(
         max_entries=max_entries,
         control_cursor=control_cursor,
         but=but or None,
+        spare=max_entries if spare is None else spare,
+        steal_ms=int(steal_after_s * 1000),
         once=True,
     )
 

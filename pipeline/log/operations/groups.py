@@ -11,7 +11,7 @@ from pipeline.log.entries import (
     REPLY_CAP,
     burial_fields,
 )
-from pipeline.log.operation import Command, LogContext, Script, Steps, Words, blocking, commit
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.operations.requests import end_words, flat, sealing
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.log.replies import (
@@ -74,6 +74,12 @@ def _pending_ids(inbox: Inbox, consumer: str, first: str) -> Command[list[str]]:
 def _holdings(inbox: Inbox) -> Command[dict[str, int]]:
     """Read how many entries each consumer has pending."""
     return Command(["XPENDING", inbox.stream, inbox.group], pending_of)
+
+
+def in_hand(_: LogContext, inbox: Inbox) -> Batch[dict[str, int]]:
+    """Return how many entries each consumer has read and not consumed; none if there is no group."""
+    words: Words = ["XPENDING", inbox.stream, inbox.group]
+    return Batch([words], lambda replies: pending_of(replies[0]) if replies[0] is not None else {})
 
 
 def num_pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[int]:

@@ -195,6 +195,10 @@ class PrefixCache(Protocol):
         """Remove every prefix that no request holds; return the number of freed pages."""
         ...
 
+    def prefixes(self, most: int, namespace: str) -> list[bytes]:
+        """Return digests of at most *most* of the prefixes that it holds; see `pipeline.prefixes`."""
+        ...
+
     def problems(self, allocations: Sequence[Allocation]) -> list[str]:
         """Return what is wrong with the page allocation if *allocations* are all that exist; empty: nothing."""
         ...

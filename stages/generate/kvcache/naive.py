@@ -93,6 +93,9 @@ class NaiveCache:
     def flush(self) -> int:
         return 0
 
+    def prefixes(self, most: int, namespace: str) -> list[bytes]:
+        return []
+
     def problems(self, allocations: Sequence[Allocation]) -> list[str]:
         held = [page for allocation in allocations for page in allocation.pages]
         local = [parts for allocation in allocations for parts in allocation.local]

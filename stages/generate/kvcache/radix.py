@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
 
+from pipeline.prefixes import PUBLISHED_BYTES, int32_bytes, little, next_digest
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, Allocation, CacheSnapshot, LocalLayers
 from stages.generate.kvcache.naive import NaiveCache
 
@@ -48,6 +48,10 @@ class _Node:
     local_used: int = 0
     digest: bytes = b""
     """Digest of its tokens; empty until a snapshot needs it."""
+    depth: int = 0
+    """Number of pages up to this one."""
+    prefix: bytes = b""
+    """Digest of the tokens of all these pages; empty until it is published."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,8 @@ class RadixCache(NaiveCache):
         # entry is void once they are locked or were used again, or the node has children. `_evict` skips void entries.
         self._evictable: list[tuple[int, int, _Node, bool]] = []
         self._num_pushed = 0
+        self._ends: set[_Node] = set()
+        """Last pages of the prefixes that are published."""
 
     def begin(self, token_ids: Sequence[int]) -> Allocation:
         allocation = RadixAllocation(path=list(self._prefix(token_ids)))
@@ -104,13 +110,15 @@ class RadixCache(NaiveCache):
     def fill(self, allocation: Allocation, token_ids: Sequence[int], num_filled: int) -> None:
         assert isinstance(allocation, RadixAllocation)
         path, num_pages = allocation.path, num_filled // self.page_size
+        num_before = len(path)
         for index in range(allocation.num_filled, num_pages):
             if index == len(path) and not allocation.is_private:
                 parent = path[-1] if path else self._root
                 tokens = self._page_tokens(token_ids, index)
                 allocation.is_private = tokens in parent.children
                 if not allocation.is_private:
-                    node = parent.children[tokens] = _Node(tokens, allocation.pages[index], parent)
+                    node = _Node(tokens, allocation.pages[index], parent, depth=parent.depth + 1)
+                    parent.children[tokens] = node
                     self._num_unlocked += 1  # until the next line
                     self._lock(node)
                     path.append(node)
@@ -120,6 +128,9 @@ class RadixCache(NaiveCache):
                     node.local = allocation.local[at]
                     self._lock_local(node)
         allocation.num_filled = max(allocation.num_filled, num_pages)
+        if len(path) > num_before:
+            self._ends.difference_update(path[num_before - 1 : num_before])
+            self._ends.add(path[-1])
 
     def end(self, allocation: Allocation) -> None:
         assert isinstance(allocation, RadixAllocation)
@@ -186,7 +197,36 @@ class RadixCache(NaiveCache):
             for node in nodes:
                 uses.extend((ordinals[node.used], ordinals[node.local_used] if node.local else -1))
         digests = b"".join([node.digest for node in nodes])
-        return CacheSnapshot(tuple(held), _little(parents).tobytes(), digests, _little(uses).tobytes())
+        return CacheSnapshot(tuple(held), little(parents).tobytes(), digests, little(uses).tobytes())
+
+    def prefixes(self, most: int, namespace: str) -> list[bytes]:
+        """Return published digests of at most *most* cached prefixes, those of the last used pages first.
+
+        Of each path they are those whose distance from its end, or number of pages, is a power of two. So of what a
+        prompt shares with the path, a digest says at least half, or all but as many pages as the path goes on.
+        """
+        found: dict[bytes, None] = {}
+        ends = sorted(self._ends, key=attrgetter("used"), reverse=True)
+        self._ends.difference_update(ends[most:])
+        for end in ends:
+            node: _Node | None = end
+            while node is not None and node.depth and len(found) < most:
+                away = end.depth - node.depth
+                if away & (away - 1) == 0 or node.depth & (node.depth - 1) == 0:
+                    found[self._prefix_digest(node, namespace)[:PUBLISHED_BYTES]] = None
+                node = node.parent
+        return list(found)
+
+    def _prefix_digest(self, node: _Node, namespace: str) -> bytes:
+        missing: list[_Node] = []
+        above: _Node | None = node
+        while above is not None and above.depth and not above.prefix:
+            missing.append(above)
+            above = above.parent
+        before = above.prefix if above is not None else b""
+        for one in reversed(missing):
+            before = one.prefix = next_digest(before, int32_bytes(one.tokens), namespace)
+        return before
 
     def _prefix(self, token_ids: Sequence[int]) -> Iterator[_Node]:
         """Yield the pages of the longest cached prefix. The last token is computed in any case."""
@@ -273,6 +313,10 @@ class RadixCache(NaiveCache):
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
+        if node in self._ends:
+            self._ends.remove(node)
+            if parent is not self._root:
+                self._ends.add(parent)
         node.parent = None  # makes a second entry of the node in the heap void
         self._num_unlocked -= 1
         self._pool.free([node.page])
@@ -305,8 +349,8 @@ class DigestCache(RadixCache):
         super().__init__(num_pages, page_size, local)
         self.allocations: list[Allocation] = []
         """Allocations of the snapshot, in its order."""
-        parents = _little(array("i", snapshot.parents))
-        uses = _little(array("i", snapshot.uses))
+        parents = little(array("i", snapshot.parents))
+        uses = little(array("i", snapshot.uses))
         nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
         for at, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
             digest = snapshot.digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
@@ -344,11 +388,4 @@ class DigestCache(RadixCache):
 
 def digest_of(tokens: Sequence[int]) -> bytes:
     """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same digest."""
-    return hashlib.blake2b(_little(array("i", tokens)).tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def _little(numbers: array[int]) -> array[int]:
-    """Return this machine's numbers as little-endian ones, or the other way round."""
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
+    return hashlib.blake2b(int32_bytes(tokens), digest_size=DIGEST_BYTES).digest()

@@ -5,6 +5,7 @@ The engine computes the next step while others are being committed. `outbox.py` 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ import structlog
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner
+from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S, DeadLetter, Entry, Inbox, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
@@ -148,16 +149,23 @@ class LogThread:
         measures: Measures | None = None,
         serving: Serving | None = None,
         commit_interval_s: float = 0.0,
+        steal_after_s: float = DEFAULT_STEAL_AFTER_S,
     ) -> None:
         """Work for the engine of *owner*. A request fails if its tokens so far were not made with *serving*.
 
         *commit_interval_s*: longest time that a step waits for the next ones, to be committed together.
+        *steal_after_s*: see `take`.
         """
+        self._steal_after_s = steal_after_s
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._told_room = Room(), 0
         """The last room that the engine has told, and the number of updates that it had read then."""
         self._looked_for: tuple[str, tuple[str, ...]] = "", ()
         """The last request when `take` brought nothing, and the owners that had to wait."""
+        self._left_s = -math.inf
+        """Time when `take` last left requests to the engines that they prefer."""
+        self._is_full = False
+        """Whether the last `take` left no room. The next one tells the other engines that there is some."""
         self._num_sent = 0
         self._num_read = 0
         self._log = log
@@ -267,7 +275,7 @@ class LogThread:
             self._stopped.wait(POLL_S)
             newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
-        if self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor):
+        if self._deliveries == "unseen" or self._is_full or parse_id(newest) > parse_id(self._cursor):
             self._take_what_fits(newest)
 
     def _take_what_fits(self, newest: str = "") -> None:
@@ -276,10 +284,12 @@ class LogThread:
         If some owners have to wait, look for others only after a request came. *newest*: id of the last that came.
         """
         told, num_read = self._told_room
-        count = told.count - (self._num_sent - num_read)
-        if count > 0 and not (told.but and self._looked_for == (newest, told.but)):
+        came = self._num_sent - num_read
+        room = replace(told, count=told.count - came, spare=max(told.spare - came, 0))
+        is_early = time.monotonic() - self._left_s < TAKE_EVERY_S
+        if room.count > 0 and not is_early and not (told.but and self._looked_for == (newest, told.but)):
             before = self._num_sent
-            self._keep_trying(lambda: self._take(Room(count, told.but)))
+            self._keep_trying(lambda: self._take(room))
             is_in_vain = self._num_sent == before and self._detokenizer == "present"
             self._looked_for = (newest, told.but) if is_in_vain else ("", ())
 
@@ -354,11 +364,21 @@ class LogThread:
             pending, known = self._log.pending(self._inbox, self._owner.slot), set(self._entry_ids.values())
             self._bring([entry for entry in pending if entry.id not in known], resumed=None)
         self._deliveries = "unseen"
-        taken = self._log.take(self._owner, room.count, control_cursor=self._control_cursor, but=room.but)
+        taken = self._log.take(
+            self._owner,
+            room.count,
+            control_cursor=self._control_cursor,
+            but=room.but,
+            spare=room.spare,
+            steal_after_s=self._steal_after_s,
+        )
         if taken.entries:
             failpoint("generate.after_take")
         self._deliveries = "seen"
         self._cursor = taken.cursor
+        self._left_s = time.monotonic() if taken.num_left and not taken.entries else -math.inf
+        if room.count:
+            self._is_full = len(taken.entries) >= room.spare
         self._bring(taken.entries, resumed=False)
         self._pass_on(taken.ended, taken.flush, taken.control_cursor)
 
@@ -382,7 +402,8 @@ class LogThread:
             self._keep_trying(self._advance_takeover)
             if job.brief:
                 return
-            polls = isinstance(self._takeover, _Guest) or self._detokenizer == "absent" or not job.room.count
+            left = self._left_s > -math.inf
+            polls = isinstance(self._takeover, _Guest) or self._detokenizer == "absent" or not job.room.count or left
             if self._num_sent == job.num_read and polls:
                 self._stopped.wait(POLL_S)
             elif self._num_sent == job.num_read:

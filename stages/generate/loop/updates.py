@@ -54,6 +54,8 @@ class Room:
     """Number of new requests."""
     but: tuple[str, ...] = ()
     """Owners of whom none is taken."""
+    spare: int = 0
+    """Number of requests that could run, however many of them are taken at once."""
 
 
 class EngineLink(Protocol):

@@ -24,6 +24,7 @@ from pipeline.log.protocol import Owner
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
+from pipeline.prefixes import packed
 from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.serving import Serving, tokenizer_fingerprint
@@ -66,6 +67,9 @@ SWITCH_INTERVAL_S = 0.0005
 NO_STEP = StepCompleted(rows=())
 STEPS_BESIDE_DRAFTS = 2
 """Largest number of steps in a call while drafts are expected to pay: they may be found after each token."""
+PUBLISH_EVERY_S = 1.0
+MOST_PUBLISHED = 1024
+"""Number of digests in an engine's status: 5.5 KB of text."""
 GRAMMAR_POLL_S = 0.005
 """Pause between two looks for updates while an idle engine waits for a grammar."""
 
@@ -86,14 +90,19 @@ class GenerateWorker:
         overlap: bool = False,
         together_s: float = 0.0,
         drafts: str = "",
+        namespace: str = "",
     ) -> None:
         """*pace*: decides how many prompt tokens a step computes, instead of the limits of *schedule*.
 
         *grammars*: of the engine's tokenizer; without it, a request with a grammar ends this worker. *overlap*: the
         worker plans and launches the next step before it waits for the tokens of the last one. *together_s*: time in
         which several steps may be computed in one call. *drafts*: `paying` drafts that are expected to save time, or
-        `all`; empty: none.
+        `all`; empty: none. *namespace*: the worker publishes digests of its cache, made with this name; empty: none.
         """
+        self._namespace = namespace
+        self._published_s = 0.0
+        self._num_prefilled = 0
+        """Number of prompt tokens that were computed since then."""
         self._schedule = schedule
         self._log_thread = log_thread
         self._slot_lease = slot_lease
@@ -133,6 +142,7 @@ class GenerateWorker:
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.report_progress(patience_s=STEP_TIMEOUT_S)
             self._take_in()
+            self._publish_cache()
             takes_over = self._resumed and self._schedule.may_admit
             ahead = self._overlap and not takes_over and not self._suspects and not self._may_draft
             if not ahead or self._snapshot_is_due or self._flights.have_failed:
@@ -210,7 +220,9 @@ class GenerateWorker:
         ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
         if ended:
             failpoint("generate.with_end_row")
-        self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
+        figures = _figures(flight)
+        self._num_prefilled += figures["prefill_tokens"]
+        self._commit(flight.number, [*flight.marks, *rows], ended, **figures)
 
     def _take_in(self) -> None:
         while (update := self._log_thread.next_update()) is not None:
@@ -227,7 +239,8 @@ class GenerateWorker:
         """What may be taken from the log now."""
         uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
         count = max(self._schedule.room - uncompiled, 0)
-        return Room(count) if count or uncompiled else Room(*self._schedule.room_for_others)
+        spare = max(self._schedule.spare - uncompiled, 0)
+        return Room(count, spare=spare) if count or uncompiled else Room(*self._schedule.room_for_others)
 
     def _wait_for_update(self, stop: Stop) -> None:
         if self._grammars:
@@ -235,10 +248,22 @@ class GenerateWorker:
             return
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.report_progress()
+            self._publish_cache()
             update = self._log_thread.next_update(timeout_s=0.2)
             if update is not None:
                 self._fold(update)
                 return
+
+    def _publish_cache(self) -> None:
+        """Tell the tokenizers once a second what is cached and how much there is to do, if that has changed."""
+        if not self._namespace or time.monotonic() - self._published_s < PUBLISH_EVERY_S:
+            return
+        self._published_s, schedule = time.monotonic(), self._schedule
+        cached = packed(schedule.prefixes(MOST_PUBLISHED, self._namespace))
+        backlog = max(schedule.prompt_tokens_left - self._num_prefilled, 0)
+        self._num_prefilled, status = 0, self._slot_lease.status
+        if (status.cached, status.backlog, status.page_size) != (cached, backlog, schedule.page_size):
+            self._slot_lease.say(cached=cached, backlog=backlog, page_size=schedule.page_size)
 
     def _fold(self, update: Update) -> None:
         match update:
@@ -493,6 +518,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder:
             measures=measures,
             serving=serving,
             commit_interval_s=loaded.settings.commit_interval_s,
+            steal_after_s=config.engine.steal_after_s,
         )
         log_thread.start()
         slot_lease.say(
@@ -518,6 +544,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], RedisLog], folder:
                 overlap=overlap,
                 together_s=loaded.settings.commit_interval_s,
                 drafts=loaded.settings.drafts,
+                namespace=config.log.namespace if loaded.settings.cache == "radix" else "",
             )
             worker.run(process.stop)
         except Fenced as error:

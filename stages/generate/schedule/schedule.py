@@ -230,6 +230,19 @@ class Schedule:
             self._waiting.remove(request)
         return True
 
+    @property
+    def page_size(self) -> int:
+        return self._cache.page_size
+
+    def prefixes(self, most: int, namespace: str) -> list[bytes]:
+        """As PrefixCache."""
+        return self._cache.prefixes(most, namespace)
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Number of tokens of prompts that are still to compute, without a look at the cache."""
+        return sum(len(one.token_ids) - one.num_computed for one in (*self._running, *self._waiting) if not one.decodes)
+
     def flush(self) -> int:
         """Remove the prefixes that no running request holds; return the number of freed pages."""
         return self._cache.flush()
@@ -279,10 +292,14 @@ class Schedule:
     @property
     def room(self) -> int:
         """Number of new requests that may be taken from the log now; 0 while taken ones wait for pages."""
+        return max(min(MOST_TAKEN - len(self._waiting), self.spare), 0)
+
+    @property
+    def spare(self) -> int:
+        """Number of new requests that could run now, however many of them are taken at once."""
         if self._waiting and (self._is_crowded or self._alone is not None):
             return 0
-        free = self._limits.max_running_requests - len(self._running)
-        return max(min(MOST_TAKEN, free) - len(self._waiting), 0)
+        return max(self._limits.max_running_requests - len(self._running) - len(self._waiting), 0)
 
     @property
     def room_for_others(self) -> tuple[int, tuple[str, ...]]:

@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
-from pipeline.flags import at_least, auto_or, flag, one_of, page_size, share, yes_or_no
+from pipeline.flags import at_least, auto_or, flag, one_of, page_size, seconds_or_0, share, yes_or_no
 from pipeline.log.config import LogConfig
+from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S
 from pipeline.process.config import ModelConfig, WorkerConfig
 from stages.generate.model.spec import Loading
 
@@ -212,6 +213,15 @@ class EngineConfig:
         help=(
             "longest time in milliseconds, at most 1000, that tokens wait to be committed together with those of the "
             "next steps; first tokens and ends never wait; 0: each step is committed at once [25 on CPU, 2 on CUDA]"
+        ),
+    )
+    steal_after_s: float = flag(
+        "--steal-after",
+        default=DEFAULT_STEAL_AFTER_S,
+        parse=seconds_or_0,
+        help=(
+            "with several engines, a request waits so many seconds at most for the one whose cache has the beginning "
+            "of its prompt, and not at all if that one has no room"
         ),
     )
     graph: int = flag(

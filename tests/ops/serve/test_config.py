@@ -63,8 +63,8 @@ ENGINE = flags(
     "--dtype --quantization --tp|--tensor-parallel-size|--tp-size --dummy-weight --model-impl --trust-remote-code "
     "--device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
-    "--target-itl --max-running-requests --overlap --speculate --commit-interval --graph|--cuda-graph-max-bs "
-    "--deterministic "
+    "--target-itl --max-running-requests --overlap --speculate --commit-interval --steal-after "
+    "--graph|--cuda-graph-max-bs --deterministic "
     "--page-size --num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
@@ -121,7 +121,7 @@ NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
     "--mixed-prefill-length 10 --target-itl 60 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 "
     "--num-pages 5 --max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 "
-    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3"
+    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3 --steal-after 1"
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
@@ -164,7 +164,7 @@ BAD = {
     "at least 1": "--port eighty --port 0 --max-queued-requests 0 --tp 0 --nnodes 0 --threads -1 "
     "--max-prefill-length none --mixed-prefill-length -5 --target-itl 0.5 --max-running-requests 0 "
     "--num-pages -2 --dp 0",
-    "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 "
+    "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 --steal-after -1 "
     "--commit-interval 0.5 --graph -1 --tokenizers -1",
     "at least 2": "--max-seq-len 1",
     "at least 1024": "--max-body-bytes 1023",

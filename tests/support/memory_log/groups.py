@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from support.memory_log.leases import Leases
@@ -89,6 +90,10 @@ class MemoryGroups:
             return False
         group.retries[key] = tries
         return True
+
+    def in_hand(self, inbox: Inbox) -> dict[str, int]:
+        with self._changed:
+            return dict(Counter(self._streams.group(inbox)[1].pending.values()))
 
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
         with self._changed:

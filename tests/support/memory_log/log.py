@@ -315,14 +315,23 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
 
     # engines
 
-    def take(self, owner: Owner, max_entries: int, *, control_cursor: str, but: Sequence[str] = ()) -> Taken:
+    def take(
+        self,
+        owner: Owner,
+        max_entries: int,
+        *,
+        control_cursor: str,
+        but: Sequence[str] = (),
+        spare: int | None = None,
+        steal_after_s: float = 0.0,
+    ) -> Taken:
         with self._changed:
             self._leases.fence(owner)
             stream = self._streams.get(self.names.tokenized)
             entries = self._streams.deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
             group = stream.groups.get(GENERATE) if stream is not None else None
             cursor = group.delivered if group is not None else (0, 0)
-            return Taken(tuple(entries), id_text(cursor), *self._control_after(control_cursor))
+            return Taken(tuple(entries), id_text(cursor), 0, *self._control_after(control_cursor))
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
         cursors = {self.names.tokenized: parse_id(cursor), self.names.control: parse_id(control_cursor)}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.prefixes import prompt_digests
 from stages.generate.kvcache import CACHES, make_cache
 from stages.generate.kvcache.base import Allocation, PagePool, PrefixCache
 from stages.generate.kvcache.radix import RadixCache
@@ -258,3 +259,55 @@ def test_a_page_that_is_not_full_is_nobody_elses() -> None:
         assert other.cached_tokens == found
         cache.end(other)
     assert cache.problems([allocation]) == []
+
+
+def matched(cache: RadixCache, tokens: list[int], most: int = 100) -> int:
+    """Return how many pages of a prompt the published digests say are cached."""
+    published = set(cache.prefixes(most, "ns"))
+    of_prompt = prompt_digests(tokens, PAGE_SIZE, "ns")
+    return next((n for n in range(len(of_prompt), 0, -1) if of_prompt[n - 1] in published), 0)
+
+
+def test_published_digests_say_what_a_prompt_would_find() -> None:
+    cache, tokens = RadixCache(40, PAGE_SIZE), list(range(20 * PAGE_SIZE))
+    allocation = started(cache, tokens)
+    for num_same in range(21):
+        prompt = [*tokens[: num_same * PAGE_SIZE], *range(1000, 1000 + PAGE_SIZE + 1)]
+        found, really = matched(cache, prompt), cache.num_cached(prompt) // PAGE_SIZE
+        assert really / 2 <= found <= really == num_same
+    assert matched(cache, [*tokens, 7]) == 20
+    cache.end(allocation)
+    assert matched(cache, [*tokens, 7]) == 20
+
+
+def test_a_request_that_goes_on_is_published_as_far_as_it_is() -> None:
+    cache, tokens = RadixCache(40, PAGE_SIZE), list(range(3 * PAGE_SIZE))
+    allocation = started(cache, tokens)
+    for page in range(3, 12):
+        tokens += range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        cache.grow(allocation, 1)
+        cache.fill(allocation, tokens, len(tokens))
+        assert matched(cache, [*tokens, 7]) == page + 1
+    assert len(cache._ends) == 1
+
+
+def test_what_was_evicted_is_not_published() -> None:
+    cache, tokens = RadixCache(12, PAGE_SIZE), list(range(10 * PAGE_SIZE))
+    cache.end(started(cache, tokens))
+    cache.end(started(cache, list(range(500, 500 + 6 * PAGE_SIZE))))
+    really = cache.num_cached([*tokens, 7]) // PAGE_SIZE
+    assert 0 < really < 10
+    assert matched(cache, [*tokens, 7]) == really
+    cache.flush()
+    assert cache.prefixes(100, "ns") == [] and not cache._ends
+
+
+def test_the_last_used_are_published_if_not_all_can_be() -> None:
+    cache = RadixCache(400, PAGE_SIZE)
+    prompts = [[number * 1000 + token for token in range(8 * PAGE_SIZE)] for number in range(10)]
+    for prompt in prompts:
+        cache.end(started(cache, prompt))
+    cache.end(started(cache, [*prompts[0], *range(5 * PAGE_SIZE)]))
+    assert len(cache.prefixes(12, "ns")) == 12
+    assert matched(cache, [*prompts[0], 1], 12) == 8 and matched(cache, [*prompts[1], 1], 12) == 0
+    assert make_cache("naive", 4, 4).prefixes(12, "ns") == []
