@@ -12,6 +12,8 @@ DEFAULT_RETENTION_S: Final = 900.0
 DEFAULT_RESPONSE_RETENTION_S: Final = 86_400.0
 DEFAULT_JOURNAL_BYTES: Final = 32 << 20
 LEAST_JOURNAL_BYTES: Final = 1 << 20
+DEFAULT_STEAL_AFTER_S: Final = 2.0
+"""See `take`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,6 @@ class Turn:
 
 
 NO_TURN: Final = Turn()
-DEFAULT_STEAL_AFTER_S: Final = 2.0
-"""See `take`."""
 
 
 class Used(NamedTuple):

@@ -102,8 +102,7 @@ if fenced(key.owner, arg.owner) then return 'FENCED' end
         (f"{PREFERRED}test_an_engine_takes_what_prefers_it_first_and_leaves_the_others_theirs[{{server}}]",)),
     Mutation("what prefers an engine waits until that has room", f"{COMMITS}/take.lua",
         " or redis.call('SISMEMBER', key.full, engine) == 1", "",
-        (f"{PREFERRED}test_another_engine_takes_what_an_engine_without_room_leaves_and_no_longer_once_it_has_room"
-         "[{server}]",)),
+        (f"{PREFERRED}test_another_engine_takes_what_an_engine_without_room_leaves_until_it_has_some[{{server}}]",)),
     Mutation("what prefers an engine waits for ever", f"{COMMITS}/take.lua",
         " or waited >= tonumber(arg.steal_ms), false", ", false",
         (f"{PREFERRED}test_another_engine_takes_what_was_left_for_too_long[{{server}}]",)),

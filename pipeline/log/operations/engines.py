@@ -8,9 +8,10 @@ from typing import Any
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import StepCompleted
+from pipeline.log.config import DEFAULT_STEAL_AFTER_S
 from pipeline.log.operation import Command, LogContext, Script, blocking, commit
 from pipeline.log.operations.requests import written
-from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S, Owner, StepCommitted, Taken
+from pipeline.log.protocol import Owner, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
     entries_of,

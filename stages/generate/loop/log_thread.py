@@ -17,8 +17,9 @@ import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted
+from pipeline.log.config import DEFAULT_STEAL_AFTER_S
 from pipeline.log.entries import request_of
-from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S, DeadLetter, Entry, Inbox, Owner
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS

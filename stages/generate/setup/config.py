@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, cast
 
 from pipeline.flags import at_least, auto_or, flag, one_of, page_size, seconds_or_0, share, yes_or_no
-from pipeline.log.config import LogConfig
-from pipeline.log.protocol import DEFAULT_STEAL_AFTER_S
+from pipeline.log.config import DEFAULT_STEAL_AFTER_S, LogConfig
 from pipeline.process.config import ModelConfig, WorkerConfig
 from stages.generate.model.spec import Loading
 

@@ -59,7 +59,7 @@ def test_what_prefers_no_engine_is_taken_in_its_turn(scene: Scene) -> None:
     assert taken(scene, second) == ["a3"]
 
 
-def test_another_engine_takes_what_an_engine_without_room_leaves_and_no_longer_once_it_has_room(scene: Scene) -> None:
+def test_another_engine_takes_what_an_engine_without_room_leaves_until_it_has_some(scene: Scene) -> None:
     first, second = scene.own(A), scene.own(B)
     wait(scene, *"abcdef", prefer=A)
     assert taken(scene, first, 2, spare=10) == ["a", "b"]
