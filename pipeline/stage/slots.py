@@ -102,7 +102,7 @@ class Status(Value):
     cached: str = ""
     """.. and digests of prefixes in it, see `pipeline.prefixes`."""
     backlog: int = 0
-    """Number of prompt tokens in an engine's hand that it does not compute within about a second."""
+    """Number of prompt tokens that an engine had to compute for a second and has not computed."""
     flushed: str = ""
     """Id of the last flush that the engine has done."""
     flushed_pages: int = 0

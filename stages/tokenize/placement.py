@@ -67,13 +67,13 @@ class Placement:
         sizes = {engine.page_size for engine in self._engines}
         digests = {size: prompt_digests(token_ids, size, self._namespace) for size in sizes}
 
-        def cost(engine: _Engine) -> int:
+        def cost(engine: _Engine) -> tuple[int, int]:
             placed = [one for one in self._placed if one.slot == engine.slot]
             known = engine.cached.union(*(one.digests for one in placed))
             of_prompt = digests[engine.page_size]
             num_pages = next((n for n in range(len(of_prompt), 0, -1) if of_prompt[n - 1] in known), 0)
             num_requests = in_hand.get(engine.slot, 0) + sum(one.slot == engine.slot for one in waiting)
-            return engine.backlog + TOKENS_OF_REQUEST * num_requests - num_pages * engine.page_size
+            return engine.backlog + TOKENS_OF_REQUEST * num_requests - num_pages * engine.page_size, len(placed)
 
         best = min(self._engines, key=cost)
         self._placed.append(_Placed(now_s, best.slot, digests[best.page_size]))

@@ -101,8 +101,8 @@ class GenerateWorker:
         """
         self._namespace = namespace
         self._published_s = 0.0
-        self._num_prefilled = 0
-        """Number of prompt tokens that were computed since then."""
+        self._num_left = 0
+        """Number of prompt tokens that were to be computed then, without those that were computed since."""
         self._schedule = schedule
         self._log_thread = log_thread
         self._slot_lease = slot_lease
@@ -221,7 +221,7 @@ class GenerateWorker:
         if ended:
             failpoint("generate.with_end_row")
         figures = _figures(flight)
-        self._num_prefilled += figures["prefill_tokens"]
+        self._num_left -= figures["prefill_tokens"]
         self._commit(flight.number, [*flight.marks, *rows], ended, **figures)
 
     def _take_in(self) -> None:
@@ -260,8 +260,8 @@ class GenerateWorker:
             return
         self._published_s, schedule = time.monotonic(), self._schedule
         cached = packed(schedule.prefixes(MOST_PUBLISHED, self._namespace))
-        backlog = max(schedule.prompt_tokens_left - self._num_prefilled, 0)
-        self._num_prefilled, status = 0, self._slot_lease.status
+        backlog, self._num_left = max(self._num_left, 0), sum(left for _, left in schedule.work.prompts)
+        status = self._slot_lease.status
         if (status.cached, status.backlog, status.page_size) != (cached, backlog, schedule.page_size):
             self._slot_lease.say(cached=cached, backlog=backlog, page_size=schedule.page_size)
 

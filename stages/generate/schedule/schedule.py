@@ -238,11 +238,6 @@ class Schedule:
         """As PrefixCache."""
         return self._cache.prefixes(most, namespace)
 
-    @property
-    def prompt_tokens_left(self) -> int:
-        """Number of tokens of prompts that are still to compute, without a look at the cache."""
-        return sum(len(one.token_ids) - one.num_computed for one in (*self._running, *self._waiting) if not one.decodes)
-
     def flush(self) -> int:
         """Remove the prefixes that no running request holds; return the number of freed pages."""
         return self._cache.flush()

@@ -78,9 +78,8 @@ def test_what_was_placed_is_remembered_until_the_engines_publish_it() -> None:
     engines.learn(status(A), status(B))
     assert engines.prefer([*first, *SYSTEM]) == A
     engines.now_s += 3
-    assert engines.prefer([7, *first]) == A, "no engine has it, and the first is as good as any"
     engines.in_hand = {A: 1}
-    assert engines.prefer([*first, *SYSTEM, 8]) == B
+    assert engines.prefer([*first, *SYSTEM, 8]) == B, "no engine has it any more"
 
 
 def test_requests_of_a_burst_are_spread() -> None:
@@ -93,6 +92,12 @@ def test_requests_of_a_burst_are_spread() -> None:
     assert placed == {A: 10, B: 10}
     engines.in_hand = {A: 2, "waiting": 3}
     assert engines.prefer([77] * 300) == B, "two of the three that wait are its own, one is the other's"
+
+
+def test_idle_engines_take_turns() -> None:
+    engines = Engines()
+    engines.learn(status(A), status(B))
+    assert [engines.prefer([number] * 300) for number in range(4)] == [A, B, A, B]
 
 
 def test_engines_with_other_page_sizes_are_compared_by_tokens() -> None:

@@ -32,9 +32,10 @@ def test_an_engine_publishes_its_prefixes_and_what_it_does_not_compute_soon(
         assert running.slot_lease.status.backlog == 0
         running.engine.gate.clear()
         scene.send(*range(100, 10, -1), max_tokens=1)
-        until(lambda: running.schedule.prompt_tokens_left == 90 - LONG_LIMITS.max_prefill_length)
-        for computed, backlog in ((6, 20), (80, 0)):
-            running.worker._num_prefilled, running.worker._published_s = computed, 0.0
+        left = 90 - LONG_LIMITS.max_prefill_length
+        until(lambda: sum(left for _, left in running.schedule.work.prompts) == left)
+        for backlog in (0, left):
+            running.worker._published_s = 0.0
             running.worker._publish_cache()
             assert running.slot_lease.status.backlog == backlog
 
