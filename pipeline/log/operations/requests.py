@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from pipeline.log.replies import (
     clock_ms,
     entries_of,
     history_of,
+    info_of,
     is_ok,
     letters_of,
     nothing,
@@ -503,15 +503,15 @@ def drop_dead(log: LogContext, entry_id: str) -> Script[bool]:
     return commit("drop_dead", bool, keys, letter=entry_id, version_ms=COPY_TTL_MS)
 
 
-def incarnation(_: LogContext) -> Command[str]:
-    """Return a text that changes when another server process holds the log.
+def incarnation(_: LogContext) -> Batch[str]:
+    """Return a text that changes when another server process holds the log, or one became its master again.
 
-    A new process may know less than the old one had confirmed: it lacks the last second before a crash, or what a
-    replica had not received.
+    It may know less than the one before had confirmed: it lacks the last second before a crash, or what a replica had
+    not received. A master that was a replica in between has another replication id.
     """
 
-    def parse(info: bytes) -> str:
-        found = re.search(r"^run_id:(\w+)", as_text(info), re.MULTILINE)
-        return found[1] if found else ""
+    def parse(replies: list[Any]) -> str:
+        server, replication = map(info_of, replies)
+        return f"{server['run_id']} {replication['master_replid']}"
 
-    return Command(["INFO", "server"], parse)
+    return Batch([["INFO", "server"], ["INFO", "replication"]], parse)  # one INFO with two sections needs Redis 7
