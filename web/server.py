@@ -22,14 +22,14 @@ from typing import Any, Final, NoReturn
 
 import structlog
 
-from pipeline.errors import LogError
+from pipeline.errors import LogError, LogFull, LogUnavailable
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
-from pipeline.stage.slots import SlotLease, acquire_slot
+from pipeline.stage.slots import AGAIN_S, SlotLease, acquire_slot
 from web.app import create_app
 from web.config import ClientConfig, WebStageConfig
 from web.http.asgi import HttpConfig
@@ -114,7 +114,13 @@ class Seat:
         self._lease_ms = lease_ms
         self._said: dict[str, object] = {}
         self.measures = measures
-        self.slot_lease = self._take(preferred)
+        while True:
+            try:
+                self.slot_lease = self._take(preferred)
+                return
+            except (LogUnavailable, LogFull) as error:  # as the other stages do in `slot_leases`
+                logger.warning("no_slot", stage=WEB, error=str(error))
+                time.sleep(AGAIN_S)
 
     def __enter__(self) -> Seat:
         return self

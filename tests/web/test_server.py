@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from structlog.testing import capture_logs
 from support.redis_servers import command, until
 from support.stand_in_stages import MODELS, StandIn
 from support.web_process import ends, serving
@@ -182,3 +184,16 @@ async def test_a_bug_while_a_slot_is_taken_again_ends_the_beat(monkeypatch: pyte
     with pytest.raises(ZeroDivisionError):
         async with asyncio.timeout(20):
             await _beat(cast(Seat, Broken()), cast(Frontend, None))
+
+
+def test_a_process_that_starts_while_redis_takes_no_writes_waits_for_its_slot(redis_url: str) -> None:
+    command(redis_url, "CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        with capture_logs() as logs, ThreadPoolExecutor() as threads:
+            coming = threads.submit(Seat, lambda: RedisLog(redis_url, Names()), 3000, 0, Measures())
+            until(lambda: sum(line["event"] == "no_slot" for line in logs) > 1)
+            command(redis_url, "CONFIG", "SET", "min-replicas-to-write", 0)
+            with coming.result(10) as seat:
+                assert seat.slot == "web-0"
+    finally:
+        command(redis_url, "CONFIG", "SET", "min-replicas-to-write", 0)
