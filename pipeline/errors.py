@@ -55,7 +55,7 @@ class LogNotThere(LogUnavailable):
 
 
 class LogReadOnly(LogUnavailable):
-    """Redis takes no writes: it is a replica, or a node of a cluster without the log, perhaps since a failover."""
+    """Redis takes no writes. Perhaps another server has the log since a failover, so the address is looked up again."""
 
 
 class LogFull(LogError):

@@ -318,7 +318,7 @@ def rows_of(number: int) -> str:
 def remembered_request(url: str, names: Names, uid: str) -> dict[str, int]:
     """Return what a finished request leaves in Redis until its retention is over."""
     key = names.request(uid)
-    with connect(url) as client:
+    with connect(url, key) as client:
         return {
             "prompt_tokens": len(PROMPT),
             "output_tokens": REMEMBERED_TOKENS,
@@ -328,15 +328,16 @@ def remembered_request(url: str, names: Names, uid: str) -> dict[str, int]:
 
 
 def remove_keys(url: str, namespace: str) -> None:
-    """Remove every key of the namespaces that begin with *namespace*.
+    """Remove every key of the namespaces of a run, which begin with *namespace*.
 
     Raises:
         LogUnavailable: Redis went away meanwhile.
     """
     try:
-        with connect(url) as client:
-            for key in client.scan_iter(match=f"{{{namespace}-*", count=1000):
-                client.unlink(key)
+        for names in (Names(f"{namespace}-commits"), Names(f"{namespace}-way")):
+            with connect(url, names.live) as client:
+                for key in client.scan_iter(match=f"{{{names.namespace}:*", count=1000):
+                    client.unlink(key)
     except redis.RedisError as error:
         raise LogUnavailable(f"the keys {{{namespace}-* were not removed: {error}; remove them") from error
 

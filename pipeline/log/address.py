@@ -1,11 +1,13 @@
 """The address of the log's Redis (--redis-url), and the clients that connect to it. Knows no command of the log.
 
-Beyond redis-py's URLs, a URL can name Sentinels to ask for the server, and files that hold passwords. A file is read at
-each connect, so a password can be changed while the processes run. An address is shown without its passwords.
+Beyond redis-py's URLs, a URL can name Sentinels or nodes of a cluster to ask for the server, and files that hold
+passwords. They are asked, and a file is read, at each connect, so that the server and its password can change while the
+processes run. An address is shown without its passwords.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +31,14 @@ from pipeline.errors import ConfigError
 
 FORMS: Final = (
     "redis://[user:password@]host:6379/0, rediss://.. for TLS, unix:///path/to.sock, "
-    "or redis+sentinel://host:26379,host2:26379/service/0"
+    "redis+sentinel://host:26379,host2:26379/service/0, or redis+cluster://host:6379,host2:6379"
 )
+SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 DEFAULT_PORT: Final = 6379
 DEFAULT_SENTINEL_PORT: Final = 26379
 CONNECT_TIMEOUT_S: Final = 2.0
-SENTINEL_TIMEOUT_S: Final = 1.0
-"""Time for one Sentinel to answer before the next one is asked."""
+ASKED_TIMEOUT_S: Final = 1.0
+"""Time for one Sentinel, or one node of a cluster, to answer before the next one is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +81,17 @@ class _Credentials(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A Redis server, or the Sentinels that know which server it is now."""
+    """A Redis server, or the Sentinels or the nodes of a cluster that know which server it is now."""
 
     shown: str
     """The URL without passwords: for logs, errors and people."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Hosts of the server, or of the Sentinels; empty if the server has a socket."""
+    """Hosts of the server, of the Sentinels or of the nodes; empty if the server has a socket."""
     socket: str = ""
     service: str = ""
     """Name of the server for the Sentinels; empty without Sentinels."""
+    is_cluster: bool = False
+    """Whether the hosts are nodes of a cluster, any of which knows which node has a key."""
     database: int = 0
     secret: Secret = Secret()
     sentinel_secret: Secret = Secret()
@@ -107,33 +112,31 @@ class Address:
                 return str(way.getsockname()[0])
         return ""
 
-    def client(self, *, retry: Retry, **options: Any) -> redis.Redis:
-        """Return a client for threads; *options* are redis-py's."""
+    def client(self, key: str, *, retry: Retry, **options: Any) -> redis.Redis:
+        """Return a client for threads; *options* are redis-py's. In a cluster it is one of the node that has *key*."""
         options |= self._greeting(_ping)
-        if not self.service:
+        if not self.service and not self.is_cluster:
             return redis.Redis(retry=retry, **self._server(), **options)
-        retries = {"retry": Retry(NoBackoff(), 0)}
-        sentinel = _Sentinels(self.hosts, self._sentinel() | self._greeting(_ping) | retries)
-        # "No Sentinel answers" is an error of its own. Then the caller tries again.
-        client = sentinel.master_for(self.service, retry=retry, **self._common(), **options)
+        # "None of them answers" is an error of its own. Then the caller tries again.
+        client = self.asked().master_for(self.service or key, retry=retry, **self._common(), **options)
         assert isinstance(client, redis.Redis)
         return client
 
-    def async_client(self, *, retry: AsyncRetry, **options: Any) -> redis.asyncio.Redis:
+    def async_client(self, key: str, *, retry: AsyncRetry, **options: Any) -> redis.asyncio.Redis:
         """Return a client for asyncio, without a limit on its connections."""
         options |= self._greeting(_ping_async)
-        if not self.service:
+        if not self.service and not self.is_cluster:
             return redis.asyncio.Redis(retry=retry, **self._server(), **options)
-        return self._master(redis.asyncio.sentinel.SentinelConnectionPool, retry=retry, **options)
+        return self._master(key, redis.asyncio.sentinel.SentinelConnectionPool, retry=retry, **options)
 
     def bounded_async_client(
-        self, *, retry: AsyncRetry, max_connections: int, wait_s: float, **options: Any
+        self, key: str, *, retry: AsyncRetry, max_connections: int, wait_s: float, **options: Any
     ) -> redis.asyncio.Redis:
         """Return a client for asyncio with a limit on its connections. A task waits up to *wait_s* for a free one."""
         options |= self._greeting(_ping_async)
         bounds: dict[str, Any] = {"max_connections": max_connections, "timeout": wait_s}
-        if self.service:
-            return self._master(_BoundedMasterPool, retry=retry, **bounds, **options)
+        if self.service or self.is_cluster:
+            return self._master(key, _BoundedMasterPool, retry=retry, **bounds, **options)
         server = self._server()
         if self.socket:
             server["path"] = server.pop("unix_socket_path")
@@ -143,12 +146,21 @@ class Address:
         pool = redis.asyncio.BlockingConnectionPool(retry=retry, **bounds, **server, **options)
         return redis.asyncio.Redis(connection_pool=pool)
 
-    def _master(self, pool: type[redis.asyncio.sentinel.SentinelConnectionPool], **options: Any) -> redis.asyncio.Redis:
-        retries = {"retry": AsyncRetry(NoBackoff(), 0)}
-        sentinel = _AsyncSentinels(self.hosts, self._sentinel() | self._greeting(_ping_async) | retries)
-        client = sentinel.master_for(self.service, connection_pool_class=pool, **self._common(), **options)
+    def _master(
+        self, key: str, pool: type[redis.asyncio.sentinel.SentinelConnectionPool], **options: Any
+    ) -> redis.asyncio.Redis:
+        asked = _InThreads(self.asked())
+        client = asked.master_for(self.service or key, connection_pool_class=pool, **self._common(), **options)
         assert isinstance(client, redis.asyncio.Redis)
         return client
+
+    def asked(self) -> _Asked:
+        """Return whom to ask which server it is."""
+        common = {"socket_timeout": ASKED_TIMEOUT_S, "socket_connect_timeout": ASKED_TIMEOUT_S}
+        common |= {"retry": Retry(NoBackoff(), 0)} | self._greeting(_ping)
+        if self.is_cluster:
+            return _Nodes(self.hosts, self._common() | common)
+        return _Sentinels(self.hosts, self.sentinel_secret.options() | self._tls() | common)
 
     def _common(self) -> dict[str, Any]:
         """Return the options of every connection to the server."""
@@ -168,10 +180,6 @@ class Address:
             return {"unix_socket_path": self.socket} | self._common()
         ((host, port),) = self.hosts
         return {"host": host, "port": port} | self._common()
-
-    def _sentinel(self) -> dict[str, Any]:
-        times = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
-        return times | self.sentinel_secret.options() | self._tls()
 
     def _tls(self) -> dict[str, Any]:
         return {"ssl": True, **self.tls} if self.tls is not None else {}
@@ -197,57 +205,93 @@ async def _ping_async(connection: redis.asyncio.Connection) -> None:
     await connection.read_response()
 
 
-def _no_master(service: str, num_sentinels: int) -> redis.sentinel.MasterNotFoundError:
-    asked = "the Sentinel does not name" if num_sentinels == 1 else f"none of {num_sentinels} Sentinels names"
-    return redis.sentinel.MasterNotFoundError(f"{asked} a server that is up for {service!r}")
-
-
-class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels, asked one after the other at each connect. The last one that answered is asked first."""
+class _Asked(redis.sentinel.Sentinel):
+    """Hosts that know which server it is. They are asked one after the other, the last one that answered first."""
 
     def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
-        super().__init__(())  # type: ignore[no-untyped-call]  # without clients, which several tasks would share
-        self._hosts = list(hosts)
+        super().__init__(())  # type: ignore[no-untyped-call]  # without clients, which several threads would share
+        self._hosts = tuple(hosts)
         self._options = dict(options)
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
-        for host in tuple(self._hosts):
-            one = redis.sentinel.Sentinel((host,), sentinel_kwargs=self._options)
+        is_down: redis.exceptions.RedisError | None = None
+        last = ""
+        for host in self._hosts:
             try:
-                found: tuple[str, int] = one.discover_master(service_name)
-            except redis.sentinel.MasterNotFoundError:
-                continue
-            finally:
-                one.sentinels[0].close()
-            self._hosts.sort(key=lambda each: each != host)
+                found = self._ask(host, service_name)
+            except redis.exceptions.ClusterDownError as error:  # it says so as long as it knows of no owner
+                is_down = error
+            except redis.sentinel.MasterNotFoundError as error:
+                last = str(error)
+            else:
+                self._hosts = (host, *(each for each in self._hosts if each != host))
+                return found
+        raise is_down or redis.sentinel.MasterNotFoundError(self._none(service_name, last))
+
+    def _ask(self, host: tuple[str, int], service: str) -> tuple[str, int]:
+        """Return where the server is.
+
+        Raises:
+            MasterNotFoundError: *host* does not answer, or does not know.
+        """
+        raise NotImplementedError
+
+    def _none(self, service: str, last: str) -> str:
+        """Return what to say if no host knows. *last*: the error of the last one."""
+        raise NotImplementedError
+
+
+class _Sentinels(_Asked):
+    """Sentinels, asked for the server with a name."""
+
+    def _ask(self, host: tuple[str, int], service: str) -> tuple[str, int]:
+        one = redis.sentinel.Sentinel((host,), sentinel_kwargs=self._options)
+        try:
+            found: tuple[str, int] = one.discover_master(service)
             return found
-        raise _no_master(service_name, len(self._hosts))
+        finally:
+            one.sentinels[0].close()
+
+    def _none(self, service: str, last: str) -> str:
+        num = len(self._hosts)
+        asked = "the Sentinel does not name" if num == 1 else f"none of {num} Sentinels names"
+        return f"{asked} a server that is up for {service!r}"
 
 
-class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
-    """The same for asyncio."""
+class _Nodes(_Asked):
+    """Nodes of a cluster, asked for the node that has a key."""
 
-    def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
+    def _ask(self, host: tuple[str, int], service: str) -> tuple[str, int]:
+        with redis.Redis(*host, **self._options) as node:
+            try:
+                node.exists(service)
+            except redis.exceptions.AskError as error:  # or MOVED. After an ASK the other node has the log soon.
+                return error.host or host[0], error.port
+            except redis.exceptions.AuthenticationError:
+                raise
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+                raise redis.sentinel.MasterNotFoundError(str(error)) from error
+        return host
+
+    def _none(self, service: str, last: str) -> str:
+        num = len(self._hosts)
+        asked = "the node of the cluster does not say" if num == 1 else f"none of {num} nodes of the cluster says"
+        return f"{asked} which one has {service!r}: {last}"
+
+
+class _InThreads(redis.asyncio.sentinel.Sentinel):
+    """The same for asyncio: a thread asks them."""
+
+    def __init__(self, asked: _Asked) -> None:
         super().__init__(())  # type: ignore[no-untyped-call]
-        self._hosts = list(hosts)
-        self._options = dict(options)
+        self._asked = asked
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
-        for host in tuple(self._hosts):
-            one = redis.asyncio.sentinel.Sentinel((host,), sentinel_kwargs=self._options)
-            try:
-                found: tuple[str, int] = await one.discover_master(service_name)
-            except redis.asyncio.sentinel.MasterNotFoundError:
-                continue
-            finally:
-                await one.sentinels[0].aclose()
-            self._hosts.sort(key=lambda each: each != host)
-            return found
-        raise _no_master(service_name, len(self._hosts))
+        return await asyncio.to_thread(self._asked.discover_master, service_name)
 
 
 class _BoundedMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
-    """Connections to the server that the Sentinels name, in a bounded number."""
+    """Connections to the server that was asked for, in a bounded number."""
 
 
 def parse_address(url: str) -> Address:
@@ -258,7 +302,7 @@ def parse_address(url: str) -> Address:
             password.
     """
     scheme, separator, _ = url.partition("://")
-    if not separator or scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
+    if not separator or scheme not in SCHEMES:
         seen = f"{scheme}://.." if separator else "no scheme://"
         raise ConfigError(f"--redis-url: {seen} given; expected {FORMS}")
     try:
@@ -297,7 +341,13 @@ def parse_address(url: str) -> Address:
             return Address(hosts=found, service=service, database=number, sentinel_secret=asked, **common)
         if len(path) > 1:
             raise ValueError(f"/{parts.path.strip('/')}: must be the number of a database")
-        return Address(hosts=(_host(hosts, DEFAULT_PORT),), database=_database(path[0], database), **common)
+        number = _database(path[0], database)
+        if parts.scheme.endswith("+cluster"):
+            if number:
+                raise ValueError(f"database {number}: a cluster has the log in database 0")
+            nodes = tuple(_host(host, DEFAULT_PORT) for host in hosts.split(","))
+            return Address(hosts=nodes, is_cluster=True, **common)
+        return Address(hosts=(_host(hosts, DEFAULT_PORT),), database=number, **common)
     except ValueError as error:
         raise ConfigError(f"--redis-url: {error}") from error
 
@@ -393,13 +443,13 @@ def _options(parts: SplitResult) -> dict[str, Any]:
     return options
 
 
-def connect(url: str, **options: Any) -> redis.Redis:
-    """Return a client of the Redis at *url* that does not retry.
+def connect(url: str, key: str = "", **options: Any) -> redis.Redis:
+    """Return a client of the Redis at *url* that does not retry. In a cluster it is one of the node that has *key*.
 
     Raises:
         ConfigError: The URL is wrong.
     """
-    return parse_address(url).client(retry=Retry(NoBackoff(), 0), **options)
+    return parse_address(url).client(key, retry=Retry(NoBackoff(), 0), **options)
 
 
 def without_password(text: str) -> str:

@@ -36,9 +36,10 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
     """
     address = parse_address(url)
     names = Names(namespace) if namespace else Names()
-    with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
+    with address.client(names.live, retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
         info = _info(client, address)
-        _check_cluster(client, address, names)
+        if not address.is_cluster:
+            _check_cluster(client, address, names)
     # The Redis version that it is compatible with: every Valkey reports 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
@@ -80,9 +81,11 @@ def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
     except redis.exceptions.RedisError as error:
         code, text = code_of(error)
         if code in ELSEWHERE:
+            scheme = "redis" if address.tls is None else "rediss"
             raise ConfigError(
                 f"--redis-url {address.shown}: a node of a cluster that does not have the log of --namespace "
-                f"{names.namespace} ({text}); name {text.rpartition(' ')[2]}, or a server without cluster mode"
+                f"{names.namespace} ({text}); use {scheme}+cluster://, "
+                "which asks the nodes for the one that has it"
             ) from error
 
 
@@ -96,6 +99,8 @@ def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:
     for part, remedy in _TLS_REMEDIES.items():
         if part in text:
             return f"no TLS connection ({text}); {remedy}"
+    if isinstance(error, redis.sentinel.MasterNotFoundError) and address.is_cluster:
+        return f"{text}; name nodes that run, several of them"
     if isinstance(error, redis.sentinel.MasterNotFoundError):
         return f"{text}; name the service as they do, and Sentinels that run (sentinel_password= where they want one)"
     if any(part in text for part in _HUNG_UP):

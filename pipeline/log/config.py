@@ -24,7 +24,8 @@ class LogConfig:
         "--redis-url",
         default="",
         help=(
-            "Redis of the log: redis://, rediss://, unix:// or redis+sentinel:// [`serve` starts an embedded Valkey]"
+            "Redis of the log: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// [`serve` starts an "
+            "embedded Valkey]"
         ),
         secret=True,
     )

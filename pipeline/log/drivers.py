@@ -62,11 +62,12 @@ def _raw(client: C) -> C:
 class Driver:
     """Sends operations over synchronous connections. One instance per thread."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str) -> None:
+        """*key*: one of the log's, by which the nodes of a cluster know which of them has the log."""
         address = parse_address(url)
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
-        self._retrying = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
-        self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
+        self._retrying = _raw(address.client(key, socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
+        self._once = _raw(address.client(key, socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
         self._kept: redis.Connection | None = None
         """Connection of `_once`, from its first use on."""
         self._replied_s = 0.0
@@ -155,10 +156,12 @@ def _check(connection: redis.Connection) -> None:
 class AsyncDriver:
     """Sends operations over connections of asyncio. Any number of tasks may share one driver."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str) -> None:
+        """See Driver."""
         address = parse_address(url)
         self._retrying = _raw(
             address.bounded_async_client(
+                key,
                 max_connections=16,
                 wait_s=COMMAND_TIMEOUT_S,
                 socket_timeout=COMMAND_TIMEOUT_S,
@@ -166,7 +169,7 @@ class AsyncDriver:
             )
         )
         # With a timeout the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
-        self._once = _raw(address.async_client(socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
+        self._once = _raw(address.async_client(key, socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
         self._idle: list[redis.asyncio.Connection] = []
         """Connections of `_once` that no task uses."""
 
@@ -265,7 +268,7 @@ class AsyncDriver:
         if isinstance(translated, LogReadOnly):
             await self._retrying.connection_pool.disconnect(inuse_connections=False)
             for connection in tuple(self._idle):
-                await connection.disconnect()
+                await connection.disconnect(nowait=True)  # without a wait, in which a task could take the next one
         return translated
 
 
@@ -288,6 +291,9 @@ _IN_SCRIPT = re.compile(r"(Error running script \(call to \w+\): @user_script: ?
 _FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
 """Messages of servers when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
+_DEMOTED = "instance state changed"
+"""Text for a client that waits at a server that becomes a replica. Its code, UNBLOCKED, has other meanings, too."""
+
 _NOT_THERE = " connecting to "
 """Text of redis-py's errors when no connection was made. A refused password is a ConnectionError, too."""
 
@@ -309,6 +315,8 @@ PASSING: Final = frozenset(
     {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOREPLICAS", "TRYAGAIN"}
 )
 """Codes of errors that pass without us: the caller waits and tries again."""
+OUSTED: Final = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY", "TRYAGAIN"})
+"""Codes of a server that another one may have replaced: it was away, or lost its replicas, master or cluster."""
 ELSEWHERE: Final = frozenset({"ASK", "MOVED"})
 """Codes of a cluster node that does not have the log, or is handing it over to another node."""
 
@@ -326,7 +334,7 @@ def translate(error: errors.RedisError) -> LogError:
     code, text = code_of(error)
     if code == "OOM":
         return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
-    if code == "READONLY":
+    if code in OUSTED or _DEMOTED in text:
         return LogReadOnly(text)
     if code in ELSEWHERE:
         return LogReadOnly(f"this node of a cluster does not have the log at the moment: {text}")

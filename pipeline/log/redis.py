@@ -70,7 +70,7 @@ class RedisLog:
         self.url = url
         self.names = names
         self.limits = limits
-        self._driver = Driver(url)
+        self._driver = Driver(url, names.live)
         self._run = self._driver.run
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class AsyncRedisLog:
         self.url = url
         self.names = names
         self.limits = limits
-        self._driver = AsyncDriver(url)
+        self._driver = AsyncDriver(url, names.live)
         self._run = self._driver.run
 
     async def close(self) -> None:

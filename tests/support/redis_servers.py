@@ -197,6 +197,73 @@ def watched(binary: Path, folder: Path) -> Iterator[Watched]:
         yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
 
 
+class Clustered:
+    """Three masters and three replicas of a cluster. `url` names all of them, and one that is not there."""
+
+    def __init__(self, binary: Path, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._binary, self._stack = binary, stack
+        has_bus = version_of(binary) >= (7, 0)
+        self._ports: dict[int, int] = {}
+        while len(self._ports) < 6:
+            port = free_port()
+            self._ports[port] = free_port() if has_bus else port + 10_000
+        self._has_bus = has_bus
+        self._folders = {port: folder / str(port) for port in self._ports}
+        self.nodes: dict[int, RunningServer] = {}
+        """The last process of each port."""
+        self.url = f"redis+cluster://127.0.0.1:1,{','.join(f'127.0.0.1:{port}' for port in self._ports)}"
+
+    def begin(self) -> None:
+        """Start the nodes and make a cluster of them."""
+        ports = list(self._ports)
+        for number, port in enumerate(ports):
+            self._folders[port].mkdir(parents=True)
+            self.start(port)
+            command(self.nodes[port].url, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for number, port in enumerate(ports[:3]):
+            command(self.nodes[port].url, "CLUSTER", "ADDSLOTS", *range(number * 5462, min((number + 1) * 5462, 16384)))
+        for port in ports[1:]:
+            command(self.nodes[port].url, "CLUSTER", "MEET", "127.0.0.1", ports[0], self._ports[ports[0]])
+        until(lambda: all(self._says(port, "cluster_known_nodes:6") for port in ports), timeout_s=30)
+        for master, replica in zip(ports[:3], ports[3:], strict=True):
+            name = command(self.nodes[master].url, "CLUSTER", "MYID")
+            command(self.nodes[replica].url, "CLUSTER", "REPLICATE", name)
+        until(lambda: all(self._says(port, "cluster_state:ok") for port in ports), timeout_s=30)
+        until(lambda: all(map(self.is_synced, ports[3:])), timeout_s=30)
+
+    def start(self, port: int) -> None:
+        """Start the node of *port*, also again."""
+        words: list[str | int] = ["--port", port, "--bind", "127.0.0.1", "--cluster-enabled", "yes"]
+        words += ["--cluster-port", self._ports[port]] if self._has_bus else []
+        words += ["--cluster-node-timeout", 1000, "--cluster-replica-validity-factor", 0]
+        words += ["--repl-diskless-sync-delay", 0, "--repl-ping-replica-period", 1]
+        self.nodes[port] = self._stack.enter_context(running_server(self._binary, self._folders[port], *words))
+
+    def owner(self, key: str) -> int:
+        """Return the port of the node that has *key*; 0: there is none at the moment."""
+        for port, node in self.nodes.items():
+            with contextlib.suppress(redis.RedisError):
+                command(node.url, "EXISTS", key)
+                return port
+        return 0
+
+    def is_synced(self, port: int) -> bool:
+        """Return whether the node is a replica that has all of its master's data up to now."""
+        return b"master_link_status:up" in command(self.nodes[port].url, "INFO", "replication")
+
+    def _says(self, port: int, words: str) -> bool:
+        return words.encode() in command(self.nodes[port].url, "CLUSTER", "INFO")
+
+
+@contextlib.contextmanager
+def clustered(binary: Path, folder: Path) -> Iterator[Clustered]:
+    """Run such a cluster."""
+    with contextlib.ExitStack() as stack:
+        cluster = Clustered(binary, folder, stack)
+        cluster.begin()
+        yield cluster
+
+
 class Servers:
     """One server for each place, started when it is first asked for; every test gets it empty."""
 

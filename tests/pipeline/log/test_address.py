@@ -43,6 +43,18 @@ from pipeline.log.address import Address, Secret, connect, parse_address, withou
                 sentinel_secret=Secret("guard", "s"),
             ),
         ),
+        ("redis+cluster://one", Address("redis+cluster://one", (("one", 6379),), is_cluster=True)),
+        (
+            "rediss+cluster://me:pw@one,two:7000,[::1]:7001/0?protocol=3",
+            Address(
+                "rediss+cluster://***@one,two:7000,[::1]:7001/0",
+                (("one", 6379), ("two", 7000), ("::1", 7001)),
+                is_cluster=True,
+                secret=Secret("me", "pw"),
+                protocol=3,
+                tls={},
+            ),
+        ),
     ],
 )
 def test_a_url_means_an_address(url: str, expected: Address) -> None:
@@ -81,6 +93,12 @@ def test_a_url_means_an_address(url: str, expected: Address) -> None:
         ("redis+sentinel://box", "names no service"),
         ("redis+sentinel://box/main/0/1", "names no service"),
         ("redis+sentinel://box,/main", "''"),
+        ("redis+cluster://box,", "''"),
+        ("redis+cluster://box/1", "database 1: a cluster has the log in database 0"),
+        ("redis+cluster://box?db=2", "database 2: a cluster has the log in database 0"),
+        ("redis+cluster://box/0/1", "/0/1"),
+        ("redis+cluster://box?sentinel_password=x", "Sentinels need redis\\+sentinel://"),
+        ("redis+cluster://box?ssl_ca_certs={there}", "TLS needs rediss://"),
     ],
 )
 def test_what_is_none_is_refused_with_what_is_expected(url: str, words: str, tmp_path: Path) -> None:

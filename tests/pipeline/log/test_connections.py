@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.redis_servers import RunningServer, Servers, command, running_serve
 from support.selection import rest_at_night
 from support.servers import free_port
 
-from pipeline.errors import ConfigError, LogUnavailable
+from pipeline.errors import ConfigError, LogReadOnly, LogUnavailable
 from pipeline.log.address import connect
 from pipeline.log.check import check_server
 from pipeline.log.protocol import Reply
@@ -190,6 +191,30 @@ def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, u
     ):
         check_server(server.url.replace("unix://", f"unix://{user}"))
     assert "wrong" not in str(raised.value).replace("wrong number", "").replace("WRONGPASS", "")
+
+
+# Failovers
+
+
+def test_a_master_that_was_a_replica_in_between_is_another_incarnation(redis_url: str) -> None:
+    with closing(RedisLog(redis_url, NAMES)) as log:
+        before = log.incarnation()
+        assert log.incarnation() == before
+        command(redis_url, "REPLICAOF", "127.0.0.1", 1)
+        command(redis_url, "REPLICAOF", "NO", "ONE")
+        after = log.incarnation()
+        assert after != before and after.partition(" ")[0] == before.partition(" ")[0]
+
+
+def test_a_reader_that_waits_is_told_that_its_server_became_a_replica(redis_url: str) -> None:
+    with closing(RedisLog(redis_url, NAMES)) as log, ThreadPoolExecutor() as threads:
+        log.prepare(SUBMITTED)
+        waiting = threads.submit(log.read, SUBMITTED, "tokenize-0", max_entries=1, block_ms=2000)
+        until(lambda: b"blocked_clients:1" in command(redis_url, "INFO", "clients"))
+        command(redis_url, "REPLICAOF", "127.0.0.1", 1)
+        with pytest.raises(LogReadOnly, match="UNBLOCKED "):
+            waiting.result(10)
+        command(redis_url, "REPLICAOF", "NO", "ONE")
 
 
 # Sentinels

@@ -1,11 +1,14 @@
-"""A node of a Redis Cluster as the server: one that does not have the log, hands it over, or is down."""
+"""A Redis Cluster: nodes that do not have the log, hand it over, or are down; how the node that has it is found."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import redis
@@ -13,13 +16,18 @@ from support.log_contract import NAMES, SUBMITTED, Scene, submitted, with_front
 from support.redis_servers import QUERY, Servers, command, running_server, until
 from support.servers import free_port
 
-from pipeline.errors import ConfigError, LogError, LogReadOnly, LogUnavailable
+from pipeline.errors import ConfigError, Fenced, GroupLost, LogError, LogReadOnly, LogUnavailable
+from pipeline.log.address import connect, parse_address
 from pipeline.log.check import check_server
 from pipeline.log.protocol import Owner, Submission
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 
 PLACES = ("embedded", "path")
 """Valkey 9 and Redis 7: the tests need `cluster-port`, which 6.2 has not."""
+
+
+def host_of(url: str) -> str:
+    return url.removeprefix("redis://").partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Cluster:
         found = command(url, "CLUSTER", "MYID")
         assert isinstance(found, bytes)
         return found
+
+    @property
+    def url(self) -> str:
+        """Any node, of which one is not there."""
+        return f"redis+cluster://127.0.0.1:1,{host_of(self.second)},{host_of(self.first)}{QUERY}"
 
     def give(self, url: str) -> None:
         """Let the node at *url* have the log."""
@@ -136,10 +149,10 @@ def assert_all_raise(scene: Scene, kind: type[LogError], words: str) -> None:
 
 def test_a_node_without_the_log_is_refused_at_the_start_in_one_line_that_names_the_other(cluster: Cluster) -> None:
     check_server(cluster.first)
-    where = cluster.first.removeprefix("redis://").partition("/")[0]
+    where = host_of(cluster.first)
     line = (
         r"--redis-url redis://\S+: a node of a cluster that does not have the log of --namespace test "
-        rf"\(MOVED \d+ {where}\); name {where}, or a server without cluster mode"
+        rf"\(MOVED \d+ {where}\); use redis\+cluster://, which asks the nodes for the one that has it"
     )
     with pytest.raises(ConfigError, match=rf"^{line}$"):
         check_server(cluster.second, 0, "test")
@@ -182,8 +195,143 @@ def test_while_a_cluster_is_down_all_wait(cluster: Cluster) -> None:
         scene = Scene(log)
         cluster.say("DELSLOTS", slot)
         check_server(cluster.first, 0, "test")
-        assert_all_raise(scene, LogUnavailable, "^CLUSTERDOWN ")
+        assert_all_raise(scene, LogReadOnly, "^CLUSTERDOWN ")
         command(cluster.first, "CLUSTER", "ADDSLOTS", slot)
         until(cluster.is_up)
         scene.prepare()
         assert scene.submit() is Submission.ACCEPTED
+
+
+# An address of the cluster
+
+
+def owner_by(url: str, key: str = NAMES.live) -> int:
+    """Return the port of the node to which *url* leads."""
+    with connect(url, key) as client:
+        assert client.exists(key) == 0
+        connection = client.connection_pool.get_connection()
+        assert isinstance(connection.port, int)
+        return connection.port
+
+
+def port_of(url: str) -> int:
+    return int(host_of(url).partition(":")[2])
+
+
+def test_any_node_leads_to_the_one_that_has_the_log(cluster: Cluster) -> None:
+    for named in (host_of(cluster.first), host_of(cluster.second), f"127.0.0.1:1,{host_of(cluster.second)}"):
+        assert owner_by(f"redis+cluster://{named}{QUERY}") == port_of(cluster.first)
+    cluster.give(cluster.second)
+    assert owner_by(cluster.url) == port_of(cluster.second)
+    assert owner_by(cluster.url, "{other}:live") == port_of(cluster.first)
+    check_server(cluster.url, 0, "test")
+
+
+def test_all_follow_the_log_to_another_node(cluster: Cluster) -> None:
+    with closing(RedisLog(cluster.url, NAMES)) as log:
+        scene = Scene(log)
+        before = log.incarnation()
+        for call in everything(scene):
+            with contextlib.suppress(LogError):  # there is no such request, or group
+                call()
+
+        async def act(front: AsyncRedisLog) -> None:
+            def questions() -> list[Coroutine[Any, Any, object]]:
+                following = front.follow_replies("web-0", "0-0", lambda *_: False, block_ms=1)
+                return [front.histories({"a": ""}), front.read_histories({"a": "0-0"}, block_ms=1), following]
+
+            for question in questions():
+                await question
+            command(cluster.first, "FLUSHALL")
+            cluster.give(cluster.second)
+            for question, again in zip(questions(), questions(), strict=True):
+                with contextlib.suppress(LogReadOnly):
+                    await question
+                await again
+
+        with_front(cluster.url, act)
+        with pytest.raises(LogReadOnly, match="MOVED "):  # by one of its two kinds of connections; both follow then
+            scene.prepare()
+        for call in everything(scene):
+            with contextlib.suppress(Fenced, GroupLost):  # the new node says so
+                call()
+        assert log.incarnation() != before
+
+
+def test_a_reader_that_waits_is_told_when_the_log_moves(cluster: Cluster) -> None:
+    with closing(RedisLog(cluster.url, NAMES)) as log, ThreadPoolExecutor() as threads:
+        log.prepare(SUBMITTED)
+        waiting = threads.submit(log.read, SUBMITTED, "tokenize-0", max_entries=1, block_ms=2000)
+        until(lambda: b"blocked_clients:1" in command(cluster.first, "INFO", "clients"))
+        with contextlib.suppress(redis.ResponseError):  # the first one still has keys; it hears it from the second
+            cluster.give(cluster.second)
+        with pytest.raises((LogReadOnly, GroupLost), match=r"MOVED |UNBLOCKED "):  # Redis 7 removes the keys first
+            waiting.result(10)
+        until(lambda: owner_by(cluster.url) == port_of(cluster.second))
+
+
+def test_while_no_node_has_the_log_all_wait(cluster: Cluster) -> None:
+    slot = cluster.slot
+    with closing(RedisLog(cluster.url, NAMES)) as log:
+        scene = Scene(log)
+        cluster.say("DELSLOTS", slot)
+        assert_all_raise(scene, LogReadOnly, "^CLUSTERDOWN ")
+        command(cluster.first, "CLUSTER", "ADDSLOTS", slot)
+        until(cluster.is_up)
+        scene.prepare()
+        assert scene.submit() is Submission.ACCEPTED
+
+
+def test_a_cluster_of_which_no_node_answers_is_named_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"none of 2 nodes of the cluster says .*refused.*; name nodes that run"):
+        check_server("redis+cluster://127.0.0.1:1,127.0.0.1:2")
+
+
+@contextlib.contextmanager
+def node_that_says(*replies: bytes) -> Iterator[int]:
+    """Run a node that answers each connection with the next of *replies*, and then hangs up; give its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for reply in replies:
+                connection, _ = listener.accept()
+                with connection:
+                    while b"EXISTS" not in connection.recv(4096):
+                        connection.sendall(b"+OK\r\n")
+                    connection.sendall(reply)
+
+        with ThreadPoolExecutor() as threads:
+            answering = threads.submit(answer)
+            yield listener.getsockname()[1]
+            answering.result(10)
+
+
+@pytest.mark.parametrize(
+    ("replies", "owner"),
+    [
+        ((b"-MOVED 1 10.0.0.7:6379\r\n",), ("10.0.0.7", 6379)),
+        ((b"-ASK 1 fd00::7:6379\r\n",), ("fd00::7", 6379)),
+        ((b"-MOVED 1 :7000\r\n",), ("127.0.0.1", 7000)),
+        ((b"-CLUSTERDOWN The cluster is down\r\n", b"-MOVED 1 a.b:1\r\n"), ("a.b", 1)),
+        ((b"-MASTERDOWN Link with MASTER is down\r\n", b"-MOVED 1 a.b:1\r\n"), ("a.b", 1)),
+        ((b"-LOADING Redis is loading\r\n", b"-MOVED 1 a.b:1\r\n"), ("a.b", 1)),
+        ((b"", b"-MOVED 1 a.b:1\r\n"), ("a.b", 1)),
+    ],
+)
+def test_a_node_names_the_owner_or_the_next_one_is_asked(replies: Sequence[bytes], owner: tuple[str, int]) -> None:
+    with node_that_says(*replies) as port:
+        address = parse_address(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port},localhost:{port}")
+        assert address.asked().discover_master("key") == owner
+
+
+def test_the_last_node_that_answered_is_asked_first(cluster: Cluster) -> None:
+    with node_that_says(b"") as port:
+        address = parse_address(f"redis+cluster://127.0.0.1:{port},{host_of(cluster.second)}")
+        asked = address.asked()
+        for _ in range(3):
+            assert asked.discover_master(NAMES.live) == ("127.0.0.1", port_of(cluster.first))
+
+
+def test_a_node_that_refuses_the_user_is_not_passed_over(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="put user and password into the URL"):
+        check_server(f"redis+cluster://nobody:wrong@{host_of(cluster.first)},{host_of(cluster.second)}")
