@@ -99,6 +99,11 @@ class Address:
     tls: Mapping[str, Any] | None = None
     """Options of redis-py's SSL connections; None: no TLS."""
 
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether the hosts are asked at each connect which server it is."""
+        return self.is_cluster or bool(self.service)
+
     def address_here(self) -> str:
         """Return this machine's IP address on the route to the (first) host; empty if the server has a socket.
 
@@ -115,17 +120,19 @@ class Address:
     def client(self, key: str, *, retry: Retry, **options: Any) -> redis.Redis:
         """Return a client for threads; *options* are redis-py's. In a cluster it is one of the node that has *key*."""
         options |= self._greeting(_ping)
-        if not self.service and not self.is_cluster:
+        if not self.is_looked_up:
             return redis.Redis(retry=retry, **self._server(), **options)
         # "None of them answers" is an error of its own. Then the caller tries again.
-        client = self.asked().master_for(self.service or key, retry=retry, **self._common(), **options)
+        kind = _LookedUp if self.tls is None else _LookedUpSSL
+        options |= self._common() | {"connection_class": kind, "retry": retry}
+        client = self.asked().master_for(self.service or key, **options)
         assert isinstance(client, redis.Redis)
         return client
 
     def async_client(self, key: str, *, retry: AsyncRetry, **options: Any) -> redis.asyncio.Redis:
         """Return a client for asyncio, without a limit on its connections."""
         options |= self._greeting(_ping_async)
-        if not self.service and not self.is_cluster:
+        if not self.is_looked_up:
             return redis.asyncio.Redis(retry=retry, **self._server(), **options)
         return self._master(key, redis.asyncio.sentinel.SentinelConnectionPool, retry=retry, **options)
 
@@ -135,7 +142,7 @@ class Address:
         """Return a client for asyncio with a limit on its connections. A task waits up to *wait_s* for a free one."""
         options |= self._greeting(_ping_async)
         bounds: dict[str, Any] = {"max_connections": max_connections, "timeout": wait_s}
-        if self.service or self.is_cluster:
+        if self.is_looked_up:
             return self._master(key, _BoundedMasterPool, retry=retry, **bounds, **options)
         server = self._server()
         if self.socket:
@@ -149,8 +156,9 @@ class Address:
     def _master(
         self, key: str, pool: type[redis.asyncio.sentinel.SentinelConnectionPool], **options: Any
     ) -> redis.asyncio.Redis:
-        asked = _InThreads(self.asked())
-        client = asked.master_for(self.service or key, connection_pool_class=pool, **self._common(), **options)
+        kind = _AsyncLookedUp if self.tls is None else _AsyncLookedUpSSL
+        options |= self._common() | {"connection_class": kind, "connection_pool_class": pool}
+        client = _InThreads(self.asked()).master_for(self.service or key, **options)
         assert isinstance(client, redis.asyncio.Redis)
         return client
 
@@ -288,6 +296,40 @@ class _InThreads(redis.asyncio.sentinel.Sentinel):
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         return await asyncio.to_thread(self._asked.discover_master, service_name)
+
+
+class _LookedUp(redis.sentinel.SentinelManagedConnection):
+    """A connection that looks the server up whenever it connects.
+
+    redis-py's connects to the last address when a command is sent on a closed connection. There may be a master again
+    that another one has replaced.
+    """
+
+    def connect_to(self, address: tuple[str, int]) -> None:
+        self.host, self.port = address
+        super().connect_check_health(retry_socket_connect=False)
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        self.connect_to(self.connection_pool.get_master_address())
+
+
+class _LookedUpSSL(_LookedUp, redis.sentinel.SentinelManagedSSLConnection):
+    """The same with TLS."""
+
+
+class _AsyncLookedUp(redis.asyncio.sentinel.SentinelManagedConnection):
+    """The same for asyncio."""
+
+    async def connect_to(self, address: tuple[str, int]) -> None:
+        self.host, self.port = address
+        await super().connect_check_health(retry_socket_connect=False)
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        await self.connect_to(await self.connection_pool.get_master_address())
+
+
+class _AsyncLookedUpSSL(_AsyncLookedUp, redis.asyncio.sentinel.SentinelManagedSSLConnection):
+    """The same with TLS."""
 
 
 class _BoundedMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):

@@ -68,6 +68,7 @@ class Driver:
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
         self._retrying = _raw(address.client(key, socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
         self._once = _raw(address.client(key, socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
+        self._is_looked_up = address.is_looked_up
         self._kept: redis.Connection | None = None
         """Connection of `_once`, from its first use on."""
         self._replied_s = 0.0
@@ -111,7 +112,11 @@ class Driver:
         if self._kept is None:
             self._kept = self._once.connection_pool.get_connection()
         elif not is_fresh:
-            _check(self._kept)
+            self._kept.connect()  # if it is not
+            if not _is_fit(self._kept):
+                self._kept.disconnect()
+                if self._is_looked_up:  # the next connection may lead to a server that lacks the last commits
+                    raise errors.ConnectionError("the server closed the connection")
         packed = _packed(self._kept, words)
         try:
             self._kept.send_packed_command(packed)
@@ -119,7 +124,7 @@ class Driver:
             if not is_fresh:
                 raise
             self._kept.send_packed_command(packed)  # the server had closed it, so it has read nothing
-        reply = self._kept.read_response()
+        reply = self._kept.read_response(disconnect_on_error=True)  # redis-py does not, where Sentinels are asked
         self._replied_s = time.monotonic()
         return reply
 
@@ -143,14 +148,12 @@ def _packed(connection: redis.Connection, words: Sequence[Any]) -> Sequence[byte
     return connection.pack_command(*words) if hiredis is None else (hiredis.pack_command(tuple(words)),)
 
 
-def _check(connection: redis.Connection) -> None:
-    """Close *connection*, so that it connects again, if the server has closed it or sends unexpected data."""
+def _is_fit(connection: redis.Connection) -> bool:
+    """Return whether the server has neither closed *connection* nor sent unexpected data."""
     try:
-        is_fit = not connection.can_read()
+        return not connection.can_read()
     except (errors.ConnectionError, OSError):
-        is_fit = False
-    if not is_fit:
-        connection.disconnect()
+        return False
 
 
 class AsyncDriver:
@@ -291,8 +294,9 @@ _IN_SCRIPT = re.compile(r"(Error running script \(call to \w+\): @user_script: ?
 _FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
 """Messages of servers when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
-_DEMOTED = "instance state changed"
-"""Text for a client that waits at a server that becomes a replica. Its code, UNBLOCKED, has other meanings, too."""
+_DEMOTED = ("instance state changed", "previous master is now a slave")
+"""Texts when a server became a replica: for a client that waits there, with the code UNBLOCKED, which has other
+meanings, too; and redis-py's for READONLY from a server that was looked up."""
 
 _NOT_THERE = " connecting to "
 """Text of redis-py's errors when no connection was made. A refused password is a ConnectionError, too."""
@@ -334,7 +338,7 @@ def translate(error: errors.RedisError) -> LogError:
     code, text = code_of(error)
     if code == "OOM":
         return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
-    if code in OUSTED or _DEMOTED in text:
+    if code in OUSTED or any(words in text for words in _DEMOTED):
         return LogReadOnly(text)
     if code in ELSEWHERE:
         return LogReadOnly(f"this node of a cluster does not have the log at the moment: {text}")

@@ -208,7 +208,7 @@ class LogThread:
         made_s, self._told_room = time.monotonic(), (room, self._num_read)
         places = self._outbox.places_for(event)
         for _ in range(places):
-            while not self._outbox.has_place(0.5):
+            while not self._outbox.has_place(0.5 if self._thread.is_alive() else 0.0):  # several steps may be left
                 if not self._thread.is_alive():
                     return
                 self._report_progress()  # Redis is slow or away: no reason for the watchdog to end the process
