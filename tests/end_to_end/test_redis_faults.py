@@ -6,13 +6,13 @@ import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from support.redis_servers import Servers, command, watched
+from support.redis_servers import Servers, command
 from support.servers import Server, eventually, serve
 from support.streams import (
     Stream,
@@ -22,6 +22,7 @@ from support.streams import (
     begun,
     body,
     events_of,
+    no_process_restarts,
     num_of,
 )
 
@@ -34,18 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 PAUSE_S = 12.0
 """Longer than the lease and every time-out."""
 Answers = Mapping[str, tuple[str, str]]
-
-
-@contextlib.contextmanager
-def no_process_restarts(server: Server) -> Iterator[None]:
-    def pids() -> dict[str, list[int]]:
-        return {stage: [worker.pid for worker in server.command.workers(stage)] for stage in STAGES}
-
-    before, num_deaths = pids(), len(server.command.log_lines("worker_died"))
-    assert all(len(of_stage) == 1 for of_stage in before.values())
-    yield
-    assert pids() == before
-    assert len(server.command.log_lines("worker_died")) == num_deaths
 
 
 def redis_of(server: Server) -> psutil.Process:
@@ -284,14 +273,3 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.night
-def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
-    with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
-        expected = Stream(server, "Tell me a story.").answer
-        stream = Stream(server, "Tell me a story.").begun()
-        with no_process_restarts(server):
-            group.master.process.kill()
-            assert stream.answer == expected
-            assert Stream(server, "Tell me a story.").answer == expected

@@ -159,49 +159,85 @@ def users_with_password(folder: Path, password: str) -> Path:
     return file
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A server, its replica, and a Sentinel that makes the one into the other when it dies."""
+def is_synced(server: RunningServer) -> bool:
+    """Return whether the server is a replica with the data of its master."""
+    return b"master_link_status:up" in command(server.url, "INFO", "replication")
 
-    url: str
-    master: RunningServer
-    replica: RunningServer
+
+def wait_until_replicated(server: RunningServer) -> None:
+    """Wait until a replica of the server has all that the server holds now."""
+
+    def offsets() -> list[int]:
+        found = re.findall(rb"(?:master_repl_offset:|,offset=)(\d+)", command(server.url, "INFO", "replication"))
+        return [*map(int, found)]
+
+    *_, now = offsets()
+    until(lambda: max(offsets()[:-1], default=0) >= now, timeout_s=30)
+
+
+class Watched:
+    """A server, its replica, and a Sentinel that makes the one into the other when it dies.
+
+    `url` names them by their Sentinels, of which the first is not there.
+    """
+
+    def __init__(self, binary: Path, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._binary, self._folder, self._stack = binary, folder, stack
+        self._sentinel_port = free_port()
+        self._asked = f"redis://127.0.0.1:{self._sentinel_port}"
+        self.nodes: dict[int, RunningServer] = {}
+        """The last process of each port."""
+        self.url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self._sentinel_port}/main/0"
+
+    def begin(self) -> None:
+        """Start all three, and wait until the Sentinel knows both servers."""
+        master, replica = free_port(), free_port()
+        self.start(master)
+        self.start(replica, "--replicaof", "127.0.0.1", master)
+        until(lambda: is_synced(self.nodes[replica]), timeout_s=20)
+        folder = self._folder / "sentinel"
+        folder.mkdir()
+        file = folder / "sentinel.conf"
+        file.write_text(
+            f"port {self._sentinel_port}\nbind 127.0.0.1\ndir {folder}\n"
+            f"sentinel monitor main 127.0.0.1 {master} 1\n"
+            "sentinel down-after-milliseconds main 2000\nsentinel failover-timeout main 2000\n"
+        )  # it asks once a second: with less, it takes a server that is slow once for a dead one
+        with (folder / "log").open("wb") as output:
+            words = (self._binary, file, "--sentinel")
+            sentinel = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self._stack.callback(sentinel.wait, 10)
+        self._stack.callback(sentinel.terminate)
+        until(lambda: _replies(self._asked, "SENTINEL", "REPLICAS", "main"), timeout_s=30)
+
+    def start(self, port: int, *more: str | int) -> None:
+        """Start the server of *port*. Again it has no data, and counts as a master until the Sentinel says more."""
+        folder = self._folder / str(port)
+        folder.mkdir(parents=True, exist_ok=True)
+        quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
+        self.nodes[port] = self._stack.enter_context(
+            running_server(self._binary, folder, "--port", port, *quick, *more)
+        )
+
+    def owner(self) -> int:
+        """Return the port of the master."""
+        return int(command(self._asked, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")[1])
 
 
 @contextlib.contextmanager
 def watched(binary: Path, folder: Path) -> Iterator[Watched]:
-    """Run such a group; `url` names it by its Sentinels, of which the first is not there."""
-    ports = {name: free_port() for name in ("master", "replica", "sentinel")}
-    for name in ports:
-        (folder / name).mkdir(parents=True)
-    file = folder / "sentinel" / "sentinel.conf"
-    file.write_text(
-        f"port {ports['sentinel']}\nbind 127.0.0.1\ndir {folder / 'sentinel'}\n"
-        f"sentinel monitor main 127.0.0.1 {ports['master']} 1\n"
-        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
-    )
-    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
+    """Run such a group."""
     with contextlib.ExitStack() as stack:
-        master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
-        follows: list[str | int] = ["--port", ports["replica"], "--replicaof", "127.0.0.1", ports["master"], *quick]
-        replica = stack.enter_context(running_server(binary, folder / "replica", *follows))
-        until(lambda: b"master_link_status:up" in command(replica.url, "INFO", "replication"), timeout_s=20)
-        with (folder / "sentinel" / "log").open("wb") as output:
-            sentinel = subprocess.Popen(
-                [binary, file, "--sentinel"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        stack.callback(sentinel.wait, 10)
-        stack.callback(sentinel.terminate)
-        asked = f"redis://127.0.0.1:{ports['sentinel']}"
-        until(lambda: _replies(asked, "SENTINEL", "REPLICAS", "main"), timeout_s=30)
-        yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
+        group = Watched(binary, folder, stack)
+        group.begin()
+        yield group
 
 
 class Clustered:
     """Three masters and three replicas of a cluster. `url` names all of them, and one that is not there."""
 
-    def __init__(self, binary: Path, folder: Path, stack: contextlib.ExitStack) -> None:
-        self._binary, self._stack = binary, stack
+    def __init__(self, binary: Path, folder: Path, stack: contextlib.ExitStack, key: str) -> None:
+        self._binary, self._stack, self._key = binary, stack, key
         has_bus = version_of(binary) >= (7, 0)
         self._ports: dict[int, int] = {}
         while len(self._ports) < 6:
@@ -229,7 +265,7 @@ class Clustered:
             name = command(self.nodes[master].url, "CLUSTER", "MYID")
             command(self.nodes[replica].url, "CLUSTER", "REPLICATE", name)
         until(lambda: all(self._says(port, "cluster_state:ok") for port in ports), timeout_s=30)
-        until(lambda: all(map(self.is_synced, ports[3:])), timeout_s=30)
+        until(lambda: all(is_synced(self.nodes[port]) for port in ports[3:]), timeout_s=30)
 
     def start(self, port: int) -> None:
         """Start the node of *port*, also again."""
@@ -239,27 +275,23 @@ class Clustered:
         words += ["--repl-diskless-sync-delay", 0, "--repl-ping-replica-period", 1]
         self.nodes[port] = self._stack.enter_context(running_server(self._binary, self._folders[port], *words))
 
-    def owner(self, key: str) -> int:
-        """Return the port of the node that has *key*; 0: there is none at the moment."""
+    def owner(self) -> int:
+        """Return the port of the node that has the key; 0: there is none at the moment."""
         for port, node in self.nodes.items():
             with contextlib.suppress(redis.RedisError):
-                command(node.url, "EXISTS", key)
+                command(node.url, "EXISTS", self._key)
                 return port
         return 0
-
-    def is_synced(self, port: int) -> bool:
-        """Return whether the node is a replica that has all of its master's data up to now."""
-        return b"master_link_status:up" in command(self.nodes[port].url, "INFO", "replication")
 
     def _says(self, port: int, words: str) -> bool:
         return words.encode() in command(self.nodes[port].url, "CLUSTER", "INFO")
 
 
 @contextlib.contextmanager
-def clustered(binary: Path, folder: Path) -> Iterator[Clustered]:
-    """Run such a cluster."""
+def clustered(binary: Path, folder: Path, key: str) -> Iterator[Clustered]:
+    """Run such a cluster, to look for the node that has *key*."""
     with contextlib.ExitStack() as stack:
-        cluster = Clustered(binary, folder, stack)
+        cluster = Clustered(binary, folder, stack, key)
         cluster.begin()
         yield cluster
 

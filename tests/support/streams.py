@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,8 @@ class Stream:
         self.uid = ""
         self._left = threading.Event()
         self.lines: list[str] = []
+        self.longest_pause_s = 0.0
+        """Longest time between two lines."""
         self.error: httpx.TransportError | None = None
         self._url = f"{server.url}/v1/chat/completions"
         self._body = body(prompt, stream=True, **fields)
@@ -53,8 +56,11 @@ class Stream:
             with httpx.stream("POST", self._url, json=self._body, headers=IDS, timeout=120) as response:
                 self.uid = response.headers["x-minisgl-uid"]
                 self.lines += [f"HTTP {response.status_code}"] if response.status_code != 200 else []
+                last_s = time.monotonic()
                 for line in response.iter_lines():
                     self.lines.append(line)
+                    now_s = time.monotonic()
+                    self.longest_pause_s, last_s = max(self.longest_pause_s, now_s - last_s), now_s
                     if self._left.is_set():
                         return
         except httpx.TransportError as error:
@@ -155,6 +161,18 @@ def family_of(command: Command) -> Iterator[list[psutil.Process]]:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@contextlib.contextmanager
+def no_process_restarts(server: Server) -> Iterator[None]:
+    def pids() -> dict[str, list[int]]:
+        return {stage: [worker.pid for worker in server.command.workers(stage)] for stage in STAGES}
+
+    before, num_deaths = pids(), len(server.command.log_lines("worker_died"))
+    assert all(len(of_stage) == 1 for of_stage in before.values())
+    yield
+    assert pids() == before
+    assert len(server.command.log_lines("worker_died")) == num_deaths
 
 
 BURST = 64

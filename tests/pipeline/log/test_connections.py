@@ -227,13 +227,13 @@ def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Serve
         use(group.url)
         before = log.incarnation()
         assert log.acquire("tokenize-0", "nonce", 60_000) is not None
-        until(lambda: command(group.replica.url, "EXISTS", NAMES.owner("tokenize-0")))
+        until(lambda: all(command(node.url, "EXISTS", NAMES.owner("tokenize-0")) for node in group.nodes.values()))
 
         async def scenario() -> None:
             front = AsyncRedisLog(group.url, NAMES)
             try:
                 await front.open_replies("web-0")
-                group.master.process.kill()
+                group.nodes[group.owner()].process.kill()
                 await asyncio.to_thread(until, lambda: _answers(log), timeout_s=30)
                 async with asyncio.timeout(30):
                     while True:
