@@ -49,6 +49,24 @@ class RequestConfig:
         parse=at_least(1),
         help="maximum requests waiting for an engine; above that, new ones get 503",
     )
+    acks: int = flag(
+        "--acks",
+        default=0,
+        parse=at_least(0),
+        help=(
+            "replicas of Redis that must have a request before its client is answered; if they do not have it within "
+            "1 s, the client gets 503"
+        ),
+    )
+    acks_disk: bool = flag(
+        "--acks-disk",
+        default=False,
+        parse=yes_or_no,
+        help=(
+            "Redis, and the replicas of --acks, must also have the request in their append-only files on disk, within "
+            "2.5 s; needs Redis 7.2 or Valkey"
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

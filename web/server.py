@@ -160,6 +160,8 @@ def _limits(config: WebStageConfig) -> RequestLimits:
         background_timeout_s=config.background.background_timeout_s,
         max_background=config.background.max_background,
         max_queued=config.requests.max_queued_requests,
+        acks=config.requests.acks,
+        acks_disk=config.requests.acks_disk,
     )
 
 

@@ -124,8 +124,10 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, GenerateConfig):
         check_flags(config.engine)
         config = with_nodes(config)
-    max_log_bytes = (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0
-    check_server(config.log.redis_url, max_log_bytes, config.log.namespace)
+    max_log_bytes, acks_disk = 0, False
+    if isinstance(config, WebStageConfig):
+        max_log_bytes, acks_disk = config.clients.max_log_bytes or 0, config.requests.acks_disk
+    check_server(config.log.redis_url, max_log_bytes, config.log.namespace, acks_disk)
     if isinstance(config, ArchiveConfig):
         folder = config.files.folder
         _make_archive(folder, f"--to {config.files.to}", config.log.redis_url, config.log.namespace)
@@ -285,11 +287,17 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
 
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
-        check_server(config.log.redis_url, config.clients.max_log_bytes or 0, config.log.namespace)
+        max_log_bytes, acks_disk = config.clients.max_log_bytes or 0, config.requests.acks_disk
+        check_server(config.log.redis_url, max_log_bytes, config.log.namespace, acks_disk)
         yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis
 
+    if config.requests.acks:
+        raise ConfigError(
+            f"--acks {config.requests.acks}: the embedded Redis has no replicas, so every request would get 503; pass "
+            "--redis-url, or --acks-disk alone"
+        )
     max_log_bytes = config.clients.max_log_bytes or 0
     server = EmbeddedRedis(
         config.data_dir,
@@ -297,6 +305,10 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
         max_memory_bytes=max_log_bytes + max_log_bytes // 3,  # so web processes refuse requests long before Redis does
     )
     try:
+        if config.requests.acks_disk:  # its version is that of a server on PATH where there is no wheel
+            from pipeline.log.check import check_server
+
+            check_server(server.url, acks_disk=True)
         yield Processes(config, server.url, server.watch)
     finally:
         server.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from typing import Any, Final
 
@@ -21,29 +23,40 @@ from pipeline.process.redis_server import OLDEST
 logger = structlog.get_logger()
 
 CHECK_TIMEOUT_S = 5.0
+WITH_WAITAOF: Final = (7, 2)
 AGAIN_S = 0.5
 """Pause between two questions to a busy server."""
 
 
-def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
+def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_disk: bool = False) -> None:
     """Make sure that the Redis at *url* can hold the log, which may grow to *max_log_bytes*; 0: without a limit.
 
-    Wait while the server is busy.
+    *acks_disk*: it must be able to say what is on its disk. Wait while the server is busy.
 
     Raises:
-        ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, is full before the log
-            has that size, or is a node of a cluster without the log. The message says what to do.
+        ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, cannot tell *acks_disk*,
+            is full before the log has that size, or is a node of a cluster without the log. The message says what to
+            do.
     """
     address = parse_address(url)
     names = Names(namespace) if namespace else Names()
     with address.client(names.live, retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
-        info = _info(client, address)
+        info = _info(client, address, "server", "memory", *["persistence"] * acks_disk)
         if not address.is_cluster:
             _check_cluster(client, address, names)
     # The Redis version that it is compatible with: every Valkey reports 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
         raise ConfigError(f"Redis {info['redis_version']} at {address.shown}: 6.2 or newer is needed; upgrade it")
+    if acks_disk and version < WITH_WAITAOF:
+        raise ConfigError(
+            f"--acks-disk: Redis {info['redis_version']} at {address.shown} cannot say what is on its disk; upgrade it "
+            "to 7.2 or to Valkey, or leave the flag out"
+        )
+    if acks_disk and not int(info.get("aof_enabled", 0)):
+        raise ConfigError(
+            f"--acks-disk: Redis at {address.shown} has no append-only file; run: redis-cli CONFIG SET appendonly yes"
+        )
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise ConfigError(
@@ -58,11 +71,11 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "") -> None:
         )
 
 
-def _info(client: redis.Redis, address: Address) -> dict[str, Any]:
+def _info(client: redis.Redis, address: Address, *sections: str) -> dict[str, Any]:
     while True:
         try:
-            # Two sections by name: a restricted user may read them.
-            return client.info("server") | client.info("memory")
+            # Sections by name: a restricted user may read them, and 6.2 takes one at a time.
+            return functools.reduce(operator.or_, map(client.info, sections))
         except redis.exceptions.RedisError as error:
             code, text = code_of(error)
             if code not in PASSING - {"NOAUTH"}:

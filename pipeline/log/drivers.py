@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
@@ -48,6 +49,8 @@ C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
 COMMAND_TIMEOUT_S: Final = 3.0
 """Timeout of a command. Even with the one retry it is far below the watchdog's patience: an error is progress, too."""
+PLACE_WAIT_S: Final = 1.0
+"""How long a commit waits for a connection while as many as may wait for acknowledgements."""
 LONGEST_WAIT_S: Final = LONGEST_BLOCK_MS / 1000 + 2
 FRESH_S: Final = 0.1
 """Age of the last reply up to which a connection is used unchecked: it may break during any command."""
@@ -99,6 +102,8 @@ class Driver:
             send = self._send_once if operation.once else self._retrying.execute_command
             if isinstance(operation, Command):
                 return send(*operation.words)
+            if operation.then:
+                send = functools.partial(self._send_both, operation.then)
             args = _script_args(operation)
             try:
                 return send("EVALSHA", script_sha(operation.name), *args)
@@ -127,6 +132,12 @@ class Driver:
         reply = self._kept.read_response(disconnect_on_error=True)  # redis-py does not, where Sentinels are asked
         self._replied_s = time.monotonic()
         return reply
+
+    def _send_both(self, then: Words, *words: str | int | bytes) -> list[Any]:
+        pipe = self._retrying.pipeline(transaction=False)
+        pipe.execute_command(*words)
+        pipe.execute_command(*then)
+        return _without_errors(pipe.execute(raise_on_error=False))
 
     def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
@@ -159,8 +170,8 @@ def _is_fit(connection: redis.Connection) -> bool:
 class AsyncDriver:
     """Sends operations over connections of asyncio. Any number of tasks may share one driver."""
 
-    def __init__(self, url: str, key: str) -> None:
-        """See Driver."""
+    def __init__(self, url: str, key: str, *, most_blocked: int = 8) -> None:
+        """See Driver. *most_blocked*: most connections for scripts with a `then`."""
         address = parse_address(url)
         self._retrying = _raw(
             address.bounded_async_client(
@@ -171,6 +182,15 @@ class AsyncDriver:
                 retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
             )
         )
+        self._blocked = _raw(
+            address.bounded_async_client(
+                key,
+                max_connections=most_blocked,
+                wait_s=PLACE_WAIT_S,
+                socket_timeout=LONGEST_WAIT_S,
+                retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1),
+            )
+        )
         # With a timeout the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
         self._once = _raw(address.async_client(key, socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
         self._idle: list[redis.asyncio.Connection] = []
@@ -178,6 +198,7 @@ class AsyncDriver:
 
     async def close(self) -> None:
         await self._retrying.aclose(close_connection_pool=True)
+        await self._blocked.aclose(close_connection_pool=True)
         await self._once.aclose(close_connection_pool=True)
 
     async def run(self, asked: Operation[T] | Steps[T]) -> T:
@@ -199,6 +220,8 @@ class AsyncDriver:
             send = self._send_once if operation.once else self._retrying.execute_command
             if isinstance(operation, Command):
                 return await send(*operation.words)
+            if operation.then:
+                send = functools.partial(self._send_both, operation.then)
             args = _script_args(operation)
             try:
                 return await send("EVALSHA", script_sha(operation.name), *args)
@@ -259,6 +282,12 @@ class AsyncDriver:
                 raise
             return True
 
+    async def _send_both(self, then: Words, *words: str | int | bytes) -> list[Any]:
+        pipe = self._blocked.pipeline(transaction=False)
+        pipe.execute_command(*words)
+        pipe.execute_command(*then)
+        return _without_errors(await pipe.execute(raise_on_error=False))
+
     async def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
         for words in batch.commands:
@@ -269,10 +298,19 @@ class AsyncDriver:
         """See Driver._failed. Only idle connections are closed, because other tasks use the others."""
         translated = translate(error)
         if isinstance(translated, LogReadOnly):
-            await self._retrying.connection_pool.disconnect(inuse_connections=False)
+            for client in (self._retrying, self._blocked):
+                await client.connection_pool.disconnect(inuse_connections=False)
             for connection in tuple(self._idle):
                 await connection.disconnect(nowait=True)  # without a wait, in which a task could take the next one
         return translated
+
+
+def _without_errors(replies: list[Any]) -> list[Any]:
+    """Return *replies*; raise the first error among them."""
+    for reply in replies:
+        if isinstance(reply, errors.RedisError):
+            raise reply
+    return replies
 
 
 def _script_args(script: Script[Any]) -> list[str | int | bytes]:

@@ -41,6 +41,8 @@ class Script(Generic[T]):
     once: bool = False
     """Whether it is never sent again after a broken connection: it delivers entries, which `pending` finds, or builds
     on earlier commits. The others are safe to run twice."""
+    then: Words = ()
+    """A command that is sent with it, on a connection that it may block. `parse` gets both replies."""
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))

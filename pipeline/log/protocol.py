@@ -39,6 +39,9 @@ class Submission(Enum):
     """Its owner has as many running requests in the background as it may: --max-background."""
     TOO_MUCH = "TOO_MUCH"
     """The API key has used up its share of the log."""
+    UNACKNOWLEDGED = "UNACKNOWLEDGED"
+    """The request is in the log, but not on as many servers as it must be: --acks. The caller takes it back, unless
+    it is another client's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class SubmitResult:
     """With TOO_MUCH: size of the key's part of the log."""
     limit: str = ""
     """With TOO_FAST: name of the limit, a field of Quota."""
+    acks: str = ""
+    """With UNACKNOWLEDGED: how many servers have it, and how many should, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,10 @@ class RequestLimits:
     """Time from submit to deadline of a request in the background."""
     max_background: int = 64
     """Largest number of requests in the background of one owner that have not ended."""
+    acks: int = 0
+    """Number of replicas that must have a request before its submit is done."""
+    acks_disk: bool = False
+    """Whether the server and these replicas must also have it on disk."""
 
     @property
     def timeout_ms(self) -> int:

@@ -191,7 +191,8 @@ class AsyncRedisLog:
         self.url = url
         self.names = names
         self.limits = limits
-        self._driver = AsyncDriver(url, names.live)
+        # A disk makes a submit wait for up to a second, a replica for less than a millisecond.
+        self._driver = AsyncDriver(url, names.live, most_blocked=128 if limits.acks_disk else 8)
         self._run = self._driver.run
 
     async def close(self) -> None:

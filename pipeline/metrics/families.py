@@ -301,7 +301,7 @@ REJECTIONS: Final = Family(
     (WEB,),
     ("reason",),
     known=(
-        *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
+        *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable", "unacknowledged"),
         *("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "queued_requests"),
         *("concurrent_requests", "max_background", "log_share", "shutting_down"),
     ),

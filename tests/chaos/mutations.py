@@ -230,6 +230,10 @@ redis.call('XDEL', key.submitted, arg.entry)
     lua("submit", "a history is kept for ever", "  redis.call('PEXPIREAT', history, gone)\n", "",
         f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]"),
     lua("submit", "a request is submitted twice", "if redis.call('EXISTS', history) == 1 then", "if false then"),
+    Mutation("what was submitted before counts as acknowledged", f"{COMMITS}/submit.lua",
+        "if left_ms > 0 then redis.call('PEXPIRE', expiring, left_ms) end", "",
+        tuple(f"tests/pipeline/log/test_acks.py::test_what_no_replica_has_is_not_acknowledged_though_the_server_has_it"
+              f"[embedded-{count}]" for count in (1, 2))),
     # requests that come from elsewhere
     Mutation("an import writes into a history that is there", f"{COMMITS}/import.lua",
         "if redis.call('EXISTS', key.history) == 1 then\n", "if false then\n",

@@ -412,3 +412,105 @@ def _shut(*sockets: socket.socket) -> None:
     for each in sockets:
         with contextlib.suppress(OSError):  # it is closed already
             each.shutdown(socket.SHUT_RDWR)
+
+
+class Route:
+    """A TCP port that leads to another one. It can hold back all that comes, or lead elsewhere."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def hold(self) -> None:
+        """Pass nothing on, in either direction. New connections are accepted."""
+        self._flows.clear()
+
+    def go_on(self) -> None:
+        """Pass on again, and first what was held back."""
+        self._flows.set()
+
+    def lead_to(self, target: int) -> None:
+        """Cut all connections, and lose what they held back. New ones lead to *target*; 0: to nobody."""
+        self._target = target
+        _shut(*self._sockets)
+        self._flows.set()
+
+    def close(self) -> None:
+        self.lead_to(0)
+        _shut(self._listener)
+        for thread in self._threads:
+            thread.join()
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.append(client)
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                _shut(client)
+                continue
+            self._sockets.append(server)
+            for source, target in ((client, server), (server, client)):
+                thread = threading.Thread(target=self._pump, args=(source, target), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._flows.wait()
+                target.sendall(data)
+        _shut(source, target)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A server and its replica. `url` leads to the server; `replication` is the way between the two."""
+
+    url: str
+    clients: Route
+    replication: Route
+    master: RunningServer
+    replica: RunningServer
+    replica_port: int
+
+    def fail_over(self) -> None:
+        """Make the replica the server, with what it has got, and lead all clients there."""
+        self.clients.lead_to(0)
+        self.replication.lead_to(0)
+        command(self.replica.url, "REPLICAOF", "NO", "ONE")
+        self.clients.lead_to(self.replica_port)
+
+
+@contextlib.contextmanager
+def paired(binary: Path, folder: Path, *more: str | Path | int) -> Iterator[Pair]:
+    """Run a server and its replica, both with *more* options."""
+    ports = {name: free_port() for name in ("master", "replica")}
+    for name in ports:
+        (folder / name).mkdir(parents=True)
+    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1", *more]
+    with contextlib.ExitStack() as stack:
+        clients, replication = Route(ports["master"]), Route(ports["master"])
+        master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
+        follows: list[str | int | Path] = ["--port", ports["replica"], "--replicaof", "127.0.0.1", replication.port]
+        replica = stack.enter_context(running_server(binary, folder / "replica", *follows, *quick))
+        stack.callback(replication.close)  # before the servers end
+        stack.callback(clients.close)
+        until(lambda: b"state=online" in command(master.url, "INFO", "replication"), timeout_s=20)
+        with redis.Redis.from_url(master.url, driver_info=None) as client:
+            client.set("any", 1)  # a connection that has written nothing waits for nothing
+            assert client.wait(1, 20_000) == 1
+            client.delete("any")
+        yield Pair(f"redis://127.0.0.1:{clients.port}", clients, replication, master, replica, ports["replica"])

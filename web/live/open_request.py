@@ -133,6 +133,8 @@ class OpenRequest(Client):
                 raise self._refusal(LogError) from None
             except Exception:
                 raise self.break_off() from None
+            if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == self.uid:
+                self._frontend.spawn(self._abandon((), by="web"))  # unless a client has come to it under its key
             if submitted.submission in REFUSALS:
                 raise self._refusal(submitted)
             if submitted.submission is not Submission.ATTACH or once is None:
@@ -284,9 +286,9 @@ class OpenRequest(Client):
         if self.event.sampling.max_tokens is not None:
             observe(PARAMS_MAX_TOKENS, self.event.sampling.max_tokens, times=len(finished))
 
-    async def _abandon(self, attached_to: Sequence[str]) -> None:
+    async def _abandon(self, attached_to: Sequence[str], by: str = "client") -> None:
         """Cancel the own request, or the one that this client is *attached_to*, unless another client reads it."""
-        uids, event = attached_to or self.unended, Cancelled(by="client")
+        uids, event = attached_to or self.unended, Cancelled(by=by)
         refused = isinstance(self._failure, Failed) and self._failure.status < 500
 
         async def abandon() -> None:
@@ -336,6 +338,8 @@ async def submit_without_client(
         if not letter:  # it may have got through, and then the request that runs is all that is left of the letter
             frontend.spawn(_take_back(frontend, uid))
         raise refusal(frontend, LogError, quota) from None
+    if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == uid:
+        frontend.spawn(_take_back(frontend, uid))
     if submitted.submission in REFUSALS:
         raise refusal(frontend, submitted, quota)
     return submitted.uid

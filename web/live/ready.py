@@ -18,7 +18,7 @@ import structlog
 
 from pipeline.errors import LogError, RequestError
 from pipeline.events import Cancelled, Failed, Finished, SamplingParams, Submitted, new_uid
-from pipeline.log.protocol import Submission
+from pipeline.log.protocol import Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REJECTIONS
@@ -63,6 +63,10 @@ class Readiness:
         self._was_ready = False
         self.probed = False
         """Whether a token went through every stage. From then on the log keeps requests for a stage that is down."""
+        self._unheard = bool(log.limits.acks or log.limits.acks_disk)
+        """Whether too few servers had the last probe, or none was sent. Its token may come all the same."""
+        self.probe_failure = ""
+        """Why the last probe before that failed; for clients."""
         self.models: tuple[str, ...] = ()
         """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
         self.context = 0
@@ -90,6 +94,11 @@ class Readiness:
         if GENERATE in missing:
             missing += tuple(role for role, found in self._ranks.items() if not any(s.phase == "ready" for s in found))
         return missing or (() if self.probed else (PROBE,))
+
+    @property
+    def _pipeline_works(self) -> bool:
+        """Whether tokens of any request have come, and a probe would be accepted."""
+        return self._tail.has_seen_tokens and not self._unheard
 
     def stages(self) -> dict[str, dict[str, object]]:
         """Return, for each stage and for each rank of an engine, the status of the worker that is closest to ready."""
@@ -130,7 +139,7 @@ class Readiness:
         than 6 s.
         """
         now_s, token_s, trial = time.monotonic(), self._tail.last_token_s, self._trial
-        if token_s > self._tried_s and now_s - token_s < TRIAL_COUNTS_S:
+        if not self._unheard and token_s > self._tried_s and now_s - token_s < TRIAL_COUNTS_S:
             return ""
         if trial is None or (trial.done() and now_s - self._tried_s >= TRIAL_COUNTS_S):
             self._trial = trial = spawn(self._try_once())
@@ -144,7 +153,7 @@ class Readiness:
         finally:
             self._tried_s = time.monotonic()
         # Behind much work the probe is late; then the tokens of other requests show that the pipeline works.
-        return "" if self._tail.last_token_s > began_s else failure
+        return "" if self._tail.last_token_s > began_s and not self._unheard else failure
 
     async def look(self) -> None:
         """Read the statuses before the first client asks: beside stages that are ready, a new process is ready, too.
@@ -160,7 +169,7 @@ class Readiness:
         trying = asyncio.create_task(self._probe_until_one_arrives())
         try:
             while True:
-                arrived = self._tail.has_seen_tokens or (trying.done() and trying.result())
+                arrived = self._pipeline_works or (trying.done() and trying.result())
                 try:
                     await self._poll()
                 except LogError as error:
@@ -205,15 +214,16 @@ class Readiness:
         """
         patience_s = PROBE_PATIENCE_S
         while True:
-            if self._tail.has_seen_tokens:
+            if self._pipeline_works:
                 return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
-            elif not await self._probe(min(patience_s, self._log.limits.timeout_s)):
+                continue
+            self.probe_failure = await self._probe(min(patience_s, self._log.limits.timeout_s))
+            if not self.probe_failure:
                 return True
-            else:
-                patience_s *= 2
-                await asyncio.sleep(PROBE_RETRY_S)
+            patience_s *= 2
+            await asyncio.sleep(PROBE_RETRY_S)
 
     async def _probe(self, patience_s: float) -> str:
         """Send one token through every stage. Return "" if it arrived; else cancel the probe and return the reason."""
@@ -227,8 +237,9 @@ class Readiness:
         outcome: object = None
         try:
             with closing(self._tail.listen(uid)) as listener:
-                outcome = (await self._log.submit(uid, [event])).submission
-                if outcome is not Submission.BUSY:
+                outcome = await self._log.submit(uid, [event])
+                self._unheard = outcome.submission is Submission.UNACKNOWLEDGED
+                if outcome.submission not in (Submission.BUSY, Submission.UNACKNOWLEDGED):
                     async with asyncio.timeout(patience_s):
                         async for news in listener:
                             outcome = news.event
@@ -262,8 +273,10 @@ def _public(outcome: object) -> str:
     match outcome:
         case str():
             return outcome
-        case Submission.BUSY:
+        case SubmitResult(submission=Submission.BUSY):
             return "too many requests are waiting"
+        case SubmitResult(submission=Submission.UNACKNOWLEDGED, acks=acks):
+            return f"only {acks} have it"
         case Failed(code=code):
             return f"it failed: {code}"
         case Cancelled(by=by):

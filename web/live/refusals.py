@@ -22,8 +22,8 @@ class Refusal:
     metric: str
     """A label of REJECTIONS; empty: not counted."""
     message: str
-    """Formatted with `quota`, the one of the API key, `rate`, such as "60 requests a minute", and `used_bytes` and
-    `again_s`, as in SubmitResult."""
+    """Formatted with `quota`, the one of the API key, `rate`, such as "60 requests a minute", and `used_bytes`,
+    `again_s` and `acks`, as in SubmitResult."""
     status: int = 503
     code: str | None = "overloaded"
     param: str | None = None
@@ -73,6 +73,12 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         code="log_share_exceeded",
         retry_after="quota",
     ),
+    Submission.UNACKNOWLEDGED: Refusal(
+        "unacknowledged",
+        "Only {acks} have the request, so it was taken back. Send it again; if this continues, look after the replicas "
+        "of Redis.",
+        code="not_replicated",
+    ),
     Submission.MISMATCH: Refusal(
         "",
         f"{HEADER}: it was used with another body before; take a new one for a new request",
@@ -94,15 +100,16 @@ def refusal(
     frontend: Frontend, outcome: SubmitResult | Submission | type[LogError], quota: Quota | None = None
 ) -> RequestError:
     """Count that a request was not taken, and return the error for its client."""
-    again_s, used_bytes, limit = 0, 0, ""
+    again_s, used_bytes, limit, acks = 0, 0, "", ""
     if isinstance(outcome, SubmitResult):
         again_s, used_bytes, limit = math.ceil(outcome.again_ms / 1000), outcome.used_bytes, outcome.limit
+        acks = outcome.acks
         outcome = outcome.submission
     found = REFUSALS[outcome]
     if found.metric:
         frontend.measures.add(REJECTIONS, limit or found.metric)
     rate = f"{getattr(quota, limit)} {limit.replace('_per_', ' a ')}" if limit else ""
-    message = found.message.format(quota=quota, rate=rate, again_s=again_s, used_bytes=used_bytes)
+    message = found.message.format(quota=quota, rate=rate, again_s=again_s, used_bytes=used_bytes, acks=acks)
     if found.status not in (429, 503):
         return RequestError(message, code=found.code, status=found.status, param=found.param)
     waits_s = {"estimate": frontend.retry_after.estimate_s(), "quota": again_s, "second": 1}

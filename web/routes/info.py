@@ -155,7 +155,10 @@ def health_routes(frontend: Frontend) -> Blueprint:
     async def ready() -> Response:
         waiting_for = frontend.readiness.waiting_for
         status = "draining" if frontend.draining else "loading" if waiting_for else "ready"
-        body = {"status": status, "waiting_for": waiting_for, "stages": frontend.readiness.stages()}
+        body: dict[str, object] = {"status": status, "waiting_for": waiting_for}
+        if PROBE in waiting_for and frontend.readiness.probe_failure:
+            body["detail"] = frontend.readiness.probe_failure
+        body["stages"] = frontend.readiness.stages()
         return json_response(body, 200 if status == "ready" else 503)
 
     @routes.get("/health_generate")

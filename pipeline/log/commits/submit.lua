@@ -17,6 +17,8 @@
 --   TOO_MANY   as many requests of the API key run as may
 --   TOO_MANY_IN_BACKGROUND  as many requests of their owner run in the background as may
 --   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
+-- With acks, WAIT comes after it on this connection, and waits for what the connection has written last. So a request that is
+-- there already is written to, too.
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its rate, and each of its requests as
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
 -- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
@@ -100,16 +102,28 @@ local function free_in(parts, used, share, now, kept_ms)
   end
 end
 
+-- Sets again when a key expires.
+local function write_again(expiring)
+  local left_ms = arg.acks and redis.call('PTTL', expiring) or 0
+  if left_ms > 0 then redis.call('PEXPIRE', expiring, left_ms) end
+end
+
 local uid, count = arg.uid, #arg.uids
 for _, history in ipairs(key.histories) do -- the first may be gone while others are there
-  if redis.call('EXISTS', history) == 1 then return { 'DUPLICATE', uid, 0 } end
+  if redis.call('EXISTS', history) == 1 then
+    write_again(history)
+    return { 'DUPLICATE', uid, 0 }
+  end
 end
 if arg.letter and #redis.call('XRANGE', key.dead, arg.letter, arg.letter) == 0 then return { 'GONE', uid, 0 } end
 local held = arg.digest and redis.call('GET', key.idempotency)
 if held then
   local other, digest = string.match(held, '^([^:]*):([^:]*)')
   if digest ~= arg.digest then return { 'MISMATCH', other, 0 } end
-  if other ~= arg.instead_of then return { 'ATTACH', other, 0 } end
+  if other ~= arg.instead_of then
+    write_again(key.idempotency)
+    return { 'ATTACH', other, 0 }
+  end
 end
 local now = now_ms()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,17 @@ from pipeline.log.entries import (
 )
 from pipeline.log.operation import Batch, Command, Computation, LogContext, Script, Steps, Words, blocking, commit
 from pipeline.log.operations.usage import counts_prompt, is_counted
-from pipeline.log.protocol import NO_TURN, DeadLetter, Entry, Once, Quota, Submission, SubmitResult, Turn
+from pipeline.log.protocol import (
+    NO_TURN,
+    DeadLetter,
+    Entry,
+    Once,
+    Quota,
+    RequestLimits,
+    Submission,
+    SubmitResult,
+    Turn,
+)
 from pipeline.log.replies import (
     as_text,
     clock_ms,
@@ -51,6 +62,10 @@ HISTORY_ENTRIES = 100
 """Largest number of entries of each history that a waiting read returns."""
 
 
+ACK_MS = 1000
+"""How long a submit waits for its replicas .."""
+DISK_ACK_MS = 2500
+""".. and for disks: with `appendfsync everysec` they have it after 1 s, and after 2 s if a write is slow."""
 MANY_EVENTS = 64
 """A submit of more requests is written in a thread."""
 
@@ -151,10 +166,17 @@ def _submit(
         return SubmitResult(Submission.FULL if full else submission, as_text(whose), number, used_bytes, limit)
 
     rates = rates_of(quota) if quota else {}
+    # What brings a dead letter back brings its new request, too: they are one commit.
+    then = () if letter else _acknowledgement(limits)
 
-    return commit(
+    def parse_both(replies: Any) -> SubmitResult:
+        submitted, acks = parse(replies[0]), _missing_acks(limits, replies[1])
+        is_taken = submitted.submission in (Submission.ACCEPTED, Submission.DUPLICATE, Submission.ATTACH)
+        return SubmitResult(Submission.UNACKNOWLEDGED, submitted.uid, acks=acks) if is_taken and acks else submitted
+
+    script = commit(
         "submit",
-        parse,
+        parse_both if then else parse,
         keys,
         *flat(shared),
         *pieces.values(),
@@ -181,7 +203,27 @@ def _submit(
         owner=events[0].owner if quota and quota.queued_requests else None,
         at_once=quota.concurrent_requests if quota else 0,
         log_bytes=quota.log_bytes if quota else 0,
+        acks=bool(then),
     )
+    return dataclasses.replace(script, then=then)
+
+
+def _acknowledgement(limits: RequestLimits) -> Words:
+    """Return the command that waits until as many servers have a submit as must; none if the server alone is enough."""
+    if limits.acks_disk:
+        return ["WAITAOF", 1, limits.acks, DISK_ACK_MS]
+    return ["WAIT", limits.acks, ACK_MS] if limits.acks else ()
+
+
+def _missing_acks(limits: RequestLimits, reply: Any) -> str:
+    """Return what *reply* to `_acknowledgement` lacks, for people; "" if it is enough."""
+    if limits.acks_disk:
+        count, most = sum(map(int, reply)), limits.acks + 1
+        is_enough, flag = reply[0] >= 1 and reply[1] >= limits.acks, "--acks-disk" + f" --acks {limits.acks}"
+        return "" if is_enough else f"{count} of {most} disks within {DISK_ACK_MS / 1000:g} s ({flag})"
+    if reply >= limits.acks:
+        return ""
+    return f"{reply} of {limits.acks} replicas within {ACK_MS / 1000:g} s (--acks {limits.acks})"
 
 
 def rates_of(quota: Quota) -> dict[str, int]:

@@ -193,6 +193,15 @@ def test_an_embedded_redis_refuses_requests_only_above_the_size_of_the_log(tmp_p
     assert (told, policy) == ([b"maxmemory", b"%d" % (40 << 20)], [b"maxmemory-policy", b"noeviction"])
 
 
+def test_the_embedded_redis_has_no_replicas_whose_acknowledgement_could_be_waited_for(tmp_path: Path) -> None:
+    config = parsed("--data-dir", str(tmp_path / "data"), "--acks", "1")
+    refused = "--acks 1: the embedded Redis has no replicas, so every request would get 503; pass --redis-url"
+    with pytest.raises(ConfigError, match=refused), serve._with_redis(config):
+        pass
+    with serve._with_redis(parsed("--data-dir", str(tmp_path / "data"), "--acks-disk")):
+        pass
+
+
 @pytest.fixture
 def full_at_20_mib(redis_url: str) -> Iterator[str]:
     command(redis_url, "CONFIG", "SET", "maxmemory", 20 << 20)

@@ -50,7 +50,7 @@ DATA = flags("--data-dir --repair")
 NAMES = flags("--served-model-name")
 DEFAULTS = flags("--generation-config")
 WEB = flags("--host --port")
-REQUESTS = flags("--request-timeout --max-queued-requests")
+REQUESTS = flags("--request-timeout --max-queued-requests --acks --acks-disk")
 ORIGINS = flags("--allow-host --allow-origin")
 KEYS = flags("--api-key --limits --admin-key")
 ARCHIVED = flags("--archive")
@@ -121,7 +121,7 @@ NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
     "--mixed-prefill-length 10 --target-itl 60 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 "
     "--num-pages 5 --max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 "
-    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3 --steal-after 1"
+    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3 --steal-after 1 --acks 2"
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
@@ -129,7 +129,7 @@ MEASURES = pairs(
 )
 SWITCHES = (
     "--repair --strict-model-names --leave --dummy-weight --trust-remote-code --deterministic --json --once --shell "
-    "--compare --client-clock"
+    "--acks-disk --compare --client-clock"
 )
 SEVERAL = {
     "--served-model-name": "a b",
@@ -165,7 +165,7 @@ BAD = {
     "--max-prefill-length none --mixed-prefill-length -5 --target-itl 0.5 --max-running-requests 0 "
     "--num-pages -2 --dp 0",
     "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 --steal-after -1 "
-    "--commit-interval 0.5 --graph -1 --tokenizers -1",
+    "--commit-interval 0.5 --graph -1 --tokenizers -1 --acks -1",
     "at least 2": "--max-seq-len 1",
     "at least 1024": "--max-body-bytes 1023",
     "at most 65535": "--port 65536",

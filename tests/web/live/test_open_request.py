@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,6 +12,7 @@ from support.redis_servers import RunningServer, command
 from support.stand_in_stages import Stages, StandIn, finished, tokens
 from support.web_site import CHAT, DONE, Site, chat, code_of, one_request, received, request_lines, seal_of, site, until
 
+import pipeline.log.operations.requests
 import web.live.listener
 import web.live.open_request
 from pipeline.errors import RequestError
@@ -135,6 +137,70 @@ async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(here
     keys = command(redis_url, "KEYS", Names().request("*.*"))
     assert len(keys) == 3
     assert all(command(redis_url, "PTTL", key) <= 60_000 for key in keys)
+
+
+UNHEARD = "Only 0 of 1 replicas within 0.1 s (--acks 1) have the request, so it was taken back. Send it again; if this "
+UNHEARD += "continues, look after the replicas of Redis."
+
+
+def lose_the_replicas(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on requests must be on a replica, and there is none."""
+    monkeypatch.setattr(pipeline.log.operations.requests, "ACK_MS", 100)
+    here.log.limits = RequestLimits(acks=1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}], ids=str)
+async def test_what_no_replica_has_is_refused_and_taken_back(
+    here: Site, redis_url: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    lose_the_replicas(here, monkeypatch)
+    key = {"Idempotency-Key": "k"}
+    response = await here.post(chat(**fields), headers=key)
+    told = (await response.get_json())["error"]
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert (told["code"], told["message"]) == ("not_replicated", UNHEARD)
+    await until(lambda: not here.is_busy)
+    assert command(redis_url, "ZCARD", Names().live) == 0
+    here.log.limits = RequestLimits()
+    again = await here.post(chat(**fields), headers=key)
+    assert again.status_code == 200 and await again.get_data()
+
+
+async def test_a_request_of_another_client_is_not_taken_back_where_no_replica_acknowledges_it(
+    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, body = {"Idempotency-Key": "k"}, chat("endless", stream=True)
+    async with here.connection(body, key) as connection:
+        await received(connection, b"id: 1-0\n")
+        lose_the_replicas(here, monkeypatch)
+        assert await code_of(here.post(body, headers=key)) == (503, "not_replicated")
+        await until(lambda: len(here.frontend._clients) == 1 and not here.frontend._background)
+        assert not seal_of(stand_in.stages.log, await one_request(stand_in))
+
+
+async def test_what_no_client_waits_for_is_refused_and_taken_back_too(
+    here: Site, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_replicas(here, monkeypatch)
+    body = {"input": "hello", "background": True, "model": "tiny"}
+    assert await code_of(here.client.post("/v1/responses", json=body)) == (503, "not_replicated")
+    await until(lambda: not here.is_busy)
+    assert command(redis_url, "ZCARD", Names().live) == 0
+
+
+async def test_a_server_without_its_replicas_is_not_ready_and_says_so(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline.log.operations.requests, "ACK_MS", 100)
+    async with site(redis_url, ready=False, limits=RequestLimits(acks=1)) as here:
+        await until(lambda: here.frontend.readiness.probe_failure)
+        response = await here.get("/ready")
+        told = await response.get_json()
+        assert (response.status_code, told["waiting_for"]) == (503, ["probe"])
+        assert told["detail"] == "only 0 of 1 replicas within 0.1 s (--acks 1) have it"
+        here.log.limits = RequestLimits()
+        await until(lambda: here.frontend.readiness.probed)
+        assert "detail" not in await (await here.get("/ready")).get_json()
 
 
 async def chats(stages: Stages, count: int) -> list[str]:
