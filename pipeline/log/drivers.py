@@ -71,7 +71,6 @@ class Driver:
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
         self._retrying = _raw(address.client(key, socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
         self._once = _raw(address.client(key, socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
-        self._is_looked_up = address.is_looked_up
         self._kept: redis.Connection | None = None
         """Connection of `_once`, from its first use on."""
         self._replied_s = 0.0
@@ -120,15 +119,9 @@ class Driver:
             self._kept.connect()  # if it is not
             if not _is_fit(self._kept):
                 self._kept.disconnect()
-                if self._is_looked_up:  # the next connection may lead to a server that lacks the last commits
-                    raise errors.ConnectionError("the server closed the connection")
-        packed = _packed(self._kept, words)
-        try:
-            self._kept.send_packed_command(packed)
-        except errors.ConnectionError:
-            if not is_fresh:
-                raise
-            self._kept.send_packed_command(packed)  # the server had closed it, so it has read nothing
+                # The caller must know: the next connection may lead to a server that lacks the last commits.
+                raise errors.ConnectionError("the server has closed the connection")
+        self._kept.send_packed_command(_packed(self._kept, words))
         reply = self._kept.read_response(disconnect_on_error=True)  # redis-py does not, where Sentinels are asked
         self._replied_s = time.monotonic()
         return reply

@@ -201,9 +201,12 @@ class DetokenizeWorker:
         return None if self._fold.unknown(step) else step
 
     def _catch_up(self, entry: Entry) -> None:
-        """Forget the requests of an earlier epoch, and handle the unconsumed entries before *entry*."""
+        """Forget the requests of an earlier epoch, and handle the unconsumed entries before *entry*.
+
+        A log that comes back with older data gives an epoch to another engine, too. Then the numbers begin again.
+        """
         last, this = self._last, parse_id(entry.id)
-        if this[0] > last[0]:
+        if this[0] > last[0] or this <= last:
             self.forget()
         if not _follows(this, last):
             for earlier in self._stranded(entry):

@@ -487,10 +487,11 @@ class Pair:
     replica_port: int
 
     def fail_over(self) -> None:
-        """Make the replica the server, with what it has got, and lead all clients there."""
+        """Make the replica the server, with what it has got, and the server its replica. Lead all clients there."""
         self.clients.lead_to(0)
         self.replication.lead_to(0)
         command(self.replica.url, "REPLICAOF", "NO", "ONE")
+        command(self.master.url, "REPLICAOF", "127.0.0.1", self.replica_port)
         self.clients.lead_to(self.replica_port)
 
 

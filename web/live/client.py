@@ -121,7 +121,11 @@ class Client:
     def recover(self, lost: Sequence[Listener]) -> None:
         """Decide about requests that the log has lost: `resume` or `give_up` each of these listeners."""
         for listener in lost:
-            listener.give_up()
+            if listener.may_come_back:
+                listener.begin_again()
+                listener.resume()
+            else:
+                listener.give_up()
 
     def fail(self, event: Failed) -> None:
         """End the answer of this client alone, if the log cannot or should not end the request."""

@@ -21,6 +21,7 @@ from pipeline.log.redis import AsyncRedisLog
 
 logger = structlog.get_logger()
 
+MOST_KEPT_BYTES: Final = 64 << 20
 READ_EVERY_S = 1.0
 NEARLY_FULL = 0.9
 """Above this share of the limit, the journals of the engines are dropped to make room for requests."""
@@ -50,6 +51,18 @@ class Budget:
         self._since_bytes = 0
         """Bytes submitted since then. A submit that was under way then counts, too: the reading may have missed it."""
         self._under_way_bytes = 0
+        self._kept_bytes = 0
+
+    def keep(self, num_bytes: int) -> bool:
+        """Count bytes of bodies that this process keeps, to submit them again; return False if they are too many."""
+        if self._kept_bytes + num_bytes > MOST_KEPT_BYTES:
+            return False
+        self._kept_bytes += num_bytes
+        return True
+
+    def let_go(self, num_bytes: int) -> None:
+        """Undo `keep`."""
+        self._kept_bytes -= num_bytes
 
     @contextmanager
     def submitting(self, *, again: bool = False) -> Iterator[Callable[[int], bool]]:

@@ -6,6 +6,7 @@ A listener does not read the log. The tail gives it replies and entries of its h
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import structlog
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import Answered, Cancelled, End, Failed, TokensProduced
+from pipeline.events import Answered, Cancelled, End, Failed, Finished, TokensProduced
 from pipeline.log.protocol import Entry, Reply
 from pipeline.names import TOKENIZED_ID, parse_id
 from pipeline.walk import Moment, walk
@@ -26,6 +27,8 @@ logger = structlog.get_logger()
 
 SILENCE_S = 1.0
 """After this time without an event, a client that waits has its history read."""
+COMES_BACK_S = 3.0
+"""For so long a client that did not send a request waits for it, if it is lost: its sender may begin it again."""
 KEEP_ALIVE_S = 10.0
 """After this time without an event, a client that waits is woken with nothing, so that it can send a keep-alive."""
 BEGINNING = "0-0"
@@ -73,6 +76,17 @@ class Feed(Protocol):
         ...
 
 
+class _Told(NamedTuple):
+    """What a client has of a request that begins again."""
+
+    n: int
+    num_chars: int
+    digest: int
+    """Of its tokens."""
+    position: tuple[int, int]
+    """The last event."""
+
+
 class Listener:
     """A state machine. It takes events in, in any order and any number of times, and hands each out once, in order.
 
@@ -103,6 +117,9 @@ class Listener:
 
     A listener that is LOST tells its caller (`next_of`), who submits the request again (`resume`) or ends the stream of
     its client (`give_up`). In LOST and ENDED, replies are ignored.
+
+    A log that comes back with older data may have lost the end of a history, or all of it, and the engine computes the
+    same tokens again. `begin_again` takes them in from the first on, and hands out only what the client does not have.
     """
 
     def __init__(
@@ -136,6 +153,16 @@ class Listener:
         self.queued: deque[ClientEvent] = deque()
         """Events that it has not handed out yet."""
         self._room = room
+        self._digest = 0
+        self._num_chars = 0
+        self._told: _Told | None = None
+        """What the client has, while the request begins again."""
+        self._read_is_old = False
+        """Whether a read that is under way began before the request did."""
+        self._lost_s = math.inf
+        """Time since when there is no history."""
+        self.is_slow = False
+        """Whether the client did not read fast enough. Then the history may have ended, and expired, long ago."""
         self._client_waits = False
         self.last_read_s = self._last_wake_s = time.monotonic()
 
@@ -175,6 +202,16 @@ class Listener:
         if self.state is State.LOST:
             self.state, self.last_read_s = State.LIVE, time.monotonic()
 
+    def begin_again(self) -> None:
+        """Take in the events from the first on again. If the same tokens do not come, the stream ends."""
+        if self.ended:
+            return
+        if self._told is None:
+            self._told = _Told(self.n, self._num_chars, self._digest, self._position)
+        self.n = self._num_chars = self._digest = 0
+        self._position = parse_id(BEGINNING if self._whole else TOKENIZED_ID)
+        self._read_is_old = True
+
     def give_up(self) -> None:
         """End the stream of this client: the history is lost, or has expired."""
         if time.time() >= self._expires_s:
@@ -193,6 +230,16 @@ class Listener:
         self._feed.drop(self)
 
     # questions
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the client has something of the answer, or will have at once."""
+        return self.n > 0 or (self._told is not None and self._told.n > 0)
+
+    @property
+    def may_come_back(self) -> bool:
+        """Return whether another client, who sent the request, may begin it again soon."""
+        return time.monotonic() - self._lost_s < COMES_BACK_S and time.time() < self._expires_s
 
     @property
     def has_events(self) -> bool:
@@ -233,8 +280,11 @@ class Listener:
         if self._follows or self.state in DEAF or (count and n <= self.n):
             return
         if n - count != self.n:
+            if n - count < self.n:
+                self.begin_again()
             self.fall_behind("gap")
         elif len(self.queued) >= self._room:
+            self.is_slow = True
             self.fall_behind("slow_client")
         else:
             self._take(ClientEvent(entry_id, n, event, self.index))
@@ -263,15 +313,19 @@ class Listener:
     def begin_read(self, now_s: float) -> None:
         """Note that the history is being read."""
         assert self.state in (State.LIVE, State.BEHIND)
-        self.state, self.last_read_s = State.READING, now_s
+        self.state, self.last_read_s, self._read_is_old = State.READING, now_s, False
 
     def apply_history(self, entries: Sequence[Entry] | None, *, more: bool = False) -> None:
         """Take in what the history holds after the cursor, and there may be *more*; None: there is no history."""
+        if self._read_is_old:
+            self.check()
+            return
         if entries is None:
             if not self.ended:
-                self.state = State.LOST
+                self.state, self._lost_s = State.LOST, min(self._lost_s, time.monotonic())
                 self.wake.set()
             return
+        self._lost_s = math.inf
         if self.state is State.READING:
             self.state = State.LIVE
         news = [entry for entry in entries if parse_id(entry.id) > self._position]
@@ -279,11 +333,17 @@ class Listener:
             for moment in walk(news, n=self.n, over_holes=True):
                 if self.ended or len(self.queued) >= self._room:
                     break
+                if type(moment.event) is TokensProduced and moment.n - moment.event.count < self.n:
+                    self.begin_again()
+                    self.check()
+                    return
                 self._apply(moment)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=self.uid, after=self.cursor, error=str(error))
             self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
-        if more or len(self.queued) >= self._room:
+        is_full = len(self.queued) >= self._room
+        self.is_slow = is_full or (self.is_slow and more)
+        if more or is_full:
             self.check()
 
     def wake_if_idle(self, now_s: float) -> None:
@@ -308,14 +368,71 @@ class Listener:
         self._position = parse_id(moment.id)
 
     def _take(self, event: ClientEvent) -> None:
+        if self._told is not None:
+            rest = self._rest_of(event, self._told)
+            if rest is None:
+                self.last_read_s = time.monotonic()
+                return
+            event = rest
+        what = event.event
         self.queued.append(event)
         self.n = event.n
         if event.entry_id:
             self._position = max(self._position, (event.n, 0))
-        if type(event.event) is not TokensProduced and isinstance(event.event, End):  # isinstance with a union is slow
+        if type(what) is TokensProduced:
+            self._num_chars += len(what.text)
+            for token in what.tokens:
+                self._digest = hash((self._digest, token))
+        elif isinstance(what, End):  # isinstance with a union is slow
             self.state = State.ENDED
         self.last_read_s = self._last_wake_s = time.monotonic()
         self.wake.set(self._feed)
+
+    def _rest_of(self, event: ClientEvent, told: _Told) -> ClientEvent | None:
+        """Return what the client does not have of an event of a request that begins again; None: it has all of it.
+
+        How tokens are cut into events may differ, so an event may have some that it has, and some that are new.
+        """
+        what = event.event
+        if type(what) is not TokensProduced:
+            if isinstance(what, Finished) and self.n < told.n:
+                self._differs(event)
+                return None
+            is_news = isinstance(what, End) or parse_id(event.entry_id) > told.position
+            return event if is_news else None
+        num_old = min(told.n - self.n, what.count)
+        for token in what.tokens[:num_old]:
+            self._digest = hash((self._digest, token))
+        if event.n < told.n:
+            self._num_chars += len(what.text)
+        else:
+            num_chars = told.num_chars - self._num_chars
+            fits = num_chars == len(what.text) if event.n == told.n else 0 <= num_chars <= len(what.text)
+            if self._digest != told.digest or not fits:
+                self._differs(event)
+                return None
+            self._num_chars, self._told = told.num_chars, None
+            if event.n > told.n:
+                return dataclasses.replace(event, event=_cut(what, num_old, num_chars)) if num_old else event
+        self.n = event.n
+        if event.entry_id:
+            self._position = (event.n, 0)
+        return None
+
+    def _differs(self, event: ClientEvent) -> None:
+        """End the stream: what was computed again is not what the client has."""
+        logger.error("computed_otherwise", uid=self.uid, entry=event.entry_id)
+        self._told = None
+        self.fail("log_lost", "The log lost tokens of this request, and they cannot be computed again; send it again.")
+
+
+def _cut(event: TokensProduced, num_tokens: int, num_chars: int) -> TokensProduced:
+    """Return what comes after the first tokens of an event, and after so much of its text."""
+    tokens = event.tokens[num_tokens:]
+    changes: dict[str, object] = {"count": len(tokens), "tokens": tokens, "text": event.text[num_chars:]}
+    if event.scores:
+        changes["scores"] = event.scores[num_tokens:]
+    return event.model_copy(update=changes)
 
 
 class Wake:

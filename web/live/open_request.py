@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -38,6 +39,8 @@ logger = structlog.get_logger()
 END_TRIES = 30
 """How often, a second apart, this process tries to end a request while Redis is away; after that, the engine computes
 the rest of the answer for nobody."""
+FOUND_COUNTS_S = 1.0
+"""A request that is lost so soon after a second submit found it has lost siblings alone, and cannot go on."""
 LOG_PATIENCE_S = 2.0
 """How long the log has to say that a request is past its deadline, before its client is told without it."""
 
@@ -110,6 +113,12 @@ class OpenRequest(Client):
         self._frontend = frontend
         self._once = once
         self._quota = quota
+        self._num_bytes = 0
+        """Size of its texts."""
+        self._kept_bytes: int | None = None
+        """Size of what can be submitted again; None: nothing."""
+        self._found_s = -math.inf
+        """Time when a second submit found the request."""
 
     @property
     def is_stream(self) -> bool:
@@ -140,6 +149,7 @@ class OpenRequest(Client):
             if submitted.submission is not Submission.ATTACH or once is None:
                 if self.event.task == "generate":  # the others end at once, and tell nothing about free room
                     self._frontend.retry_after.begun(self)
+                    self._keep()
                 return
             if await self._attach(submitted.uid):
                 return
@@ -149,8 +159,16 @@ class OpenRequest(Client):
         """Begin the histories of the request, *again* if the log had accepted it. Raises as the log does."""
         failpoint("web.before_submit")
         began_s, log = time.perf_counter(), self._frontend.log
+        left_ms = max(self._left_ms, 1) if again else None
         with self._frontend.budget.submitting(again=again) as has_room:
-            submitted = await log.submit(self.uid, self.events, once, quota=quota, has_room=has_room)
+
+            def has_room_for(num_bytes: int) -> bool:
+                self._num_bytes = num_bytes
+                return has_room(num_bytes)
+
+            submitted = await log.submit(
+                self.uid, self.events, once, quota=quota, has_room=has_room_for, left_ms=left_ms
+            )
         self._frontend.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
         failpoint("web.after_submit")
         return submitted
@@ -188,17 +206,56 @@ class OpenRequest(Client):
         self.attached = True
         return True
 
+    def _keep(self) -> None:
+        """Keep the texts of the request, to submit it again; or forget them, if those of all requests are too many."""
+        if self._frontend.budget.keep(self._num_bytes):
+            self._kept_bytes = self._num_bytes
+            return
+        self.events = [
+            event.model_copy(
+                update={
+                    "messages": event.messages[:1] if event.presentation.echoes else (),  # a response has the first
+                    "prompt": "",
+                    "prompt_ids": (),
+                    "prediction": "",
+                }
+            )
+            for event in self.events
+        ]
+
+    @property
+    def _left_ms(self) -> int:
+        """Time until the deadline."""
+        return self._frontend.limits.timeout_ms - int((time.monotonic() - self._since_s) * 1000)
+
+    @property
+    def _may_begin_again(self) -> bool:
+        """Whether the same answer comes if the request is submitted again, as far as its client has that."""
+        is_kept = self._kept_bytes is not None or self.event.task != "generate"
+        if not is_kept or self._left_ms <= 0 or time.monotonic() - self._found_s < FOUND_COUNTS_S:
+            return False
+        if not any(listener.has_begun for listener in self.listeners):
+            return True
+        is_expired = any(listener.is_slow for listener in self.listeners)
+        return self._frontend.readiness.batch_invariant and not is_expired
+
     def recover(self, lost: Sequence[Listener]) -> None:
-        """Submit again what the log has lost, as long as no token of it, nor of a sibling, came: its client need not
-        know. Else give up."""
-        if self.attached or any(listener.n for listener in self.listeners):
+        """Submit again what the log has lost, with its siblings, if the same tokens come: its client need not know.
+        Else give up."""
+        if self.attached:
             super().recover(lost)
             return
+        if not self._may_begin_again:
+            for listener in lost:
+                listener.give_up()
+            return
+        for listener in self.listeners:
+            listener.begin_again()
         for listener in lost:
             listener.resume()
         if self.submission.done():
             logger.warning("submitted_again", uid=self.uid)
-            self.submission = self._frontend.spawn(self._submit(self._once, again=True))
+            self.submission = self._frontend.spawn(self._submit(self._once, self._quota, again=True))
             self.submission.add_done_callback(self._submitted_again)
 
     def _submitted_again(self, submission: asyncio.Task[SubmitResult]) -> None:
@@ -206,11 +263,14 @@ class OpenRequest(Client):
         error = None if submission.cancelled() else submission.exception()
         if error is not None and not isinstance(error, LogError):
             logger.error("request_broke", uid=self.uid, exc_info=error)
-        if error is None and submission.result().submission is not Submission.BUSY:
+        if error is None:
+            if submission.result().submission is Submission.DUPLICATE:
+                self._found_s = time.monotonic()
             for listener in self.listeners:
                 listener.check()
         elif not isinstance(error, LogUnavailable):  # the next read of the history tries again
-            super().recover(self.listeners)
+            for listener in self.listeners:
+                listener.give_up()
 
     # the end
 
@@ -260,6 +320,7 @@ class OpenRequest(Client):
         """Note that the client is answered or has left, and end the requests that no client needs."""
         timer.cancel()
         self._frontend.retry_after.ended(self)
+        self._frontend.budget.let_go(self._kept_bytes or 0)
         attached_to = self.reads  # it may not be subscribed to them yet
         self._frontend.drop(self)
         if self.ended:

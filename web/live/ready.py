@@ -18,7 +18,7 @@ import structlog
 
 from pipeline.errors import LogError, RequestError
 from pipeline.events import Cancelled, Failed, Finished, SamplingParams, Submitted, new_uid
-from pipeline.log.protocol import Submission, SubmitResult
+from pipeline.log.protocol import Submission
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REJECTIONS
@@ -69,6 +69,8 @@ class Readiness:
         """Why the last probe before that failed; for clients."""
         self.models: tuple[str, ...] = ()
         """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
+        self.batch_invariant = False
+        """Whether every engine computes the same tokens again, whatever else it computes; kept like `models`."""
         self.context = 0
         self.bos = ""
         """The text of the token that the tokenizers put before a prompt."""
@@ -196,6 +198,7 @@ class Readiness:
         if engines or not self.probed:  # before that, they may be left over from an earlier server
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
             self.context = min((status.context for status in engines), default=0)
+            self.batch_invariant = bool(engines) and all(status.batch_invariant for status in engines)
             self.sampling_defaults = engines[0].sampling_defaults if engines else {}
 
     def _publish(self) -> None:
@@ -237,9 +240,12 @@ class Readiness:
         outcome: object = None
         try:
             with closing(self._tail.listen(uid)) as listener:
-                outcome = await self._log.submit(uid, [event])
-                self._unheard = outcome.submission is Submission.UNACKNOWLEDGED
-                if outcome.submission not in (Submission.BUSY, Submission.UNACKNOWLEDGED):
+                submitted = await self._log.submit(uid, [event])
+                outcome = submitted.submission
+                self._unheard = outcome is Submission.UNACKNOWLEDGED
+                if self._unheard:
+                    outcome = f"only {submitted.acks} have it"
+                elif outcome is not Submission.BUSY:
                     async with asyncio.timeout(patience_s):
                         async for news in listener:
                             outcome = news.event
@@ -273,10 +279,8 @@ def _public(outcome: object) -> str:
     match outcome:
         case str():
             return outcome
-        case SubmitResult(submission=Submission.BUSY):
+        case Submission.BUSY:
             return "too many requests are waiting"
-        case SubmitResult(submission=Submission.UNACKNOWLEDGED, acks=acks):
-            return f"only {acks} have it"
         case Failed(code=code):
             return f"it failed: {code}"
         case Cancelled(by=by):

@@ -138,7 +138,9 @@ def request_routes(frontend: Frontend) -> Blueprint:
             if found.uids != (uid,):
                 raise several(found.uids)
             if after and not await frontend.ask(has_event(frontend, found, uid, after)):
-                raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
+                instead = f"resume with ?{AFTER_CHARACTERS}=, or read it from its start"
+                message = f"{where}: the request has no event {after}; {instead}"
+                raise RequestError(message, param=where, code="invalid_value")
         return await _stream(frontend, uid, found, form, after=after, has=has)
 
     return routes

@@ -17,6 +17,8 @@
 --   TOO_MANY   as many requests of the API key run as may
 --   TOO_MANY_IN_BACKGROUND  as many requests of their owner run in the background as may
 --   TOO_MUCH   the share of the API key is used up; the number is how many ms it is so. Returns how much is used, too
+-- again: the log had accepted the requests and lost them. Then no limit refuses them, and another request keeps the key that it has
+-- taken meanwhile.
 -- With acks, WAIT comes after it on this connection, and waits for what the connection has written last. So a request that is
 -- there already is written to, too.
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its rate, and each of its requests as
@@ -119,8 +121,10 @@ if arg.letter and #redis.call('XRANGE', key.dead, arg.letter, arg.letter) == 0 t
 local held = arg.digest and redis.call('GET', key.idempotency)
 if held then
   local other, digest = string.match(held, '^([^:]*):([^:]*)')
-  if digest ~= arg.digest then return { 'MISMATCH', other, 0 } end
-  if other ~= arg.instead_of then
+  if arg.again then
+    if other ~= uid then arg.digest = nil end
+  elseif digest ~= arg.digest then return { 'MISMATCH', other, 0 }
+  elseif other ~= arg.instead_of then
     write_again(key.idempotency)
     return { 'ATTACH', other, 0 }
   end
@@ -137,7 +141,7 @@ if arg.rates then
     if lasts_ms > wait_ms then wait_ms, slowest = lasts_ms, name end
     buckets[name] = { most, level }
   end
-  if wait_ms > 0 then return { 'TOO_FAST', uid, math.ceil(wait_ms), slowest } end
+  if wait_ms > 0 and not arg.again then return { 'TOO_FAST', uid, math.ceil(wait_ms), slowest } end
 end
 local counts = {} -- sets of running requests, and how many there may be
 if at_once > 0 then counts[1] = { key.running, at_once, 'TOO_MANY', {} } end
@@ -146,7 +150,7 @@ for _, count in ipairs(counts) do
   if redis.call('SCARD', count[1]) >= count[2] then -- only now it matters which of them have ended
     local uids = redis.call('SMEMBERS', count[1])
     count[4] = ended_of(uids)
-    if #uids - #count[4] >= count[2] then return { count[3], uid, 0 } end
+    if #uids - #count[4] >= count[2] and not arg.again then return { count[3], uid, 0 } end
   end
 end
 local share, part_ms, kept_ms, parts = tonumber(arg.log_bytes), nil, nil, nil
@@ -155,10 +159,10 @@ if share > 0 then
   kept_ms = tonumber(arg.share_ms) + part_ms -- so long after its begin, all of a part is older than the retention
   local used
   parts, used = spent(key.spent, tonumber(now), kept_ms)
-  if used >= share then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
+  if used >= share and not arg.again then return { 'TOO_MUCH', uid, free_in(parts, used, share, tonumber(now), kept_ms), used } end
 end
-if arg.queued and too_many_wait(tonumber(arg.queued)) then return { 'TOO_MANY_WAIT', uid, 0 } end
-if more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0 } end
+if arg.queued and not arg.again and too_many_wait(tonumber(arg.queued)) then return { 'TOO_MANY_WAIT', uid, 0 } end
+if not arg.again and more_wait_than(tonumber(arg.max_queued) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(arg.timeout_ms))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(arg.retention_ms))

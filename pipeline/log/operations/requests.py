@@ -95,8 +95,13 @@ def submit(
     quota: Quota | None = None,
     letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
+    left_ms: int | None = None,
 ) -> Steps[SubmitResult]:
     """Submit requests, all or none.
+
+    *left_ms*: the log had accepted them and lost them, and so much of their time is left. No limit refuses them, they
+    count for their quota, and they do without their idempotency key if another request has it now. This waits for no
+    replica: their clients were answered long ago.
 
     *has_room*: returns whether so many bytes more may be written. If not, the requests are FULL, unless they exist
     already or something else is refused first.
@@ -115,7 +120,8 @@ def submit(
         histories, num_bytes = [words], submitted_bytes([words], {})
 
     texts = (shared, pieces)
-    return (yield from _submit(log, uid, events, histories, texts, num_bytes, once, quota, letter, is_full=is_full))
+    submit = _submit(log, uid, events, histories, texts, num_bytes, once, quota, letter, left_ms, is_full=is_full)
+    return (yield from submit)
 
 
 def _submit(
@@ -128,12 +134,14 @@ def _submit(
     once: Once | None,
     quota: Quota | None,
     letter: str,
+    left_ms: int | None,
     *,
     is_full: bool,
 ) -> Script[SubmitResult]:
     """*texts*: what siblings share, and the pieces of a stored response's texts."""
     shared, pieces = texts
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
+    timeout_ms = limits.background_timeout_ms if events[0].background else limits.timeout_ms
     keys: dict[str, str | Sequence[str] | None] = {
         "live": names.live,
         "accounts": [*map(names.account, uids)],
@@ -167,7 +175,7 @@ def _submit(
 
     rates = rates_of(quota) if quota else {}
     # What brings a dead letter back brings its new request, too: they are one commit.
-    then = () if letter else _acknowledgement(limits)
+    then = () if letter or left_ms is not None else _acknowledgement(limits)
 
     def parse_both(replies: Any) -> SubmitResult:
         submitted, acks = parse(replies[0]), _missing_acks(limits, replies[1])
@@ -187,7 +195,8 @@ def _submit(
         num_fields=[2 * len(fields) for fields in histories],
         num_texts=len(shared),
         num_bytes=num_bytes,
-        timeout_ms=limits.background_timeout_ms if events[0].background else limits.timeout_ms,
+        timeout_ms=timeout_ms if left_ms is None else left_ms,
+        again=left_ms is not None,
         retention_ms=limits.retention_ms,
         stored_ms=limits.response_retention_ms,
         share_ms=limits.retention_ms,

@@ -8,7 +8,7 @@ import pytest
 from support.log_contract import CANCELLED, LONG_MS, NAMES, ONCE, SUBMITTED, Scene, submitted, with_front
 from support.redis_servers import command
 
-from pipeline.errors import LogError
+from pipeline.errors import LogError, LogUnavailable
 from pipeline.log.operations.requests import HISTORY_ENTRIES
 from pipeline.log.operations.slots import SLOTS_PER_LOOK
 from pipeline.log.protocol import Depth, Inbox, Occupancy, Submission, SubmitResult
@@ -200,9 +200,10 @@ def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> Non
 
 
 @pytest.mark.parametrize("fresh_s", [0.0, 60.0], ids=["which is checked", "which had a reply lately"])
-def test_a_kept_connection_that_the_server_has_closed_is_made_again(
+def test_a_kept_connection_that_the_server_has_closed_is_made_again_and_threads_are_told(
     fresh_s: float, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a thread sends next builds on what it sent before, and the next connection may lead to another server."""
     monkeypatch.setattr("pipeline.log.drivers.FRESH_S", fresh_s)
 
     def close_all() -> None:
@@ -218,4 +219,6 @@ def test_a_kept_connection_that_the_server_has_closed_is_made_again(
     for _ in range(2):
         assert log.read(SUBMITTED, "tokenize-0", max_entries=1, block_ms=1) == []
         close_all()
+        with pytest.raises(LogUnavailable):
+            log.read(SUBMITTED, "tokenize-0", max_entries=1, block_ms=1)
     with_front(log.url, as_frontend)

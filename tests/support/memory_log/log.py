@@ -122,6 +122,7 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         quota: Quota | None = None,
         letter: str = "",
         has_room: Callable[[int], bool] = lambda _: True,
+        left_ms: int | None = None,
     ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
@@ -133,15 +134,19 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
             refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if not refused and len(behind) >= self.limits.max_background:
                 refused = SubmitResult(Submission.TOO_MANY_IN_BACKGROUND, uid)
-            if refused:
+            if left_ms is not None:
+                if once and (held := self._held(once)) and held.uid != uid:
+                    once = None
+            elif refused:
                 return refused
             if not has_room(submitted_bytes(*submitted_words(events))):
                 return SubmitResult(Submission.FULL, uid)
-            if self._more_wait_than(self.limits.max_queued - len(events)):
+            if left_ms is None and self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
             now_ms, limits = self._now_ms(), self.limits
             timeout_ms = limits.background_timeout_ms if events[0].background else limits.timeout_ms
+            timeout_ms = timeout_ms if left_ms is None else left_ms
             kept_ms = limits.response_retention_ms if events[0].stored else limits.retention_ms
             gone_ms = self._in_ms(timeout_ms + kept_ms)
             behind.update(uids)

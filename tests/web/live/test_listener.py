@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, strategies
 from support.stand_in_stages import finished, tokens
 
-from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
+import web.live.listener
+from pipeline.events import Cancelled, Failed, Finished, Logprob, Preempted, TokensProduced, decode, encode, new_uid
 from pipeline.log.protocol import Entry, Reply
-from pipeline.names import SEAL, tokens_id
+from pipeline.names import SEAL, parse_id, tokens_id
 from web.live.listener import KEEP_ALIVE_S, Listener, News, State, Wake, live_events, next_of
 
 LIVE, BEHIND, READING, LOST, ENDED = State.LIVE, State.BEHIND, State.READING, State.LOST, State.ENDED
@@ -326,3 +329,149 @@ def test_marks_that_are_not_for_clients_move_the_cursor_and_take_no_room() -> No
     marks = [Entry(f"1-{k}", encode(Preempted(engine="generate-0", epoch=1, step=k))) for k in range(1, 20)]
     listener.apply_history(marks)
     assert (listener.state, listener.cursor, listener.drain()) == (LIVE, "1-19", [])
+
+
+# a log that comes back with older data
+
+
+@dataclass(frozen=True)
+class Made:
+    """A token and the text that can be shown with it."""
+
+    token: int
+    text: str
+
+
+ANSWERS = strategies.lists(
+    strategies.builds(Made, strategies.integers(0, 3), strategies.text("ab\u00e9", max_size=3)), min_size=1, max_size=12
+)
+CUTS = strategies.lists(strategies.integers(1, 4), min_size=12, max_size=12)
+
+
+def cut(answer: Sequence[Made], sizes: Sequence[int], *, after: int = 0) -> list[Entry]:
+    """Return the events of an answer after so many tokens, cut into pieces of these sizes."""
+    entries = []
+    for size in sizes:
+        part = answer[after : after + size]
+        if part:
+            after += len(part)
+            scores = tuple(Logprob(token=made.token, text=made.text, logprob=-1.0) for made in part)
+            produced = TokensProduced(
+                count=len(part),
+                tokens=tuple(made.token for made in part),
+                text="".join(made.text for made in part),
+                step=f"1-{after}",
+                scores=scores,
+            )
+            entries.append(Entry(tokens_id(after), encode(produced)))
+    return entries
+
+
+def numbered(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
+    return [(parse_id(entry.id)[0], entry) for entry in entries]
+
+
+def hear_all(listener: Listener, entries: Sequence[Entry]) -> None:
+    """Give events as replies, while the listener takes any."""
+    for n, entry in numbered(entries):
+        event = decode(entry.fields)
+        assert isinstance(event, TokensProduced)
+        listener.apply_reply(Reply(listener.uid, entry.id, n, event))
+
+
+def read_all(listener: Listener, history: Sequence[Entry]) -> None:
+    while listener.state is BEHIND:
+        listener.begin_read(0.0)
+        listener.apply_history([entry for entry in history if parse_id(entry.id) > parse_id(listener.cursor)])
+
+
+def told(listener: Listener) -> tuple[str, list[int], list[tuple[int, str]]]:
+    """Return the text, tokens and scores that the client is handed out."""
+    events = [event.event for event in listener.drain()]
+    assert all(isinstance(event, TokensProduced) and event.count == len(event.tokens) for event in events)
+    produced = [event for event in events if isinstance(event, TokensProduced)]
+    scores = [(score.token, score.text) for event in produced for score in event.scores]
+    return "".join(event.text for event in produced), [token for event in produced for token in event.tokens], scores
+
+
+@given(ANSWERS, CUTS, CUTS, strategies.integers(0, 12), strategies.integers(0, 12), strategies.booleans())
+def test_however_an_answer_is_cut_the_second_time_its_client_gets_all_of_it_once(
+    answer: list[Made], before: list[int], after: list[int], num_heard: int, num_kept: int, heard: bool
+) -> None:
+    first = cut(answer, before)
+    listener = Listener(new_uid(), Feed(), room=99)
+    listener.submitted()
+    hear_all(listener, first[:num_heard])
+    kept = first[: min(num_kept, num_heard, len(first))]
+    history = [*kept, *cut(answer, [*after, 99], after=parse_id(kept[-1].id)[0] if kept else 0)]
+    if not kept:
+        listener.check()
+        listener.begin_read(0.0)
+        listener.apply_history(None)
+        listener.begin_again()
+        listener.resume()
+    if heard:
+        hear_all(listener, history[len(kept) :])
+    listener.check()
+    read_all(listener, history)
+    tokens = [made.token for made in answer]
+    text = "".join(made.text for made in answer)
+    assert told(listener) == (text, tokens, [(made.token, made.text) for made in answer])
+    assert (listener.n, listener.has_begun) == (len(answer), True)
+
+
+@pytest.mark.parametrize("other", ["a token", "a text", "an end"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_new_is_handed_out_where_other_tokens_come_the_second_time(other: str, size: int) -> None:
+    answer = [Made(number, "x") for number in range(5)]
+    listener = Listener(new_uid(), Feed(), room=99)
+    listener.submitted()
+    hear_all(listener, cut(answer[:3], [1, 1, 1]))
+    listener.drain()
+    listener.begin_again()
+    listener.check()
+    if other == "an end":
+        history = [*cut(answer[:2], [size, size]), Entry(SEAL, encode(finished(2)))]
+    else:
+        answer[1] = Made(9, "x") if other == "a token" else Made(1, "xyz")
+        history = cut(answer, [size] * 5)
+    read_all(listener, history)
+    (event,) = listener.drain()
+    assert isinstance(event.event, Failed) and event.event.code == "log_lost" and listener.ended
+
+
+def test_a_failure_is_told_though_not_all_tokens_have_come_again() -> None:
+    listener = in_state(LIVE)
+    listener.begin_again()
+    listener.apply_reply(Reply(listener.uid, SEAL, 0, Failed(status=504, code="timeout", message="Late.")))
+    (event,) = listener.drain()
+    assert isinstance(event.event, Failed) and event.event.code == "timeout"
+
+
+def test_a_read_that_began_before_the_request_began_again_is_not_taken_in() -> None:
+    listener = in_state(READING, room=9)
+    listener.begin_again()
+    listener.apply_history([entry(2)])
+    assert (listener.state, listener.drain()) == (BEHIND, [])
+    read_all(listener, [entry(1), entry(2)])
+    assert [event.n for event in listener.drain()] == [2]
+
+
+def test_who_follows_a_request_waits_a_moment_for_its_sender_to_begin_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = in_state(LOST)
+    assert listener.may_come_back
+    monkeypatch.setattr(web.live.listener, "COMES_BACK_S", 0.0)
+    assert not listener.may_come_back
+    monkeypatch.undo()
+    assert not in_state(LOST, expires_s=time.time() - 1).may_come_back
+
+
+def test_a_client_that_reads_slowly_is_known_until_it_has_caught_up() -> None:
+    listener = in_state(LIVE)
+    for n in (2, 3, 4):
+        listener.apply_reply(reply(listener, n))
+    assert listener.is_slow
+    listener.drain()
+    listener.begin_read(0.0)
+    listener.apply_history([entry(4)])
+    assert not listener.is_slow

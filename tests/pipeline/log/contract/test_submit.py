@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from support.log_contract import ACCEPTED, ATTACHED_TO_A, BUSY, DUPLICATE, FINISHED, LONG_MS, SHORT_MS, SUBMITTED, Scene
+from support.log_contract import (
+    ACCEPTED,
+    ATTACHED_TO_A,
+    BUSY,
+    DUPLICATE,
+    FINISHED,
+    LONG_MS,
+    SHORT_MS,
+    SUBMITTED,
+    Scene,
+    submitted,
+)
 from support.redis_servers import until
 
 from pipeline.events import SamplingParams, Submitted, decode
-from pipeline.log.protocol import Once, Submission, SubmitResult
+from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID
 
@@ -143,3 +154,51 @@ def test_an_idempotency_key_lives_as_long_as_its_history_can(scene: Scene) -> No
     scene.submit_once("a", timeout_ms=SHORT_MS, retention_ms=SHORT_MS)
     until(lambda: scene.submit_once("b").submission is ACCEPTED)
     assert scene.history("a") == []
+
+
+# what was accepted and lost
+
+
+def test_what_begins_again_is_refused_by_no_limit_and_keeps_its_deadline(log: RedisLog, scene: Scene) -> None:
+    quota = Quota("key", requests_per_minute=1, concurrent_requests=1)
+    assert scene.submit_as("a", quota).submission is ACCEPTED
+    assert scene.submit("b", max_queued=1) is BUSY
+    assert log.submit("b", [submitted()], quota=quota, left_ms=5000).submission is ACCEPTED
+    (entry,) = scene.history("b")
+    event = decode(entry.fields)
+    assert isinstance(event, Submitted) and event.deadline_ms == event.ms + 5000
+    assert scene.waiting() == ["a", "b"]
+    # It counts, because what it counted before is lost with it.
+    scene.end("a")
+    assert scene.submit_as("c", Quota("key", concurrent_requests=1)).submission is Submission.TOO_MANY
+
+
+def test_what_is_there_does_not_begin_again(log: RedisLog, scene: Scene) -> None:
+    scene.submit("a")
+    scene.end("a")
+    assert log.submit("a", [submitted()], left_ms=5000).submission is DUPLICATE
+    assert scene.history()[-1].id == SEAL
+
+
+def test_what_begins_again_takes_its_idempotency_key_unless_another_request_has_it(log: RedisLog, scene: Scene) -> None:
+    one, two, three = (Once(f"key {number}", "digest") for number in range(3))
+    assert log.submit("a", [submitted()], one, left_ms=5000) == SubmitResult(ACCEPTED, "a")
+    assert scene.submit_once("b", one) == ATTACHED_TO_A
+    scene.submit_once("c", two)
+    assert log.submit("d", [submitted()], Once("key 1", "other"), left_ms=5000).submission is ACCEPTED
+    assert scene.submit_once("e", two).uid == "c"
+    assert scene.submit_once("f", three).submission is ACCEPTED
+    assert log.submit("g", [submitted()], three, left_ms=5000).submission is ACCEPTED
+    assert scene.submit_once("h", three).uid == "f"
+
+
+def test_siblings_begin_again_together(log: RedisLog, scene: Scene) -> None:
+    assert log.submit("a", [submitted(), submitted(number=1)], left_ms=5000).submission is ACCEPTED
+    assert scene.waiting() == ["a.0", "a.1"]
+
+
+def test_what_was_removed_does_not_begin_again(log: RedisLog, scene: Scene) -> None:
+    scene.submit("a")
+    scene.end("a")
+    assert log.erase(["a"])
+    assert log.submit("a", [submitted()], left_ms=5000).submission is DUPLICATE
