@@ -67,7 +67,7 @@ class Stages:
 
     def __init__(self, url: str, sampling_defaults: Mapping[str, int | float] | None = None) -> None:
         """*sampling_defaults*: what the engine's model recommends."""
-        self.has_chat_template = True
+        self.has_chat_template = self.batch_invariant = True
         self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
         self._scene = Scene(self.log)
@@ -88,7 +88,7 @@ class Stages:
             status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase)
             if stage == GENERATE:
                 served = {"models": MODELS, "context": CONTEXT, "sampling_defaults": self.sampling_defaults}
-                how = {"numerics": NUMERICS, "batch_invariant": True}
+                how = {"numerics": NUMERICS, "batch_invariant": self.batch_invariant}
                 status = status.model_copy(update=served | how)
             if stage == TOKENIZE:
                 status = status.model_copy(update={"bos": BOS, "has_chat_template": self.has_chat_template})

@@ -13,6 +13,7 @@ from support.stand_in_stages import Stages, StandIn, finished, tokens
 from support.web_site import CHAT, DONE, Site, chat, code_of, one_request, received, request_lines, seal_of, site, until
 
 import pipeline.log.operations.requests
+import web.live.counts
 import web.live.listener
 import web.live.open_request
 from pipeline.errors import RequestError
@@ -128,6 +129,67 @@ async def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(
         assert b"assistant" in await connection.receive()
         command(redis_url, "DEL", Names().request(uids[1]))
         assert b'"code":"log_lost"' in await connection.receive()
+
+
+async def of_model(here: Site, stages: Stages) -> None:
+    stages.say_phase("ready")
+    await until(lambda: here.frontend.readiness.models)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_request_that_the_log_lost_after_tokens_begins_again_and_its_client_gets_the_rest(
+    bare: Site, redis_url: str, stages: Stages, choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
+    await of_model(bare, stages)
+    key = {"Idempotency-Key": "k"}
+    async with bare.connection(chat(n=choices, stream=True), key) as connection:
+        uids = await chats(stages, choices)
+        stages.say(uids[0], 1, tokens(1, "one "), frontend="web-0")
+        got = await received(connection, b"one ")
+        async with bare.reading(f"/v1/requests/{uids[0]}/events") as reader:
+            read = await received(reader, b"one ")
+            keys = [*map(Names().request, uids), *command(redis_url, "KEYS", Names().idempotency("*"))]
+            assert command(redis_url, "DEL", *keys) == choices + 1
+            assert await chats(stages, choices) == uids
+            for uid in uids:
+                stages.say(uid, 2, tokens(2, "one two ", count=2), frontend="web-0")
+                stages.say(uid, 3, tokens(3, "three"), finished(3), frontend="web-0")
+            got += await received(connection, DONE)
+            read += await received(reader, DONE)
+    assert [got.count(word) for word in (b"one ", b"two ", b"three")] == [choices] * 3
+    assert [read.count(word) for word in (b"one ", b"two ", b"three")] == [1] * 3
+    assert b"error" not in got + read
+    again = await bare.post(chat(n=choices, stream=True), headers=key)  # the key leads to it, as before
+    assert again.headers["x-minisgl-uid"] == uids[0].partition(".")[0]
+    await again.get_data()
+
+
+@pytest.mark.parametrize("why", ["other tokens", "batch", "slow client", "deadline", "large"])
+async def test_a_request_that_the_log_lost_after_tokens_fails_where_it_cannot_go_on(
+    bare: Site, redis_url: str, stages: Stages, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
+    if why == "large":
+        monkeypatch.setattr(web.live.counts, "MOST_KEPT_BYTES", 1)
+    stages.batch_invariant = why != "batch"
+    await of_model(bare, stages)
+    async with bare.connection(chat(stream=True)) as connection:
+        (uid,) = await chats(stages, 1)
+        stages.say(uid, 1, tokens(1, "one "), frontend="web-0")
+        await received(connection, b"one ")
+        (client,) = bare.frontend._clients
+        if why == "slow client":
+            client.listeners[0].is_slow = True
+        if why == "deadline":
+            client._since_s -= bare.frontend.limits.timeout_s
+        command(redis_url, "DEL", Names().request(uid))
+        if why == "other tokens":
+            assert await chats(stages, 1) == [uid]
+            stages.say(uid, 1, tokens(1, "another "), frontend="web-0")
+        assert b'"code":"log_lost"' in await received(connection, DONE)
+    await until(lambda: not bare.is_busy)
+    assert bare.frontend.budget._kept_bytes == 0
 
 
 async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(here: Site, redis_url: str) -> None:

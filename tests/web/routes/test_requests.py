@@ -435,6 +435,7 @@ async def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_
     bare: Site, redis_url: str, stages: Stages, age_s: float, code: str, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
+    monkeypatch.setattr(web.live.listener, "COMES_BACK_S", 0.1)
     uid = await begun(stages, "a", uid=drawn(age_s))
     async with bare.reading(events(uid, query)) as reader:
         got = await received(reader, b"id: 1-0\n")

@@ -46,6 +46,7 @@ def test_an_erased_request_is_nothing_but_a_tombstone_and_begins_never_again(
         assert forgetting.histories([A]) == [[]]
         assert forgetting.histories([A], after="1-0") == [[forgetting.begins([A])[A]]]
     assert scene.submit(A) is Submission.DUPLICATE
+    assert forgetting.submit(A, [submitted()], left_ms=5000).submission is Submission.DUPLICATE
     assert not scene.end(A)
     copy = [Entry(SUBMITTED_ID, {"a": "b"}), Entry(SEAL, {"a": "b"})]
     with pytest.raises(Forgotten) as gone:

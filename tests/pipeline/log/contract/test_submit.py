@@ -195,10 +195,3 @@ def test_what_begins_again_takes_its_idempotency_key_unless_another_request_has_
 def test_siblings_begin_again_together(log: RedisLog, scene: Scene) -> None:
     assert log.submit("a", [submitted(), submitted(number=1)], left_ms=5000).submission is ACCEPTED
     assert scene.waiting() == ["a.0", "a.1"]
-
-
-def test_what_was_removed_does_not_begin_again(log: RedisLog, scene: Scene) -> None:
-    scene.submit("a")
-    scene.end("a")
-    assert log.erase(["a"])
-    assert log.submit("a", [submitted()], left_ms=5000).submission is DUPLICATE
