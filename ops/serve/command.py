@@ -303,6 +303,7 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
         config.data_dir,
         is_repair_allowed=config.data.repair,
         max_memory_bytes=max_log_bytes + max_log_bytes // 3,  # so web processes refuse requests long before Redis does
+        syncs_all=config.requests.acks_disk,
     )
     try:
         if config.requests.acks_disk:  # its version is that of a server on PATH where there is no wheel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import time
@@ -17,6 +18,7 @@ from redis.retry import Retry
 from pipeline.errors import ConfigError
 from pipeline.log.address import Address, parse_address
 from pipeline.log.drivers import ELSEWHERE, PASSING, code_of
+from pipeline.log.operations.requests import DISK_ACK_MS
 from pipeline.names import Names
 from pipeline.process.redis_server import OLDEST
 
@@ -24,6 +26,8 @@ logger = structlog.get_logger()
 
 CHECK_TIMEOUT_S = 5.0
 WITH_WAITAOF: Final = (7, 2)
+EARLY_MS: Final = 300
+"""A server that syncs once a second has nothing on disk so soon after the last time."""
 AGAIN_S = 0.5
 """Pause between two questions to a busy server."""
 
@@ -44,6 +48,7 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_dis
         info = _info(client, address, "server", "memory", *["persistence"] * acks_disk)
         if not address.is_cluster:
             _check_cluster(client, address, names)
+        confirms_early = acks_disk and _confirms_early(client, names)
     # The Redis version that it is compatible with: every Valkey reports 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
@@ -56,6 +61,12 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_dis
     if acks_disk and not int(info.get("aof_enabled", 0)):
         raise ConfigError(
             f"--acks-disk: Redis at {address.shown} has no append-only file; run: redis-cli CONFIG SET appendonly yes"
+        )
+    if confirms_early:
+        raise ConfigError(
+            f"--acks-disk: Redis at {address.shown} says that a write is on disk before it is, as Valkey 9.1 and Redis "
+            "7.4.0 do with appendfsync everysec; run: redis-cli CONFIG SET appendfsync always, also on its replicas, "
+            "and let the user of --redis-url run CONFIG GET"
         )
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
@@ -100,6 +111,20 @@ def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:
                 f"{names.namespace} ({text}); use {scheme}+cluster://, "
                 "which asks the nodes for the one that has it"
             ) from error
+
+
+def _confirms_early(client: redis.Redis, names: Names) -> bool:
+    """Return whether the server confirms a write at once after another, though it does not sync each write to disk."""
+    with contextlib.suppress(redis.exceptions.NoPermissionError):
+        if client.config_get("appendfsync").get("appendfsync") == "always":
+            return False
+    try:
+        for timeout_ms in (DISK_ACK_MS, EARLY_MS):
+            client.set(names.limit("acks"), 1, px=EARLY_MS)
+            (local, _) = client.execute_command("WAITAOF", 1, 0, timeout_ms)
+    except redis.exceptions.ResponseError:  # an older server, or one without a file, or without these rights
+        return False
+    return bool(local)
 
 
 def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:

@@ -163,11 +163,15 @@ class EmbeddedRedis:
         ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
 
-    def __init__(self, folder: Path, *, is_repair_allowed: bool = False, max_memory_bytes: int = 0) -> None:
-        """*is_repair_allowed*: damage may cost more than the last 64 KB of data. *max_memory_bytes*: 0: no limit."""
+    def __init__(
+        self, folder: Path, *, is_repair_allowed: bool = False, max_memory_bytes: int = 0, syncs_all: bool = False
+    ) -> None:
+        """*is_repair_allowed*: damage may cost more than the last 64 KB of data. *max_memory_bytes*: 0: no limit.
+        *syncs_all*: it syncs each write to disk, not once a second."""
         self._folder = folder
         self._max_memory_bytes = max_memory_bytes
         self._is_repair_allowed = is_repair_allowed
+        self._syncs_all = syncs_all
         self._log, self._log_size = folder / "redis.log", 0  # the size before the last launch
         self._lock = lock_folder(folder)
         try:
@@ -222,7 +226,7 @@ class EmbeddedRedis:
             "unixsocketperm": "700",
             "dir": str(self._folder),
             "appendonly": "yes",
-            "appendfsync": "everysec",
+            "appendfsync": "always" if self._syncs_all else "everysec",
             "aof-use-rdb-preamble": "yes",
             # With yes, it would cut a file within a transaction, and append to half of a commit. `cut_damage` does not.
             "aof-load-truncated": "no",

@@ -65,7 +65,7 @@ HISTORY_ENTRIES = 100
 ACK_MS = 1000
 """How long a submit waits for its replicas .."""
 DISK_ACK_MS = 2500
-""".. and for disks: with `appendfsync everysec` they have it after 1 s, and after 2 s if a write is slow."""
+""".. and for disks. Replicas tell of theirs once a second; with `appendfsync everysec`, a slow disk takes 2 s."""
 MANY_EVENTS = 64
 """A submit of more requests is written in a thread."""
 

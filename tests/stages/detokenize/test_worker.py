@@ -97,6 +97,17 @@ def row(n: int, letter: str, *, last: bool = False, uid: str = UID) -> TokenRow:
     return token_row(uid, n, letter, "length" if last else None)
 
 
+def test_an_engine_with_the_epoch_of_one_that_the_log_has_lost_is_not_taken_for_it(rig: Rig) -> None:
+    """The log came back with older data, without these steps and without their owner."""
+    rig.worker.handle([rig.step(1, row(1, "a")), rig.step(2, row(2, "b"))])
+    older, worker = Rig(), rig.worker
+    worker._log, worker._slot_lease = older.log, older.slot_lease
+    worker.handle([older.step(1, row(1, "a"))])
+    assert older.text() == "a"
+    worker.handle([older.step(2, row(2, "b", last=True))])
+    assert older.text() == "ab" and isinstance(older.last_reply(), Finished)
+
+
 def test_steps_of_one_read_reach_the_history_and_the_frontend_in_one_commit(rig: Rig) -> None:
     rig.worker.handle([rig.step(1, row(1, "a")), rig.step(2, row(2, "b", last=True))])
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
