@@ -101,6 +101,7 @@ def test_an_engine_with_the_epoch_of_one_that_the_log_has_lost_is_not_taken_for_
     """The log came back with older data, without these steps and without their owner."""
     rig.worker.handle([rig.step(1, row(1, "a")), rig.step(2, row(2, "b"))])
     older, worker = Rig(), rig.worker
+    older.slot_lease.leave()
     worker._log, worker._slot_lease = older.log, older.slot_lease
     worker.handle([older.step(1, row(1, "a"))])
     assert older.text() == "a"
