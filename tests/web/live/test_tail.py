@@ -16,6 +16,7 @@ from support.web_site import until
 
 import web.live.listener
 import web.live.tail
+from pipeline.errors import LogUnavailable
 from pipeline.events import Finished, TokensProduced, new_uid
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
@@ -197,6 +198,8 @@ async def test_a_lost_connection_loses_no_event(redis_url: str, stages: Stages, 
         await scene.say(1, tokens(1, "a"), frontend=frontend)
         assert [_short(event) for event in await scene.listener.next()] == [(1, "a")]
         command(redis_url, "CLIENT", "KILL", "TYPE", "normal")
+        with pytest.raises(LogUnavailable):  # the engine is told, and goes on
+            await scene.say(2, tokens(2, "b"), finished(2), frontend=frontend)
         await scene.say(2, tokens(2, "b"), finished(2), frontend=frontend)
         assert await heard(scene.listener) == [(2, "b"), (2, "finished")]
         assert gap_fills(scene.tail) == ({} if follows else {"unreadable": 1})
