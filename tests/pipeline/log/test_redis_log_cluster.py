@@ -258,6 +258,30 @@ def test_all_follow_the_log_to_another_node(cluster: Cluster) -> None:
         assert log.incarnation() != before
 
 
+def test_a_connection_that_was_just_used_does_not_go_back_to_the_old_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.log.drivers.FRESH_S", 60.0)
+    with closing(RedisLog(cluster.url, NAMES)) as log:
+        log.wait("0-0", "0-0", block_ms=1)
+        cluster.give(cluster.second)
+        with pytest.raises(LogReadOnly, match="MOVED "):
+            log.wait("0-0", "0-0", block_ms=1)
+        log.wait("0-0", "0-0", block_ms=1)
+
+
+def test_a_closed_connection_to_a_node_is_an_error_once_because_the_next_node_may_lack_commits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.log.drivers.FRESH_S", -1.0)
+    with closing(RedisLog(cluster.url, NAMES)) as log:
+        log.wait("0-0", "0-0", block_ms=1)
+        command(cluster.first, "CLIENT", "KILL", "TYPE", "normal")
+        with pytest.raises(LogUnavailable, match="closed the connection"):
+            log.wait("0-0", "0-0", block_ms=1)
+        log.wait("0-0", "0-0", block_ms=1)
+
+
 def test_a_reader_that_waits_is_told_when_the_log_moves(cluster: Cluster) -> None:
     with closing(RedisLog(cluster.url, NAMES)) as log, ThreadPoolExecutor() as threads:
         log.prepare(SUBMITTED)
