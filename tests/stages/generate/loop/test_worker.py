@@ -549,6 +549,16 @@ def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
     assert looks_before_steps == [0] and looks
 
 
+def test_an_engine_does_not_wait_for_a_thread_that_has_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were computed together come one after the other, and the engine must soon read why it ended."""
+    owner = acquire_slot(scene.log, "generate", LEASE_MS)
+    log_thread = LogThread(scene.another_log(), owner, lease_ms=LEASE_MS, report_progress=lambda: None)
+    waits_s = noted(monkeypatch, log_thread._outbox, "has_place", lambda timeout_s: timeout_s)
+    for number in range(8):
+        log_thread.commit(number, StepCompleted(rows=()), [], Room(8))
+    assert set(waits_s) == {0.0} and len(waits_s) == 8
+
+
 def test_other_owners_than_those_that_wait_are_looked_for_once_for_each_request_that_comes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
