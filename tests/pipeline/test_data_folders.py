@@ -9,7 +9,7 @@ import pytest
 from support.lived_requests import LivedRequests
 from support.redis_servers import STARTED, Servers, command, embedded, rewrite, running_server
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.events import Finished, TokensProduced, decode
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
@@ -47,6 +47,8 @@ def test_requests_that_another_version_has_begun_are_finished(
         now = log.snapshot()
         assert now.redis.name == "Valkey"
         assert (now.occupancy, now.pending, set(now.living)) == (held.occupancy, held.pending, {running, waiting})
+        with pytest.raises(LogUnavailable):  # who goes on is told that it is another server
+            lived.tokens(running, "c", after=2)
         lived.tokens(running, "c", after=2)
         lived.finished(running, 3)
         lived.taken_in(waiting)
