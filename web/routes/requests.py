@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -20,7 +21,7 @@ from quart import Blueprint, Response, request
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Submitted
 from pipeline.log.protocol import Entry
-from pipeline.names import GENERATE
+from pipeline.names import GENERATE, SEAL
 from pipeline.replaying import NotComputed, again
 from pipeline.views.history import story
 from pipeline.views.recorded import History
@@ -52,6 +53,9 @@ FORMATS: Final[Mapping[str, Callable[[], Frames]]] = {
     "story": StoryFrames,
 }
 """Formats whose streams have all of a history."""
+COMES_AGAIN_S: Final = 10.0
+"""For so long a client that resumes after an event waits for it, if the request runs and has none as late as that."""
+LOOK_AGAIN_S: Final = 0.2
 MOST_STORIES_BYTES: Final = 16 << 20
 """Longest answer with the stories of several siblings."""
 
@@ -191,9 +195,18 @@ async def stream_of(
 
 
 async def has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
+    """Return whether a request has an event. After a failover that lost it, an engine may be about to make it again:
+    wait for it a while, if no later one is there. Raises as the log does.
+    """
     if found.archived is not None:
         return any(entry.id == entry_id for entry in found.archived.entries)
-    return bool(await frontend.log.entries(uid, (entry_id,)))
+    until_s = time.monotonic() + COMES_AGAIN_S
+    while not await frontend.log.entries(uid, (entry_id,)):
+        later = (await frontend.log.histories({uid: entry_id}, max_entries=1))[uid]
+        if later or later is None or entry_id == SEAL or time.monotonic() > until_s:
+            return False
+        await asyncio.sleep(LOOK_AGAIN_S)
+    return True
 
 
 async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[bytes]:

@@ -230,6 +230,20 @@ async def test_what_characters_cannot_tell_is_not_resumable(here: Site, stand_in
     assert text_in(await here.read(events(f"{several}.1", "?after_characters=3"))) == "lo\u2028!"
 
 
+async def test_an_event_that_a_failover_lost_is_awaited_until_an_engine_has_made_it_again(
+    bare: Site, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = await begun(stages, "a", "b", "c")
+    async with bare.reading(events(uid), {"Last-Event-ID": "4-0"}) as reader:
+        await say(stages, uid, 4, tokens(4, "d"))
+        await say(stages, uid, 5, tokens(5, "e"))
+        assert b'"e"' in await received(reader, b"id: 5-0\n")
+    assert await code_of(bare.get(events(uid, "?starting_after=2-7"))) == (400, "invalid_value"), "a later one is there"
+    monkeypatch.setattr("web.routes.requests.COMES_AGAIN_S", 0.1)
+    assert await code_of(bare.get(events(uid, "?starting_after=9-0"))) == (400, "invalid_value")
+    assert await code_of(bare.get(events(uid, f"?starting_after={SEAL}"))) == (400, "invalid_value")
+
+
 async def test_a_running_request_is_awaited_until_it_has_more_characters_than_its_client(
     bare: Site, stages: Stages, no_polling: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
