@@ -339,7 +339,7 @@ redis.call('XDEL', key.submitted, arg.entry)
         "  if holder == arg.uid and left == '' then\n",
         contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all")),
     Mutation("a take whose reply was lost is done again", "pipeline/log/operations/engines.py",
-        "but=but or None,\n        once=True,\n", "but=but or None,\n",
+        "steal_ms=int(steal_after_s * 1000),\n        once=True,\n", "steal_ms=int(steal_after_s * 1000),\n",
         (f"{REDIS}test_what_brought_entries_and_broke_is_not_repeated_and_they_are_found_by_pending[{{server}}-take]",)),
     Mutation("a worker does not begin with what its slot has read before", "pipeline/stage/worker.py",
         "self._own: list[Entry] | None = None  # None: to be looked up", "self._own: list[Entry] | None = []",
