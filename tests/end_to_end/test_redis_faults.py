@@ -67,6 +67,11 @@ def assert_all_is_as_undisturbed(
         assert_nothing_is_left(log)
 
 
+def num_missed(server: Server) -> int:
+    """Return how often the engine's thread to the log has missed it. Its lines name no stage, the others' do."""
+    return sum("stage" not in line for line in server.command.log_lines("log_unavailable"))
+
+
 def begun_and_held(server: Server, engine: psutil.Process) -> list[Stream]:
     """Return streams that have begun, and of which none has ended for *engine*, which stands still."""
     with server.log() as log:
@@ -85,21 +90,16 @@ def test_a_redis_that_is_killed_and_comes_back_with_its_data_costs_nothing(
     plain_server: Server, undisturbed: Answers
 ) -> None:
     """It comes back when the engine has missed it: an engine that asks for nothing meanwhile takes nothing over."""
-
-    def num_missed() -> int:
-        """Return how often the engine's thread to the log has said so. Its lines name no stage, the others' do."""
-        return sum("stage" not in line for line in plain_server.command.log_lines("log_unavailable"))
-
     supervisor = psutil.Process(plain_server.command.process.pid)
     (engine,) = plain_server.command.workers(GENERATE)
     with no_process_restarts(plain_server):
         streams = begun_and_held(plain_server, engine)
-        missed_before, num_deaths = num_missed(), len(plain_server.command.log_lines("redis_died"))
+        missed_before, num_deaths = num_missed(plain_server), len(plain_server.command.log_lines("redis_died"))
         supervisor.suspend()
         try:
             redis_of(plain_server).kill()
             engine.resume()
-            eventually(lambda: num_missed() > missed_before, "the engine misses Redis")
+            eventually(lambda: num_missed(plain_server) > missed_before, "the engine misses Redis")
         finally:
             supervisor.resume()
         eventually(lambda: len(plain_server.command.log_lines("redis_died")) > num_deaths, "the supervisor notices")
@@ -198,11 +198,12 @@ def test_a_redis_that_forgot_the_scripts_or_is_read_only_after_a_failover_is_wai
     plain_server: Server, undisturbed: Answers
 ) -> None:
     with no_process_restarts(plain_server):
-        streams = begun(plain_server)
+        streams, missed_before = begun(plain_server), num_missed(plain_server)
         command(plain_server.redis_url, "SCRIPT", "FLUSH")
         command(plain_server.redis_url, "REPLICAOF", "127.0.0.1", 1)
         try:
             assert plain_server.post(body("Who may write?")).status_code == 503
+            eventually(lambda: num_missed(plain_server) > missed_before, "the engine may not write")
         finally:
             command(plain_server.redis_url, "REPLICAOF", "NO", "ONE")
         assert_all_is_as_undisturbed(plain_server, streams, undisturbed, takeovers=1)  # as another one could lack steps
