@@ -6,6 +6,7 @@ A digest stands for all pages up to one. Its key is the namespace, so that one n
 from __future__ import annotations
 
 import base64
+import functools
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,9 @@ from typing import Final
 
 PUBLISHED_BYTES: Final = 4
 """Bytes of a digest that are published. A wrong match only sends a request to an engine without its prefix."""
+
+MOST_PAGES: Final = 4096
+"""Pages of a prompt that are looked at: this takes some milliseconds."""
 
 
 def int32_bytes(numbers: Sequence[int]) -> bytes:
@@ -30,13 +34,20 @@ def little(numbers: array[int]) -> array[int]:
 
 def next_digest(before: bytes, page: bytes, namespace: str) -> bytes:
     """Return the digest up to a page with the tokens *page*, as bytes; *before*: that up to the page before it."""
-    return blake2b(before + page, digest_size=8, key=namespace.encode()[:64]).digest()
+    return blake2b(before + page, digest_size=8, key=_key(namespace)).digest()
+
+
+@functools.cache
+def _key(namespace: str) -> bytes:
+    return blake2b(namespace.encode()).digest()
 
 
 def prompt_digests(token_ids: Sequence[int], page_size: int, namespace: str) -> list[bytes]:
-    """Return the published digest up to each full page of a prompt. The last token is computed in any case."""
-    tokens, digest, found = int32_bytes(token_ids), b"", list[bytes]()
-    for first in range(0, (len(token_ids) - 1) // page_size * page_size * 4, 4 * page_size):
+    """Return the published digest up to each full page of a prompt, of the first MOST_PAGES at most. The last token is
+    computed in any case."""
+    num_pages = min((len(token_ids) - 1) // page_size, MOST_PAGES)
+    tokens, digest, found = int32_bytes(token_ids[: num_pages * page_size]), b"", list[bytes]()
+    for first in range(0, num_pages * page_size * 4, 4 * page_size):
         digest = next_digest(digest, tokens[first : first + 4 * page_size], namespace)
         found.append(digest[:PUBLISHED_BYTES])
     return found

@@ -6,9 +6,12 @@ counts as cached, too. With fewer than two engines no request prefers one.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pipeline.names import WAITING
 from pipeline.prefixes import prompt_digests, unpacked
@@ -16,6 +19,8 @@ from pipeline.stage.slots import Status
 
 LATELY_S = 2.0
 """Age of what an engine published last, at most: so long this tokenizer remembers what it placed."""
+MOST_WAITING = 256
+"""Number of placed requests of which it matters that no engine has taken them yet."""
 TOKENS_OF_REQUEST = 64
 """Number of prompt tokens that a request in an engine's hand counts as: its rows slow down others."""
 
@@ -26,15 +31,6 @@ class _Engine:
     page_size: int
     backlog: int
     cached: set[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A request that this tokenizer placed."""
-
-    at_s: float
-    slot: str
-    digests: Sequence[bytes]
 
 
 class Placement:
@@ -48,12 +44,20 @@ class Placement:
         self._in_hand = in_hand
         self._clock_s = clock_s
         self._engines: list[_Engine] = []
-        self._placed: list[_Placed] = []
+        self._placed: deque[tuple[float, str]] = deque()
+        """When this tokenizer placed the last requests, and where."""
+        self._num_placed: Counter[str] = Counter()
+        self._digests_s: dict[tuple[str, bytes], float] = {}
+        """Slot and digest of a prompt -> when it was placed."""
+        self._last: tuple[Sequence[int], dict[int, list[bytes]]] = (), {}
+        """The last prompt, and its digests by size of a page: siblings have the same."""
 
     def learn(self, statuses: Sequence[Status]) -> None:
         """Take in what the engines published last."""
         ready = [status for status in statuses if status.phase == "ready" and status.page_size]
         self._engines = []
+        since_s = self._clock_s() - LATELY_S
+        self._digests_s = {known: at_s for known, at_s in self._digests_s.items() if at_s > since_s}
         if len(ready) > 1:
             self._engines = [_Engine(one.slot, one.page_size, one.backlog, unpacked(one.cached)) for one in ready]
 
@@ -62,19 +66,35 @@ class Placement:
         if not self._engines:
             return ""
         now_s, in_hand = self._clock_s(), self._in_hand()
-        self._placed = [one for one in self._placed if now_s - one.at_s < LATELY_S]
-        waiting = self._placed[max(len(self._placed) - in_hand.get(WAITING, 0), 0) :]
-        sizes = {engine.page_size for engine in self._engines}
-        digests = {size: prompt_digests(token_ids, size, self._namespace) for size in sizes}
+        while self._placed and now_s - self._placed[0][0] >= LATELY_S:
+            self._num_placed[self._placed.popleft()[1]] -= 1
+        last = islice(reversed(self._placed), min(in_hand.get(WAITING, 0), MOST_WAITING))
+        waiting = Counter(slot for _, slot in last)
+        digests = self._digests(token_ids)
+
+        def num_pages(engine: _Engine) -> int:
+            of_prompt = digests[engine.page_size]
+            for n in range(len(of_prompt), 0, -1):
+                placed_s = self._digests_s.get((engine.slot, of_prompt[n - 1]), -math.inf)
+                if of_prompt[n - 1] in engine.cached or now_s - placed_s < LATELY_S:
+                    return n
+            return 0
 
         def cost(engine: _Engine) -> tuple[int, int]:
-            placed = [one for one in self._placed if one.slot == engine.slot]
-            known = engine.cached.union(*(one.digests for one in placed))
-            of_prompt = digests[engine.page_size]
-            num_pages = next((n for n in range(len(of_prompt), 0, -1) if of_prompt[n - 1] in known), 0)
-            num_requests = in_hand.get(engine.slot, 0) + sum(one.slot == engine.slot for one in waiting)
-            return engine.backlog + TOKENS_OF_REQUEST * num_requests - num_pages * engine.page_size, len(placed)
+            num_requests = in_hand.get(engine.slot, 0) + waiting[engine.slot]
+            tokens = engine.backlog + TOKENS_OF_REQUEST * num_requests - num_pages(engine) * engine.page_size
+            return tokens, self._num_placed[engine.slot]
 
         best = min(self._engines, key=cost)
-        self._placed.append(_Placed(now_s, best.slot, digests[best.page_size]))
+        self._placed.append((now_s, best.slot))
+        self._num_placed[best.slot] += 1
+        self._digests_s.update(dict.fromkeys(((best.slot, one) for one in digests[best.page_size]), now_s))
         return best.slot
+
+    def _digests(self, token_ids: Sequence[int]) -> dict[int, list[bytes]]:
+        """Return the digests of a prompt, by size of a page."""
+        if self._last[0] != token_ids:
+            self._last = token_ids, {}
+        for size in {engine.page_size for engine in self._engines} - self._last[1].keys():
+            self._last[1][size] = prompt_digests(token_ids, size, self._namespace)
+        return self._last[1]

@@ -104,7 +104,7 @@ if fenced(key.owner, arg.owner) then return 'FENCED' end
         " or redis.call('SISMEMBER', key.full, engine) == 1", "",
         (f"{PREFERRED}test_another_engine_takes_what_an_engine_without_room_leaves_until_it_has_some[{{server}}]",)),
     Mutation("what prefers an engine waits for ever", f"{COMMITS}/take.lua",
-        " or waited >= tonumber(arg.steal_ms), false", ", false",
+        " or waited >= tonumber(arg.steal_ms), false, waited", ", false, waited",
         (f"{PREFERRED}test_another_engine_takes_what_was_left_for_too_long[{{server}}]",)),
     lua("claim", "who lost its slot claims", FENCE, "", contract("groups", "test_claim_is_fenced"),
         contract("groups", "test_who_lost_the_own_slot_claims_nothing_as_a_guest")),

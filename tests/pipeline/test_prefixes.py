@@ -19,7 +19,7 @@ def test_the_last_token_is_no_part_of_a_cached_prefix() -> None:
 
 def test_another_namespace_has_other_digests() -> None:
     assert not set(prompt_digests(list(range(100)), 4, "blue")) & set(prompt_digests(list(range(100)), 4, "green"))
-    assert prompt_digests(list(range(9)), 4, "n" * 500)
+    assert prompt_digests(list(range(9)), 4, "n" * 500) != prompt_digests(list(range(9)), 4, "n" * 501)
 
 
 def test_a_status_holds_them_as_text() -> None:

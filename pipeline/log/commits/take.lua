@@ -9,42 +9,48 @@
 -- before all that come later. `but`: owners of whom nothing is taken, because some of theirs wait in this engine.
 -- An entry may prefer an engine, whose cache has the beginning of its prompt. It waits in a queue, too. Among requests of one
 -- owner and priority, an engine takes those that prefer it first. It takes one that prefers another engine if that engine has no
--- lease, has no room (it is in `full`), or did not take it within steal_ms. `spare`: how many requests this engine could run.
+-- lease, has no room (it is in `full`), or did not take it within steal_ms. `spare`: how many requests this engine could run. Of
+-- what is for others, a take looks at a bounded number: more may wait for this engine behind them, for steal_ms at most.
 -- Returns the entries, the last id that was delivered, or 0-0 if any wait in queues; how many of these it looked at and left;
 -- the uids that ended elsewhere, the control cursor, and the last flush or ''; or FENCED.
 local key, arg = named()
 if fenced(key.owner, arg.owner) then return 'FENCED' end
 local FULL_MS = 3600000
-local MOST_LOOKED_AT = 64
+local MOST_PASSED = 8 -- owners whose requests are all for other engines
 local PATIENCE = 4 -- after so many steal_ms, an entry is no longer passed over by those that prefer this engine
 local prefix = string.match(key.waiting, '^{[^}]*}:')
-
+local looks = 128 -- so many entries more are looked at
 local now -- of Redis' clock
 local is_free = {} -- engines whose requests others may take
 
--- Returns whether this engine may take an entry, whether it is no other's, and how long the entry has waited.
+-- Returns whether this engine may take an entry, whether it is no other's, and how long the entry has waited. An id may be ahead
+-- of the clock, after a failover; then that is not known, and counts as long.
 local function may_take(one)
   local ms, engine = string.match(one, '^(%d+)%-%d+ %d+ %d %S* (%S+)$')
   if not engine or engine == arg.slot then return true, true, 0 end
   now = now or tonumber(now_ms())
   local waited = now - ms
+  if waited < 0 then waited = math.huge end
   if is_free[engine] == nil then
     is_free[engine] = redis.call('EXISTS', prefix .. 'lease:' .. engine) == 0 or redis.call('SISMEMBER', key.full, engine) == 1
   end
   return is_free[engine] or waited >= tonumber(arg.steal_ms), false, waited
 end
 
--- Returns what this engine takes next of a queue; nil if it is to leave all to others, false if there is nothing.
+-- Returns what this engine takes next of a queue; nil if it is to leave what it looked at to others, false if there is nothing.
 local function choose(queue)
-  local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
-  if not first[1] then return false end
-  local may, is_own, waited = may_take(first[1])
-  if is_own or may and waited >= PATIENCE * tonumber(arg.steal_ms) then return first[1] end
-  local found = may and first[1] or nil
-  for _, one in ipairs(redis.call('ZRANGEBYSCORE', queue, first[2], first[2], 'LIMIT', 1, MOST_LOOKED_AT)) do
-    may, is_own = may_take(one)
-    if is_own then return one end
-    found = found or may and one or nil
+  local first = redis.call('ZRANGE', queue, 0, 0)[1]
+  if not first then return false end
+  local may, is_own, waited = may_take(first)
+  if is_own then return first end
+  local found, score
+  local entries = looks > 0 and redis.call('ZRANGE', queue, 0, looks - 1, 'WITHSCORES') or {}
+  for i = 1, #entries, 2 do
+    if found and entries[i + 1] ~= score then break end -- what follows is less urgent
+    looks = looks - 1
+    may, is_own, waited = may_take(entries[i])
+    if is_own or may and waited >= PATIENCE * tonumber(arg.steal_ms) then return entries[i] end
+    if may and not found then found, score = entries[i], entries[i + 1] end
   end
   return found
 end
@@ -99,14 +105,14 @@ local function next_owner(owners, but)
 end
 
 local function take_turns(most, but)
-  local taken, left, passed = {}, 0, 0
+  local taken, left, passed, num_passed = {}, 0, 0, 0
   local owners, clock = read_owners()
-  while #taken < most do
+  while #taken < most and num_passed < MOST_PASSED do
     local one, weights = next_owner(owners, but)
     if not one then break end
     local entry, tokens = next_of(one.queue)
     if entry == nil and not tokens then
-      but[one.field], passed = true, passed + one.count
+      but[one.field], passed, num_passed = true, passed + one.count, num_passed + 1
     else
       one.count, one.band, one.is_changed = entry == false and 0 or one.count - 1, nil, true
     end
@@ -145,16 +151,16 @@ if only == '' and most > 0 then
   local refused = enqueue(key.tokenized, key.waiting)
   if refused then return refused end
   taken, left, passed = take_turns(most, but)
-  if #taken < tonumber(arg.spare) then
-    redis.call('SREM', key.full, arg.slot)
-  elseif redis.call('SADD', key.full, arg.slot) == 1 then
-    redis.call('PEXPIRE', key.full, FULL_MS)
-  end
 elseif only == '' then
   left = 1
 elseif most > 0 and not but[':' .. string.match(only or '\n0\n0', '^(.*)\n%-?%d+\n%d$')] then
   local reply = redis.call('XREADGROUP', 'GROUP', 'generate', arg.slot, 'COUNT', most, 'STREAMS', key.tokenized, '>')
   if reply then taken = reply[1][2] end
+end
+if #taken >= tonumber(arg.spare) then
+  if redis.call('SADD', key.full, arg.slot) == 1 then redis.call('PEXPIRE', key.full, FULL_MS) end
+elseif most > 0 then
+  redis.call('SREM', key.full, arg.slot)
 end
 local delivered = '0-0'
 if left == 0 then

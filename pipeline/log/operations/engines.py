@@ -36,7 +36,7 @@ def take(
 ) -> Script[Taken]:
     """Take up to *max_entries* requests that wait, each owner its share. They are pending until `step` ends them.
 
-    *but*: owners of whom none is taken. *spare*: number of requests that the engine could run; by default
+    *but*: owners of whom none is taken. *spare*: number of requests that the engine could run; by default more than
     *max_entries*. While it has no room, other engines take those that prefer it. *steal_after_s*: they also take what
     it leaves for so long. Raise Fenced.
     """
@@ -61,7 +61,7 @@ def take(
         max_entries=max_entries,
         control_cursor=control_cursor,
         but=but or None,
-        spare=max_entries if spare is None else spare,
+        spare=max_entries + 1 if spare is None else spare,
         steal_ms=int(steal_after_s * 1000),
         once=True,
     )

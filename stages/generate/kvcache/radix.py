@@ -30,6 +30,8 @@ from stages.generate.kvcache.base import NO_LOCAL_LAYERS, Allocation, CacheSnaps
 from stages.generate.kvcache.naive import NaiveCache
 
 DIGEST_BYTES: Final = 8
+MOST_WALKED: Final = 16_384
+"""Pages that are looked at to publish prefixes: this takes some milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,17 +205,22 @@ class RadixCache(NaiveCache):
         """Return published digests of at most *most* cached prefixes, those of the last used pages first.
 
         Of each path they are those whose distance from its end, or number of pages, is a power of two. So of what a
-        prompt shares with the path, a digest says at least half, or all but as many pages as the path goes on.
+        prompt shares with the path, a digest says at least half, or all but as many pages as the path goes on. Local
+        parts may be gone, so a prompt may find less.
         """
         found: dict[bytes, None] = {}
         ends = sorted(self._ends, key=attrgetter("used"), reverse=True)
         self._ends.difference_update(ends[most:])
+        walked: set[_Node] = set()
         for end in ends:
             node: _Node | None = end
-            while node is not None and node.depth and len(found) < most:
-                away = end.depth - node.depth
-                if away & (away - 1) == 0 or node.depth & (node.depth - 1) == 0:
+            while node is not None and node.depth and len(found) < most and len(walked) < MOST_WALKED:
+                away, is_fork = end.depth - node.depth, node in walked
+                if is_fork or away & (away - 1) == 0 or node.depth & (node.depth - 1) == 0:
                     found[self._prefix_digest(node, namespace)[:PUBLISHED_BYTES]] = None
+                if is_fork:  # what is above it was published with another end
+                    break
+                walked.add(node)
                 node = node.parent
         return list(found)
 
@@ -384,6 +391,9 @@ class DigestCache(RadixCache):
 
     def _digest(self, tokens: tuple[int, ...]) -> bytes:
         return tokens[0].to_bytes(DIGEST_BYTES)
+
+    def prefixes(self, most: int, namespace: str) -> list[bytes]:
+        return []  # it does not know the tokens
 
 
 def digest_of(tokens: Sequence[int]) -> bytes:

@@ -164,9 +164,11 @@ class LogThread:
         self._looked_for: tuple[str, tuple[str, ...]] = "", ()
         """The last request when `take` brought nothing, and the owners that had to wait."""
         self._left_s = -math.inf
-        """Time when `take` last left requests to the engines that they prefer."""
+        """Time when `take` last left requests to the engines that they prefer, and nothing was taken .."""
+        self._left_newest = ""
+        """.. and the last request then."""
         self._is_full = False
-        """Whether the last `take` left no room. The next one tells the other engines that there is some."""
+        """Whether the other engines were told that there is no room."""
         self._num_sent = 0
         self._num_read = 0
         self._log = log
@@ -276,7 +278,8 @@ class LogThread:
             self._stopped.wait(POLL_S)
             newest, behind = self._keep_trying(lambda: self._append(()))  # also reports which requests ended meanwhile
         self._outbox.committed(groups)
-        if self._deliveries == "unseen" or self._is_full or parse_id(newest) > parse_id(self._cursor):
+        is_news = self._is_full != (self._told_room[0].spare <= 0) or parse_id(newest) > parse_id(self._cursor)
+        if self._deliveries == "unseen" or is_news:
             self._take_what_fits(newest)
 
     def _take_what_fits(self, newest: str = "") -> None:
@@ -287,12 +290,14 @@ class LogThread:
         told, num_read = self._told_room
         came = self._num_sent - num_read
         room = replace(told, count=told.count - came, spare=max(told.spare - came, 0))
-        is_early = time.monotonic() - self._left_s < TAKE_EVERY_S
-        if room.count > 0 and not is_early and not (told.but and self._looked_for == (newest, told.but)):
+        is_early = time.monotonic() - self._left_s < TAKE_EVERY_S and newest in ("", self._left_newest)
+        looks = room.count > 0 and not is_early and not (told.but and self._looked_for == (newest, told.but))
+        if looks or (room.spare <= 0 and not self._is_full):
             before = self._num_sent
             self._keep_trying(lambda: self._take(room))
-            is_in_vain = self._num_sent == before and self._detokenizer == "present"
-            self._looked_for = (newest, told.but) if is_in_vain else ("", ())
+            is_in_vain = self._num_sent == before and self._detokenizer == "present" and self._left_s == -math.inf
+            self._looked_for = (newest, told.but) if is_in_vain and looks else ("", ())
+            self._left_newest = newest
 
     def _tell(self, update: Update) -> None:
         self._num_sent += 1
@@ -367,7 +372,7 @@ class LogThread:
         self._deliveries = "unseen"
         taken = self._log.take(
             self._owner,
-            room.count,
+            max(room.count, 0),
             control_cursor=self._control_cursor,
             but=room.but,
             spare=room.spare,
@@ -378,7 +383,7 @@ class LogThread:
         self._deliveries = "seen"
         self._cursor = taken.cursor
         self._left_s = time.monotonic() if taken.num_left and not taken.entries else -math.inf
-        if room.count:
+        if room.count > 0 or room.spare <= 0:
             self._is_full = len(taken.entries) >= room.spare
         self._bring(taken.entries, resumed=False)
         self._pass_on(taken.ended, taken.flush, taken.control_cursor)
@@ -403,10 +408,9 @@ class LogThread:
             self._keep_trying(self._advance_takeover)
             if job.brief:
                 return
-            left = self._left_s > -math.inf
-            polls = isinstance(self._takeover, _Guest) or self._detokenizer == "absent" or not job.room.count or left
-            if self._num_sent == job.num_read and polls:
-                self._stopped.wait(POLL_S)
+            polls = isinstance(self._takeover, _Guest) or self._detokenizer == "absent" or not job.room.count
+            if self._num_sent == job.num_read and (polls or self._left_s > -math.inf):
+                self._stopped.wait(POLL_S if polls else TAKE_EVERY_S)
             elif self._num_sent == job.num_read:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
 

@@ -258,12 +258,13 @@ class GenerateWorker:
         """Tell the tokenizers once a second what is cached and how much there is to do, if that has changed."""
         if not self._namespace or time.monotonic() - self._published_s < PUBLISH_EVERY_S:
             return
-        self._published_s, schedule = time.monotonic(), self._schedule
+        schedule = self._schedule
         cached = packed(schedule.prefixes(MOST_PUBLISHED, self._namespace))
         backlog, self._num_left = max(self._num_left, 0), sum(left for _, left in schedule.work.prompts)
         status = self._slot_lease.status
         if (status.cached, status.backlog, status.page_size) != (cached, backlog, schedule.page_size):
             self._slot_lease.say(cached=cached, backlog=backlog, page_size=schedule.page_size)
+        self._published_s = time.monotonic()
 
     def _fold(self, update: Update) -> None:
         match update:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 import pytest
+import redis
 from support.log_contract import NAMES, SUBMITTED, Scene
-from support.redis_servers import command, until
+from support.redis_servers import QUERY, command, until
 from support.selection import by_night
 
 from pipeline.events import Tokenized
@@ -116,14 +117,60 @@ def test_priority_and_the_turns_of_owners_come_first(scene: Scene) -> None:
     assert taken(scene, first) == ["a1", "a2"], "carl's is for the other engine"
 
 
-def test_what_is_more_urgent_and_for_another_engine_holds_up_the_rest_of_its_owner_alone(scene: Scene) -> None:
+def test_what_is_more_urgent_and_for_another_engine_does_not_hold_up_the_rest(scene: Scene) -> None:
     first, second = scene.own(A), scene.own(B)
     wait(scene, "a0", prefer=A)
     wait(scene, "a1", prefer=B, turn=Turn("ann", priority=-1))
     wait(scene, "b0", prefer=A, turn=Turn("bob"))
-    assert taken(scene, first) == ["b0"]
-    assert taken(scene, second) == ["a1"]
-    assert taken(scene, first) == ["a0"]
+    assert sorted(taken(scene, first)) == ["a0", "b0"]
+    wait(scene, "a2", prefer=B)
+    assert taken(scene, second) == ["a1", "a2"]
+
+
+def test_who_has_room_again_is_not_full_however_it_took_before(log: RedisLog, scene: Scene) -> None:
+    first, second = scene.own(A), scene.own(B)
+    wait(scene, "a")
+    assert taken(scene, first, 1, spare=1) == ["a"], "not from a queue"
+    wait(scene, "b", prefer=A)
+    assert taken(scene, second) == ["b"], "the first has no room"
+    assert taken(scene, first) == []
+    wait(scene, "c", prefer=A)
+    assert taken(scene, second) == []
+    assert taken(scene, first, 0, spare=0) == [], "it has none without a take"
+    assert taken(scene, second) == ["c"]
+
+
+def test_an_id_ahead_of_the_clock_counts_as_late(log: RedisLog, scene: Scene) -> None:
+    scene.own(A)
+    second = scene.own(B)
+    command(log.url, "XADD", NAMES.tokenized, f"{2**43}-0", "uid", "other", "frontend", "web-0")
+    wait(scene, "a", prefer=A)
+    assert sorted(taken(scene, second)) == ["a", "other"]
+
+
+@pytest.mark.parametrize(("owners", "each"), [(64, 20), (600, 1)])
+def test_what_is_left_to_others_costs_a_bounded_number_of_looks(
+    log: RedisLog, scene: Scene, owners: int, each: int
+) -> None:
+    scene.own(A)
+    second = scene.own(B)
+    for number in range(owners):
+        uids = [f"{number}-{index}" for index in range(each)]
+        for uid in uids:
+            command(log.url, "XADD", NAMES.tokenized, "*", "uid", uid, "owner", f"o{number}", "prefer", A)
+    wait(scene, "last", prefer=A, turn=Turn("z"))
+
+    def looks() -> int:
+        return sum(one["calls"] for name, one in stats().items() if name.startswith("cmdstat_z"))
+
+    def stats() -> dict[str, dict[str, int]]:
+        with redis.Redis.from_url(log.url.removesuffix(QUERY), driver_info=None) as client:
+            return dict(client.info("commandstats"))
+
+    assert taken(scene, second) == []
+    before = looks()
+    assert taken(scene, second) == []
+    assert looks() - before < 30
 
 
 def test_one_engine_alone_takes_in_the_order_of_arrival_and_nothing_is_left_behind(log: RedisLog, scene: Scene) -> None:

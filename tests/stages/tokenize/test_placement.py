@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
+
 from pipeline.prefixes import packed, prompt_digests
 from pipeline.stage.slots import Phase, Status
+from stages.tokenize import placement
 from stages.tokenize.placement import Placement
 
 PAGE = 16
@@ -92,6 +95,29 @@ def test_requests_of_a_burst_are_spread() -> None:
     assert placed == {A: 10, B: 10}
     engines.in_hand = {A: 2, "waiting": 3}
     assert engines.prefer([77] * 300) == B, "two of the three that wait are its own, one is the other's"
+
+
+def test_siblings_and_many_requests_of_a_moment_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines()
+    engines.learn(status(A), status(B))
+    calls: list[int] = []
+
+    def counted(*_: object) -> list[bytes]:
+        calls.append(1)
+        return [b"1234"]
+
+    monkeypatch.setattr(placement, "prompt_digests", counted)
+    for _ in range(50):
+        engines.prefer(tuple(SYSTEM))
+    assert len(calls) == 1
+    engines.now_s += 3
+    engines.learn(status(A), status(B))
+    engines.prefer(SYSTEM[:9])
+    assert len(engines.placement._placed) == len(engines.placement._digests_s) == 1
+
+
+def test_a_long_prompt_is_looked_at_up_to_a_bound() -> None:
+    assert len(prompt_digests([0] * 100_000, 4, "ns")) == 4096
 
 
 def test_idle_engines_take_turns() -> None:

@@ -291,6 +291,20 @@ def test_a_request_that_goes_on_is_published_as_far_as_it_is() -> None:
     assert len(cache._ends) == 1
 
 
+def test_many_ends_below_one_prefix_are_published_and_each_page_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, document = RadixCache(2000, PAGE_SIZE), list(range(500 * PAGE_SIZE))
+    questions = [
+        [*document, *(10_000 + 100 * number + token for token in range(2 * PAGE_SIZE))] for number in range(60)
+    ]
+    for question in questions:
+        cache.end(started(cache, question))
+    monkeypatch.setattr("stages.generate.kvcache.radix.MOST_WALKED", 500 + 2 * 60)
+    assert {matched(cache, [*question, 7], 1000) for question in questions} == {502}
+    assert matched(cache, [*document, 9_999, 7, 7, 7, 7], 1000) == 500, "where they part"
+
+
 def test_what_was_evicted_is_not_published() -> None:
     cache, tokens = RadixCache(12, PAGE_SIZE), list(range(10 * PAGE_SIZE))
     cache.end(started(cache, tokens))

@@ -34,6 +34,7 @@ def test_an_engine_publishes_its_prefixes_and_what_it_does_not_compute_soon(
         scene.send(*range(100, 10, -1), max_tokens=1)
         left = 90 - LONG_LIMITS.max_prefill_length
         until(lambda: sum(left for _, left in running.schedule.work.prompts) == left)
+        running.worker._num_left = 0
         for backlog in (0, left):
             running.worker._published_s = 0.0
             running.worker._publish_cache()
@@ -60,9 +61,17 @@ def test_an_idle_engine_takes_what_prefers_another_while_that_has_no_room(scene:
         assert [engine_of(scene, uid) for uid in (first, second, third)] == ["generate-0", "generate-1", "generate-0"]
 
 
+def test_an_engine_without_a_detokenizer_has_no_room(scene: Scene) -> None:
+    with detokenizing(scene, 1), scene.running(heard=False), scene.running(slot=1, heard=False):
+        uid = scene.send(1, max_tokens=2, prefer="generate-0")
+        until(lambda: scene.have_ended(uid))
+        assert engine_of(scene, uid) == "generate-1"
+
+
 def test_no_request_waits_longer_for_its_engine_than_it_may(scene: Scene) -> None:
-    """The engine has its slot, but takes nothing: its detokenizer is not there."""
-    with detokenizing(scene, 1), scene.running(heard=False), scene.running(slot=1, heard=False, steal_after_s=0.3):
+    """The engine has its slot, and takes nothing."""
+    scene.log.acquire("generate-0", "it stands still", 60_000)
+    with detokenizing(scene, 1), scene.running(slot=1, heard=False, steal_after_s=0.3):
         uid = scene.send(1, max_tokens=2, prefer="generate-0")
         until(lambda: scene.have_ended(uid))
         assert engine_of(scene, uid) == "generate-1"

@@ -576,6 +576,7 @@ def test_other_owners_than_those_that_wait_are_looked_for_once_for_each_request_
         log_thread._take_what_fits(newest)
         return len(takes) > before
 
+    assert looks(Room(0, ("a",)), "1-1"), "to tell the others that there is no room"
     assert not looks(Room(0, ("a",)), "1-1"), "there is no room"
     assert looks(Room(8, ("a",)), "1-1")
     assert not looks(Room(8, ("a",)), "1-1"), "nothing came"
