@@ -333,7 +333,9 @@ class Listener:
             for moment in walk(news, n=self.n, over_holes=True):
                 if self.ended or len(self.queued) >= self._room:
                     break
-                if type(moment.event) is TokensProduced and moment.n - moment.event.count < self.n:
+                event = moment.event
+                straddles = type(event) is TokensProduced and moment.n - event.count < self.n
+                if straddles or (isinstance(event, Finished) and event.n < self.n):
                     self.begin_again()
                     self.check()
                     return

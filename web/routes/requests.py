@@ -195,12 +195,12 @@ async def stream_of(
 
 
 async def has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
-    """Return whether a request has an event. After a failover that lost it, an engine may be about to make it again:
-    wait for it a while, if no later one is there. Raises as the log does.
+    """Return whether a request has an event. After a failover that lost it, a batch-invariant engine may be about to
+    make it again: wait for it a while, if no later one is there. Raises as the log does.
     """
     if found.archived is not None:
         return any(entry.id == entry_id for entry in found.archived.entries)
-    until_s = time.monotonic() + COMES_AGAIN_S
+    until_s = time.monotonic() + (COMES_AGAIN_S if frontend.readiness.batch_invariant else 0)
     while not await frontend.log.entries(uid, (entry_id,)):
         later = (await frontend.log.histories({uid: entry_id}, max_entries=1))[uid]
         if later or later is None or entry_id == SEAL or time.monotonic() > until_s:

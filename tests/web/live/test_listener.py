@@ -440,6 +440,21 @@ def test_nothing_new_is_handed_out_where_other_tokens_come_the_second_time(other
     assert isinstance(event.event, Failed) and event.event.code == "log_lost" and listener.ended
 
 
+def test_an_end_after_fewer_tokens_than_the_client_has_is_not_its_end() -> None:
+    answer, seal = [Made(number, "x") for number in range(3)], Entry(SEAL, encode(finished(2)))
+    listener = Listener(new_uid(), Feed(), room=99)
+    listener.submitted()
+    hear_all(listener, cut(answer, [1, 1, 1]))
+    listener.drain()
+    listener.check()
+    listener.begin_read(0.0)
+    listener.apply_history([seal])
+    assert listener.drain() == [] and not listener.ended
+    read_all(listener, [*cut(answer[:2], [1, 1]), seal])
+    (event,) = listener.drain()
+    assert isinstance(event.event, Failed) and event.event.code == "log_lost"
+
+
 def test_a_failure_is_told_though_not_all_tokens_have_come_again() -> None:
     listener = in_state(LIVE)
     listener.begin_again()

@@ -234,6 +234,13 @@ async def test_an_event_that_a_failover_lost_is_awaited_until_an_engine_has_made
     bare: Site, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid = await begun(stages, "a", "b", "c")
+    assert await code_of(bare.get(events(uid, "?starting_after=4-0"))) == (400, "invalid_value"), "another could come"
+
+    async def keep() -> None:
+        """Do not read that there is no engine."""
+
+    monkeypatch.setattr(bare.frontend.readiness, "_poll", keep)
+    bare.frontend.readiness.batch_invariant = True
     async with bare.reading(events(uid), {"Last-Event-ID": "4-0"}) as reader:
         await say(stages, uid, 4, tokens(4, "d"))
         await say(stages, uid, 5, tokens(5, "e"))
