@@ -399,8 +399,8 @@ async def submit_without_client(
         if not letter:  # it may have got through, and then the request that runs is all that is left of the letter
             frontend.spawn(_take_back(frontend, uid))
         raise refusal(frontend, LogError, quota) from None
-    if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == uid:
-        frontend.spawn(_take_back(frontend, uid))
+    if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == uid and once is None:
+        frontend.spawn(_take_back(frontend, uid))  # with a key, another client may have come to it and have its answer
     if submitted.submission in REFUSALS:
         raise refusal(frontend, submitted, quota)
     return submitted.uid
