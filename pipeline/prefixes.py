@@ -1,6 +1,6 @@
 """Digests of beginnings of prompts. An engine publishes those of its cache, a tokenizer looks for those of a prompt.
 
-A digest stands for all pages up to one. Its key is the namespace, so that one namespace's do not tell about another's.
+A digest covers a prompt up to the end of a page. It is keyed by the namespace, so namespaces do not share digests.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pipeline.prefixes import prompt_digests, unpacked
 from pipeline.stage.slots import Status
 
 LATELY_S = 2.0
-"""Age of what an engine published last, at most: so long this tokenizer remembers what it placed."""
+"""A status is at most this old. The tokenizer remembers for the same time what it placed."""
 MOST_WAITING = 256
 """Number of placed requests of which it matters that no engine has taken them yet."""
 TOKENS_OF_REQUEST = 64
