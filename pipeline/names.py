@@ -265,6 +265,11 @@ class Names:
         """String, JSON, with a time to live: what the workers of a stage serve, while one of them lives."""
         return self._key(f"serving:{stage}")
 
+    @property
+    def last_engine(self) -> str:
+        """String, JSON: the status of an engine that was there last, for frontends with --engines-on-demand."""
+        return self._key("last_engine")
+
     def status(self, slot: str) -> str:
         """String, JSON, with a time to live of 10 s: the status that the slot's worker publishes."""
         return self._key(f"status:{slot}")
@@ -272,7 +277,7 @@ class Names:
 
 LASTING: Final = (
     *("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive"),
-    *("stored", "stored_bytes", "waiting", "queue:*"),
+    *("stored", "stored_bytes", "waiting", "queue:*", "last_engine"),
 )
 """The keys without a time to live; every other key has one. `queue:*` are there while requests wait."""
 

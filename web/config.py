@@ -212,6 +212,21 @@ class ArchivedConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DemandConfig:
+    """Whether engines may be away."""
+
+    engines_on_demand: bool = flag(
+        "--engines-on-demand",
+        default=False,
+        parse=yes_or_no,
+        help=(
+            "serve while no engine is there, because something else starts one when a request waits, as KEDA does; "
+            "/ready does not wait for engines and sends no request"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class WebStageConfig:
     """The flags of `minisgl stage web`."""
 
@@ -225,3 +240,4 @@ class WebStageConfig:
     origins: OriginConfig
     keys: KeysConfig
     archived: ArchivedConfig
+    demand: DemandConfig

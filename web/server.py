@@ -189,6 +189,7 @@ async def _serve(
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
         strict_model_names=config.clients.strict_model_names,
+        engines_on_demand=config.demand.engines_on_demand,
         max_log_bytes=config.clients.max_log_bytes or 0,
         measures=seat.measures,
         archive=config.archived.archive,

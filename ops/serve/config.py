@@ -144,8 +144,8 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> S
 
 def stage_flags(config: ServerConfig | StageConfig, stage: str) -> list[str]:
     """Return the flags with which a `minisgl stage <stage>` process has the same config as this one."""
-    shared = (item.name for item in fields(STAGE_CONFIGS[stage]) if item.name not in OF_ONE_PROCESS)
-    return flags_for(getattr(config, name) for name in shared)
+    names = (item.name for item in fields(STAGE_CONFIGS[stage]) if item.name not in OF_ONE_PROCESS)
+    return flags_for(getattr(config, name) for name in names if hasattr(config, name))
 
 
 def stage_secrets(config: ServerConfig | StageConfig, stage: str) -> dict[str, str]:

@@ -158,6 +158,7 @@ class RedisLog:
     lease = _sent(slots.lease)
     statuses = _sent(slots.statuses)
     serving = _sent(slots.serving)
+    last_engine = _sent(slots.last_engine)
 
     # frontends, and tools that show the log
 
@@ -236,6 +237,8 @@ class AsyncRedisLog:
     read_histories = _awaited(requests.read_histories)
     flush = _awaited(engines.flush)
     statuses = _awaited(slots.statuses)
+    remember_engine = _awaited(slots.remember_engine)
+    last_engine = _awaited(slots.last_engine)
     drop_journals = _awaited(detokenizers.drop_journals)
     server = _awaited(frontends.server)
     used_bytes = _awaited(frontends.used_bytes)

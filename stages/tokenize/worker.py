@@ -28,7 +28,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
-from pipeline.stage.slots import Heartbeat, Reporter, read_statuses, wait_until_it_fits
+from pipeline.stage.slots import Heartbeat, Reporter, known_statuses, read_statuses, wait_until_it_fits
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
 from pipeline.stage.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from pipeline.walk import walk
@@ -475,7 +475,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
             checker=checker,
             placement=placement,
         )
-        _wait_for_context(worker, announcement, stop)
+        _wait_for_context(log, worker, announcement, stop)
     inbox = Inbox.submitted(log.names)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
@@ -501,13 +501,15 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
     return 0
 
 
-def _wait_for_context(worker: TokenizeWorker, slot_lease: Heartbeat, stop: Stop) -> None:
-    """Wait for an engine: only engines know how long a prompt may be."""
+def _wait_for_context(log: RedisLog, worker: TokenizeWorker, slot_lease: Heartbeat, stop: Stop) -> None:
+    """Wait for an engine: only engines know how long a prompt may be. Where they come on demand, the last one counts."""
     said = False
     while not stop and not worker.context:
         slot_lease.report_progress()
         try:
             worker.learn_context()
+            if not worker.context and (last := log.last_engine()):
+                worker.context = sum(status.context for status in known_statuses({GENERATE: last}))
         except LogUnavailable as error:
             logger.warning("log_unavailable", error=str(error))
         if not worker.context:

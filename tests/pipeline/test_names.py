@@ -57,6 +57,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "owner:web-0": names.owner("web-0"),
         "status:web-0": names.status("web-0"),
         "serving:generate": names.serving("generate"),
+        "last_engine": names.last_engine,
     }
 
 
@@ -75,7 +76,7 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
     ever = {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
-    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes", "waiting", "queue:ef"}
+    assert lasting == ever | {"ended", "archive", "stored", "stored_bytes", "waiting", "queue:ef", "last_engine"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

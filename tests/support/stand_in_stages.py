@@ -94,6 +94,14 @@ class Stages:
                 status = status.model_copy(update={"bos": BOS, "has_chat_template": self.has_chat_template})
             assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
+    def leave(self, stage: str) -> None:
+        """Give the stage's slot back, as a worker does that ends in good order."""
+        self._owners[stage] = self._scene.own_after(self._owners[stage])
+
+    def waiting(self) -> int:
+        """Return how many requests no tokenizer has."""
+        return self.log.backlog(self._scene.submitted)
+
     def take_in(self) -> list[tuple[str, Submitted]]:
         """Tokenize and take what was submitted; what is for the tokenizer alone waits for `answer`."""
         came = []

@@ -50,6 +50,7 @@ class Frontend:
         max_log_bytes: int = 0,
         measures: Measures | None = None,
         archive: str = "",
+        engines_on_demand: bool = False,
     ) -> None:
         self.name = name
         self.log = log
@@ -58,7 +59,9 @@ class Frontend:
         self.measures = measures or Measures()
         self.tail = Tail(log, name, retention_s=log.limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)
-        self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
+        self.readiness = Readiness(
+            log, self.tail, self._say_unless_draining, self.measures, engines_on_demand=engines_on_demand
+        )
         self.retry_after = RetryAfter()
         self.budget = Budget(log, max_log_bytes)
         self.archived = Archived(archive)

@@ -52,11 +52,22 @@ Spawn = Callable[[Coroutine[Any, Any, str]], "asyncio.Task[str]"]
 class Readiness:
     """The statuses of the stages at the last poll."""
 
-    def __init__(self, log: AsyncRedisLog, tail: Tail, say: Say, measures: Measures | None = None) -> None:
+    def __init__(
+        self,
+        log: AsyncRedisLog,
+        tail: Tail,
+        say: Say,
+        measures: Measures | None = None,
+        *,
+        engines_on_demand: bool = False,
+    ) -> None:
         self._log = log
         self._tail = tail
         self._say = say
         self._measures = measures or Measures()
+        self._on_demand = engines_on_demand
+        self._kept = ""
+        """The status of an engine that the log keeps, as far as this process knows."""
         self._statuses: dict[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
         self._ranks: dict[str, Sequence[Status]] = {}
         self._said: tuple[str, ...] | None = None
@@ -93,6 +104,8 @@ class Readiness:
     def waiting_for(self) -> tuple[str, ...]:
         """The stages without a ready worker, or the probe; empty when ready. Without an engine, also missing ranks."""
         missing = self.missing
+        if self._on_demand and self.models:
+            return tuple(stage for stage in missing if stage != GENERATE)
         if GENERATE in missing:
             missing += tuple(role for role, found in self._ranks.items() if not any(s.phase == "ready" for s in found))
         return missing or (() if self.probed else (PROBE,))
@@ -167,11 +180,16 @@ class Readiness:
         await asyncio.wait({looking}, timeout=LOOK_PATIENCE_S)
 
     async def run(self) -> NoReturn:
-        """Poll, and send probes once every stage is there; never ends."""
+        """Poll, and send probes once every stage is there; never ends.
+
+        No probe where engines come on demand: it would wait for one that has just left, and so start another.
+        """
         trying = asyncio.create_task(self._probe_until_one_arrives())
+        if self._on_demand:
+            trying.cancel()
         try:
             while True:
-                arrived = self._pipeline_works or (trying.done() and trying.result())
+                arrived = self._pipeline_works or (trying.done() and not trying.cancelled() and trying.result())
                 try:
                     await self._poll()
                 except LogError as error:
@@ -195,11 +213,26 @@ class Readiness:
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
+        if self._on_demand:
+            engines = await self._engines_or_last(engines)
         if engines or not self.probed:  # before that, they may be left over from an earlier server
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
             self.context = min((status.context for status in engines), default=0)
             self.batch_invariant = bool(engines) and all(status.batch_invariant for status in engines)
             self.sampling_defaults = engines[0].sampling_defaults if engines else {}
+
+    async def _engines_or_last(self, engines: list[Status]) -> list[Status]:
+        """Keep what *engines* serve in the log, and return them; if there are none, return the one that was kept."""
+        text = _worth_keeping(engines) if engines else self._kept
+        try:
+            if not text:
+                self._kept = await self._log.last_engine()
+            elif text != self._kept:
+                await self._log.remember_engine(text)
+                self._kept = text
+        except LogError as error:  # such as a full log; the next poll tries again
+            logger.warning("last_engine_unknown", error=str(error))
+        return engines or (known_statuses({GENERATE: self._kept}) if self._kept else [])
 
     def _publish(self) -> None:
         waiting_for = self.waiting_for
@@ -272,6 +305,17 @@ async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
     roles = [rank_stage(rank) for rank in range(max((status.num_ranks for status in first), default=0))]
     texts = await asyncio.gather(*(log.statuses(role) for role in roles[1:]))
     return dict(zip(roles, (first, *map(known_statuses, texts)), strict=False))
+
+
+def _worth_keeping(engines: Sequence[Status]) -> str:
+    """Return a status, as JSON, with what the frontends of later need to know of *engines*."""
+    first = engines[0]
+    names = tuple(dict.fromkeys(name for status in engines for name in status.models))
+    told = {"slot", "owner", "pid", "host", "phase", "context", "sampling_defaults", "fingerprint"}
+    kept = first.model_copy(
+        update={"models": names, "batch_invariant": all(status.batch_invariant for status in engines)}
+    )
+    return kept.model_dump_json(include={*told, "models", "batch_invariant"})
 
 
 def _public(outcome: object) -> str:

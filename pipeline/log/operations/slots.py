@@ -114,6 +114,16 @@ def lease(log: LogContext, slot: str) -> Batch[Lease]:
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
+def remember_engine(log: LogContext, status: str) -> Command[None]:
+    """Keep the *status* (JSON) of an engine for the time when none is there."""
+    return Command(["SET", log.names.last_engine, status], lambda _: None)
+
+
+def last_engine(log: LogContext) -> Command[str]:
+    """Return the status that `remember_engine` has kept; empty: none."""
+    return Command(["GET", log.names.last_engine], lambda text: text or "")
+
+
 @functools.cache
 def _looked_at(names: Names, first: int) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     """Return the engines' slots from number *first* on, the keys of their leases and of those of their detokenizers,

@@ -62,7 +62,7 @@ def as_user(url: str, user: str) -> str:
 
 
 def test_there_is_a_user_for_each_stage_one_for_all_and_one_for_people() -> None:
-    assert set(ROLES) == {*STAGES, ARCHIVE, "operator", "minisgl"}
+    assert set(ROLES) == {*STAGES, ARCHIVE, "operator", "scaler", "minisgl"}
     assert RIGHTS["default"] == {"reset", "off"}
     assert all({"reset", "on"} < rights for role, rights in RIGHTS.items() if role != "default")
 
@@ -82,6 +82,14 @@ def test_a_role_may_run_every_command_of_its_commits(role: str) -> None:
             name = command.lower()
             right = f"+{name}|{sub.lower()}" if name in ("xgroup", "xinfo") else f"+{name}"
             assert right in RIGHTS[role], f"{script}.lua: {command} {sub}"
+
+
+def test_a_scaler_reads_how_long_the_two_queues_are(guarded: str) -> None:
+    with connect(as_user(guarded, "scaler")) as client:
+        assert client.ping()
+        assert [client.xlen(key) for key in (NAMES.submitted, NAMES.tokenized)] == [0, 0]
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.xrange(NAMES.submitted)
 
 
 def test_nobody_gets_in_without_a_password(guarded: str) -> None:
@@ -122,7 +130,7 @@ def test_no_role_may_do_what_is_not_its_work(guarded: str, role: str, words: tup
     with connect(as_user(guarded, role)) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.execute_command(*words)
-        refused = r"can't (run|access)|not allowed from script|ACL failure"
+        refused = r"can't (run|access)|not allowed from script|ACL failure|no permissions to run the 'eval'"
         with pytest.raises(redis.exceptions.ResponseError, match=refused):
             client.execute_command("EVAL", f"return redis.call({quoted})", 0)
 

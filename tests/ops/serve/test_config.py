@@ -57,6 +57,7 @@ ARCHIVED = flags("--archive")
 HTTP = REQUESTS | ORIGINS | KEYS | ARCHIVED
 HTTP |= flags("--background-timeout --max-background")
 HTTP |= flags("--disconnect-grace --max-body-bytes --max-log-bytes --pages --trusted-proxies --strict-model-names")
+DEMAND = flags("--engines-on-demand")
 FILES = flags("--to --retain --max-bytes --leave")
 LOG = flags("--redis-url --namespace --retention --response-retention --journal-bytes --lease")
 ENGINE = flags(
@@ -86,7 +87,7 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
     "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG | NODES | RANK | SHARE,
     "stage detokenize": MODEL | WORKER | LOG,
-    "stage web": WEB | LISTEN | WORKER | LOG | HTTP,
+    "stage web": WEB | LISTEN | WORKER | LOG | HTTP | DEMAND,
     "stage archive": WORKER | LOG | FILES,
     "trace": CONNECT | RETENTION | ARCHIVED | JSON,
     "top": CONNECT | JSON | flags("--interval --once"),
@@ -129,7 +130,7 @@ MEASURES = pairs(
 )
 SWITCHES = (
     "--repair --strict-model-names --leave --dummy-weight --trust-remote-code --deterministic --json --once --shell "
-    "--acks-disk --compare --client-clock"
+    "--acks-disk --compare --client-clock --engines-on-demand"
 )
 SEVERAL = {
     "--served-model-name": "a b",
@@ -381,7 +382,7 @@ def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
     for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *words_of(flag))]):
         serve = parse_serve(*flags)
         again = parse("stage", stage, *stage_flags(serve, stage), **secrets_of(serve))
-        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN - RANK - SHARE}
+        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN - DEMAND - RANK - SHARE}
         for flag in accepted:
             assert value_of(again, flag) == value_of(serve, flag)
 

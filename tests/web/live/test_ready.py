@@ -201,6 +201,60 @@ async def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_ur
         stand_in.close()
 
 
+async def test_where_engines_come_on_demand_requests_are_taken_without_one_and_no_probe_starts_one(
+    redis_url: str,
+) -> None:
+    with closing(Stages(redis_url, {"temperature": 0.6})) as stages:
+        async with site(redis_url, ready=False, engines_on_demand=True) as here:
+            ready = here.frontend.readiness
+            stages.say_phase("ready", "tokenize", "detokenize")
+            await until(lambda: ready.missing == ("generate",))
+            assert ready.waiting_for == ("generate",)  # nobody knows yet which model it is
+            stages.say_phase("ready", "generate")
+            await until(lambda: not ready.waiting_for)
+        stages.leave("generate")
+        async with site(redis_url, ready=False, engines_on_demand=True) as here:  # one that has never seen an engine
+            ready = here.frontend.readiness
+            await until(lambda: not ready.waiting_for)
+            assert (await here.client.get("/ready")).status_code == 200
+            assert ready.missing == ("generate",)
+            assert (ready.models, ready.context, ready.batch_invariant) == (MODELS, CONTEXT, True)
+            assert ready.sampling_defaults == {"temperature": 0.6}
+            assert (await here.client.get(PATH)).status_code == 503
+            assert stages.take_in() == []
+            asking = asyncio.create_task(here.post(chat()))
+            await until(lambda: stages.waiting() == 1)
+            ((uid, _),) = await asyncio.to_thread(stages.take_in)
+            stages.say_phase("ready", "generate")
+            await asyncio.to_thread(stages.say, uid, 1, tokens(1), finished(1), frontend="web-0")
+            assert (await asking).status_code == 200
+            stages.say_phase("loading", "tokenize")
+            await until(lambda: ready.waiting_for == ("tokenize",))
+
+
+async def test_the_model_of_an_engine_on_demand_is_the_newest_one(redis_url: str) -> None:
+    with closing(Stages(redis_url)) as stages:
+        for default in (0.6, 0.7):
+            stages.sampling_defaults = {"temperature": default}
+            stages.say_phase("ready")
+            async with site(redis_url, ready=False, engines_on_demand=True) as here:
+                await until(lambda: here.frontend.readiness.sampling_defaults == stages.sampling_defaults)
+            stages.leave("generate")
+        async with site(redis_url, ready=False) as here:  # a frontend that waits for engines does not look
+            await until(lambda: here.frontend.readiness.missing == ("generate",))
+            assert here.frontend.readiness.models == ()
+
+
+async def test_a_full_log_does_not_make_a_frontend_with_engines_on_demand_unready(redis_url: str) -> None:
+    with closing(Stages(redis_url)) as stages:
+        stages.say_phase("ready")
+        command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+        async with site(redis_url, ready=False, engines_on_demand=True) as here:
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert here.frontend.readiness.models == MODELS
+        command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+
+
 async def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
     redis_url: str, stand_in: StandIn
 ) -> None:
