@@ -502,7 +502,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
 
 
 def _wait_for_context(log: RedisLog, worker: TokenizeWorker, slot_lease: Heartbeat, stop: Stop) -> None:
-    """Wait for an engine: only engines know how long a prompt may be. Where they come on demand, the last one counts."""
+    """Wait for an engine: only engines know how long a prompt may be. On demand, the last one that was there counts."""
     said = False
     while not stop and not worker.context:
         slot_lease.report_progress()
