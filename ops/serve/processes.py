@@ -34,6 +34,8 @@ class Processes:
         self._jobs: list[Job] = []
         self.url = url
         self._namespace, self._watch_redis = config.log.namespace, watch_redis
+        ready_file = "" if isinstance(config, ServerConfig) else config.worker.ready_file
+        self._ready_file = Path(ready_file) if ready_file else None
         self._secrets_of = partial(stage_secrets, config)
         self._environment = worker_environment(os.environ, url)
 
@@ -89,6 +91,7 @@ class Processes:
             environment=self._environment,
             watch_redis=self._watch_redis,
             output=output,
+            ready_file=self._ready_file,
         )
         supervisor.listen()
         try:

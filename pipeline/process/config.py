@@ -45,6 +45,11 @@ class WorkerConfig:
         parse=at_least(0),
         help="run as a single worker in this process, in this slot if it is free",
     )
+    ready_file: str = flag(
+        "--ready-file",
+        default="",
+        help="file that is there while all workers that were started here are ready, for probes of containers",
+    )
 
 
 @dataclass(frozen=True, slots=True)

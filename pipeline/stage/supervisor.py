@@ -17,11 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import structlog
 
-from pipeline.errors import LogError, MiniSGLError
+from pipeline.errors import ConfigError, LogError, MiniSGLError
 from pipeline.names import rank_stage, slot_index, slot_stage
 from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE, SUPERVISOR_VARIABLE
 
@@ -120,15 +121,18 @@ class Supervisor:
         environment: Mapping[str, str],
         watch_redis: Callable[[], None],
         output: BinaryIO | None = None,
+        ready_file: Path | None = None,
     ) -> None:
         """*program*: start of every child's command line, `minisgl`, by exec. *watch_redis*: keeps Redis alive.
 
         *open_log* is called once, after the start. The children write to *output*, or where this process writes.
+        *ready_file* is there while all children are ready.
         """
         self._open_log = open_log
         self._watch_redis = watch_redis
         self._jobs = jobs
         self._output = output
+        self._ready_file = ready_file
         self._program = tuple(program)
         self._run = secrets.token_hex(8)
         self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
@@ -180,7 +184,11 @@ class Supervisor:
 
         A living holder keeps its slot (`acquire_slot`). The statuses are no help here: after a crash they outlive their
         workers, and new holders of the slots find the unfinished work of those workers.
+
+        Raises:
+            ConfigError: The ready file cannot be written.
         """
+        self._clear_ready_file()
         num_started: Counter[str] = Counter()
         for job in self._jobs:
             slot = num_started[job.role]
@@ -244,13 +252,35 @@ class Supervisor:
                     self._restart(child)
             elif child.process.poll() is not None:
                 self._reap(child)
-        self._is_settled = all(child.status is not None and child.status.phase == "ready" for child in self._children)
+        self._settle(all(child.status is not None and child.status.phase == "ready" for child in self._children))
         if time.monotonic() - self._looked_s > (SETTLED_POLL_S if self._is_settled else 2 * POLL_S):
             self._looked_s = time.monotonic()
             self._read_statuses()
 
+    def _settle(self, is_settled: bool) -> None:
+        if self._ready_file is not None and is_settled != self._is_settled:
+            if is_settled:
+                self._ready_file.touch()
+            else:
+                self._ready_file.unlink(missing_ok=True)
+        self._is_settled = is_settled
+
+    def _clear_ready_file(self) -> None:
+        """Remove what an earlier start has left, and find out whether the file can be written."""
+        if self._ready_file is None:
+            return
+        try:
+            self._ready_file.touch()
+            self._ready_file.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"--ready-file {self._ready_file}: it cannot be written ({error.strerror}); name a file in a folder "
+                "where this user can write"
+            ) from error
+
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """End the children stage by stage: those of the first entry of *order*, then those of the next."""
+        self._settle(False)
         for stages in order:
             children = [child for child in self._children if child.job.stage in stages and child.process.poll() is None]
             for child in children:

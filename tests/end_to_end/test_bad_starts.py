@@ -152,6 +152,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "",
         ["--max-log-bytes 67108864", "maxmemory 67108864", "pass less"],
     ),
+    "a ready file in a folder that is not there": (
+        "stage detokenize --redis-url {redis} --ready-file {folder}/none/ready",
+        "",
+        ["--ready-file {folder}/none/ready", "No such file", "where this user can write"],
+    ),
     "a repair of a Redis that is not ours": (
         "serve --repair --redis-url {redis}",
         "",

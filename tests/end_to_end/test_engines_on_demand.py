@@ -41,11 +41,18 @@ def test_a_request_waits_for_the_engine_that_it_starts_and_nothing_else_starts_o
             web = start(WEB, f"web {name}", "--port", str(port), "--engines-on-demand")
             return [web, *(start(stage, f"{stage} {name}") for stage in (TOKENIZE, DETOKENIZE))]
 
-        first, engine = serving("first"), start(GENERATE, "engine")
+        file = tmp_path / "engine is ready"
+        file.touch()  # left by a container that was killed
+        first, engine = serving("first"), start(GENERATE, "engine", "--ready-file", str(file))
+        eventually(lambda: not file.exists(), "nothing is ready yet")
         wait_until_ready(url, [*first, engine])
+        eventually(file.exists, "the engine is ready")
+        engine.workers(GENERATE)[0].kill()
+        eventually(lambda: not file.exists(), "no engine is ready")
+        eventually(file.exists, "another engine is ready")
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60).json()
         models = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        assert engine.stop() == 0
+        assert engine.stop() == 0 and not file.exists()
         for command in first:
             command.stop()
 

@@ -70,7 +70,7 @@ ENGINE = flags(
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
 SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
-WORKER = flags("--replicas --slot")
+WORKER = flags("--replicas --slot --ready-file")
 NODES = flags("--nnodes --node-rank --group --rank-address")
 RANK = flags("--rank")
 SHARE = flags("--engine --engines --free-bytes")
@@ -116,7 +116,8 @@ TEXTS = pairs(
     "--generation-config none --host :: --speculate off --redis-url redis://u:p@h:1/2 --namespace blue --data-dir /d "
     "--limits /l.toml --admin-key k3 --archive /a --to /a --dtype float32 --quantization int8 --device cpu "
     "--kernels avx2 --attn fa,fi --cache naive --overlap on --tool-parser hermes --group run.0 --rank-address 10.0.0.5 "
-    "--from 7-1200 --user ann --url http://h:1 --tokenizer /t --prompt Hi --plot /p.png --model-impl native"
+    "--from 7-1200 --user ann --url http://h:1 --tokenizer /t --prompt Hi --plot /p.png --model-impl native "
+    "--ready-file /tmp/ready"
 )
 NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
