@@ -1,0 +1,196 @@
+{{- define "minisgl.labels" -}}
+app.kubernetes.io/name: minisgl
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "minisgl.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "minisgl.passwords" -}}
+{{ .Values.redis.secret | default (printf "%s-redis" .Release.Name) }}
+{{- end }}
+
+{{/* Hosts of Redis, and of the Sentinels beside it, with spaces between them. */}}
+{{- define "minisgl.redisHosts" -}}
+{{- $hosts := list }}
+{{- range $i := until (int .Values.redis.replicas) }}
+{{- $hosts = append $hosts (printf "%s-redis-%d.%s-redis.%s.svc" $.Release.Name $i $.Release.Name $.Release.Namespace) }}
+{{- end }}
+{{- join " " $hosts }}
+{{- end }}
+
+{{/* The URL for one user: {root: ., user: web}. */}}
+{{- define "minisgl.redisUrl" -}}
+{{- $redis := .root.Values.redis }}
+{{- $hosts := splitList " " (include "minisgl.redisHosts" .root) }}
+{{- if $redis.url }}
+{{- $redis.url | replace "%USER%" .user }}
+{{- else if eq (int $redis.replicas) 1 }}
+{{- printf "redis://%s@%s:6379/0?password_file=/passwords/%s" .user (first $hosts) .user }}
+{{- else }}
+{{- $sentinels := list }}
+{{- range $hosts }}{{ $sentinels = append $sentinels (printf "%s:26379" .) }}{{ end }}
+{{- printf "redis+sentinel://%s@%s/minisgl/0?password_file=/passwords/%s&sentinel_password_file=/passwords/sentinel" .user (join "," $sentinels) .user }}
+{{- end }}
+{{- end }}
+
+{{- define "minisgl.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "minisgl.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* The pod of a stage: {root: ., stage: web, user: web, config: .Values.web, args: [..], env: [..]}. */}}
+{{- define "minisgl.pod" -}}
+{{- $values := .root.Values }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ eq .stage "web" | ternary 60 30 }}
+securityContext:
+  {{- include "minisgl.podSecurity" (dict "user" 10001) | nindent 2 }}
+{{- with $values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .config.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .config.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "minisgl.labels" .root | nindent 8 }}
+        app.kubernetes.io/component: {{ .stage }}
+{{- if not $values.redis.url }}
+initContainers:
+  - name: wait-for-redis
+    image: {{ $values.redis.image }}
+    command: [sh, /minisgl/redis.sh, wait]
+    env:
+      {{- include "minisgl.redisEnv" (dict "root" .root "user" .stage) | nindent 6 }}
+    securityContext:
+      {{- include "minisgl.containerSecurity" . | nindent 6 }}
+    resources:
+      requests: {cpu: 10m, memory: 16Mi}
+      limits: {memory: 64Mi}
+    volumeMounts:
+      - {name: redis-script, mountPath: /minisgl, readOnly: true}
+      - {name: passwords, mountPath: /passwords, readOnly: true}
+{{- end }}
+containers:
+  - name: {{ .stage }}
+    image: {{ include "minisgl.image" .root }}
+    imagePullPolicy: {{ $values.image.pullPolicy }}
+    args: {{ concat (list "stage" .stage) .args .config.args | toJson }}
+    env:
+      - {name: MINISGL_REDIS_URL, value: {{ include "minisgl.redisUrl" (dict "root" .root "user" .stage) | quote }}}
+      - {name: MINISGL_NAMESPACE, value: {{ $values.namespace | quote }}}
+      - {name: HOME, value: /tmp}
+      {{- if has .stage (list "tokenize" "generate" "detokenize") }}
+      {{- with $values.model }}
+      - {name: MINISGL_MODEL, value: {{ . | quote }}}
+      {{- end }}
+      {{- with $values.hub.secret }}
+      - name: HF_TOKEN
+        valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+      {{- end }}
+      {{- end }}
+      {{- range .env }}
+      - {{ toJson . }}
+      {{- end }}
+      {{- range $name, $value := $values.env }}
+      - {name: {{ $name }}, value: {{ $value | quote }}}
+      {{- end }}
+    securityContext:
+      {{- include "minisgl.containerSecurity" . | nindent 6 }}
+    {{- if eq .stage "web" }}
+    ports:
+      - {name: http, containerPort: 1919}
+    startupProbe:
+      httpGet: {path: /health, port: http}
+      periodSeconds: 2
+      failureThreshold: 60
+    livenessProbe:
+      httpGet: {path: /health, port: http}
+      timeoutSeconds: 5
+      failureThreshold: 6
+    readinessProbe:
+      httpGet: {path: /ready, port: http}
+      periodSeconds: 5
+      timeoutSeconds: 5
+      failureThreshold: 3
+    lifecycle:
+      # Proxies hear that the pod goes before it takes no new requests.
+      preStop: {sleep: {seconds: 5}}
+    {{- else }}
+    readinessProbe:
+      exec: {command: [test, -f, /tmp/ready]}
+      periodSeconds: 2
+    {{- end }}
+    resources:
+      {{- $resources := deepCopy .config.resources }}
+      {{- if and (eq .stage "generate") (gt (int .config.gpus) 0) }}
+      {{- $_ := set $resources "limits" (merge (dict .config.gpuResource (int .config.gpus)) ($resources.limits | default dict)) }}
+      {{- end }}
+      {{- toYaml $resources | nindent 6 }}
+    volumeMounts:
+      - {name: passwords, mountPath: /passwords, readOnly: true}
+      - {name: tmp, mountPath: /tmp}
+      - {name: models, mountPath: /models}
+      {{- if eq .stage "generate" }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
+      {{- if and $values.archive.enabled (has .stage (list "web" "archive")) }}
+      - {name: archive, mountPath: /archive}
+      {{- end }}
+volumes:
+  - name: passwords
+    secret:
+      secretName: {{ include "minisgl.passwords" .root }}
+      defaultMode: 0440
+      items:
+        - {key: {{ .stage }}, path: {{ .stage }}}
+        {{- if and (not $values.redis.url) (gt (int $values.redis.replicas) 1) }}
+        - {key: sentinel, path: sentinel}
+        {{- end }}
+  - {name: tmp, emptyDir: {}}
+  - name: models
+    {{- if and $values.models.claim (ne .stage "web") (ne .stage "archive") }}
+    persistentVolumeClaim: {claimName: {{ $values.models.claim }}}
+    {{- else }}
+    emptyDir: {}
+    {{- end }}
+  {{- if eq .stage "generate" }}
+  - {name: shm, emptyDir: {medium: Memory}}
+  {{- end }}
+  {{- if and $values.archive.enabled (has .stage (list "web" "archive")) }}
+  - name: archive
+    persistentVolumeClaim: {claimName: {{ required "archive.claim: name the PersistentVolumeClaim of the archive" $values.archive.claim }}}
+  {{- end }}
+  {{- if not $values.redis.url }}
+  - name: redis-script
+    configMap: {name: {{ .root.Release.Name }}-redis}
+  {{- end }}
+{{- end }}
+
+{{/* What files/redis.sh reads: {root: ., user: web}. */}}
+{{- define "minisgl.redisEnv" -}}
+- {name: HOSTS, value: {{ include "minisgl.redisHosts" .root | quote }}}
+- {name: REDIS_USER, value: {{ .user }}}
+{{- end }}
