@@ -67,7 +67,7 @@ redis)
     sed -n 's/^user \([a-z]*\) reset on \(.*\)/\1 \2/p' "${USERS:-/minisgl/users.acl}" | while read -r line; do
         with_hash $line
     done > "$run/users.acl"
-    cat "${CONFIG:-/minisgl/redis.conf}" > "$run/redis.conf"
+    grep -v -e '^dir ' -e '^bind ' "${CONFIG:-/minisgl/redis.conf}" > "$run/redis.conf"
     printf '%s\n' "bind $bind" "dir $data" "aclfile $run/users.acl" "$MORE" >> "$run/redis.conf"
     if [ "$num_hosts" -gt 1 ]; then
         with_hash replica +psync +replconf +ping >> "$run/users.acl"
@@ -80,7 +80,7 @@ redis)
             now=$(first_or_named)
         done
         printf '%s\n' "replica-announce-ip $me" 'masteruser replica' "masterauth $(cat "$passwords/replica")" \
-            'min-replicas-to-write 1' >> "$run/redis.conf"
+            'min-replicas-to-write 1' 'repl-diskless-sync-delay 1' >> "$run/redis.conf"
         [ "$now" = "$me" ] || echo "replicaof $now 6379" >> "$run/redis.conf"
     fi
     echo 'user default reset off' >> "$run/users.acl"
