@@ -34,11 +34,15 @@ redis_url() {
 start_redis() {
     local server host code port=${REDIS_PORT:-6379}
     mkdir -p "$folder/data"
-    exec 9> "$folder/lock" # Redis holds it, too: never two on the same data
-    flock -w 120 9 || { echo "Another job has $folder; set another MINISGL_DATA_DIR." >&2 && exit 2; }
+    # Redis holds the lock, too: never two on the same data. A second log job waits here, and takes the first one's place.
+    exec 9> "$folder/lock"
+    if ! flock -n 9; then
+        echo "Waits until the log job that has $folder ends."
+        flock 9 & wait $!
+    fi
     [ -s "$folder/password" ] || od -A n -t x1 -N 32 /dev/urandom | tr -d ' \n' > "$folder/password"
-    host=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-    host=${REDIS_ADDRESS:-$(getent ahostsv4 "$host" | awk '{ print $1; exit }')}
+    host=${REDIS_ADDRESS:-$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}
+    host=$(getent ahostsv4 "$host" | awk '{ print $1; exit }')
     server=$(python -c 'from pipeline.process.redis_server import find_binary; print(find_binary())')
     # The password is not on a command line. A Redis that is killed starts again with its data.
     while
@@ -61,9 +65,12 @@ start_redis() {
 
 stop_log() {
     trap '' TERM
-    kill "${stages[@]}" 2> /dev/null || true
-    wait "${stages[@]}" || true
-    [ -z "$redis" ] || kill "$(cat "$folder/redis.pid" 2> /dev/null)" 2> /dev/null || true # last: the others need it to end
+    local pid
+    for pid in "${stages[@]}"; do # web first: its open streams need the others
+        kill "$pid" 2> /dev/null || true
+        wait "$pid" || true
+    done
+    [ -z "$redis" ] || kill "$(cat "$folder/redis.pid" 2> /dev/null)" 2> /dev/null || true
     wait
     exit "$1"
 }
