@@ -49,9 +49,10 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The pod of a stage: {root: ., stage: web, user: web, config: .Values.web, args: [..], env: [..]}. */}}
+{{/* The pod of a stage, or of the tools: {root: ., stage: web, config: .Values.web, args: [..], env: [..]}. */}}
 {{- define "minisgl.pod" -}}
 {{- $values := .root.Values }}
+{{- $user := eq .stage "tools" | ternary "operator" .stage }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ eq .stage "web" | ternary 60 30 }}
@@ -83,7 +84,7 @@ initContainers:
     image: {{ $values.redis.image }}
     command: [sh, /minisgl/redis.sh, wait]
     env:
-      {{- include "minisgl.redisEnv" (dict "root" .root "user" .stage) | nindent 6 }}
+      {{- include "minisgl.redisEnv" (dict "root" .root "user" $user) | nindent 6 }}
     securityContext:
       {{- include "minisgl.containerSecurity" . | nindent 6 }}
     resources:
@@ -97,9 +98,13 @@ containers:
   - name: {{ .stage }}
     image: {{ include "minisgl.image" .root }}
     imagePullPolicy: {{ $values.image.pullPolicy }}
+    {{- if eq .stage "tools" }}
+    command: [sh, -c, "trap exit TERM; sleep infinity & wait"]
+    {{- else }}
     args: {{ concat (list "stage" .stage) .args .config.args | toJson }}
+    {{- end }}
     env:
-      - {name: MINISGL_REDIS_URL, value: {{ include "minisgl.redisUrl" (dict "root" .root "user" .stage) | quote }}}
+      - {name: MINISGL_REDIS_URL, value: {{ include "minisgl.redisUrl" (dict "root" .root "user" $user) | quote }}}
       - {name: MINISGL_NAMESPACE, value: {{ $values.namespace | quote }}}
       - {name: HOME, value: /tmp}
       {{- if has .stage (list "tokenize" "generate" "detokenize") }}
@@ -138,7 +143,7 @@ containers:
     lifecycle:
       # Proxies hear that the pod goes before it takes no new requests.
       preStop: {sleep: {seconds: 5}}
-    {{- else }}
+    {{- else if ne .stage "tools" }}
     readinessProbe:
       exec: {command: [test, -f, /tmp/ready]}
       periodSeconds: 2
@@ -156,7 +161,7 @@ containers:
       {{- if eq .stage "generate" }}
       - {name: shm, mountPath: /dev/shm}
       {{- end }}
-      {{- if and $values.archive.enabled (has .stage (list "web" "archive")) }}
+      {{- if and $values.archive.enabled (has .stage (list "web" "archive" "tools")) }}
       - {name: archive, mountPath: /archive}
       {{- end }}
 volumes:
@@ -165,13 +170,13 @@ volumes:
       secretName: {{ include "minisgl.passwords" .root }}
       defaultMode: 0440
       items:
-        - {key: {{ .stage }}, path: {{ .stage }}}
+        - {key: {{ $user }}, path: {{ $user }}}
         {{- if and (not $values.redis.url) (gt (int $values.redis.replicas) 1) }}
         - {key: sentinel, path: sentinel}
         {{- end }}
   - {name: tmp, emptyDir: {}}
   - name: models
-    {{- if and $values.models.claim (ne .stage "web") (ne .stage "archive") }}
+    {{- if and $values.models.claim (has .stage (list "tokenize" "generate" "detokenize")) }}
     persistentVolumeClaim: {claimName: {{ $values.models.claim }}}
     {{- else }}
     emptyDir: {}
@@ -179,7 +184,7 @@ volumes:
   {{- if eq .stage "generate" }}
   - {name: shm, emptyDir: {medium: Memory}}
   {{- end }}
-  {{- if and $values.archive.enabled (has .stage (list "web" "archive")) }}
+  {{- if and $values.archive.enabled (has .stage (list "web" "archive" "tools")) }}
   - name: archive
     persistentVolumeClaim: {claimName: {{ required "archive.claim: name the PersistentVolumeClaim of the archive" $values.archive.claim }}}
   {{- end }}
