@@ -194,7 +194,8 @@ _TARGET = frozenset({"namespace", "job", "instance"})
 _WORDS = frozenset({"by", "on", "and", "or", "unless", "ignoring", "group_left"})
 _TEXT = re.compile(r'"[^"]*"')
 _LISTS = re.compile(r"\b(?:by|on)\s*\(([^)]*)\)")
-_SELECTOR = re.compile(r"([a-z_:]+)\{([^}]*)\}")
+_SELECTOR = re.compile(r"([a-z_:][\w:]*)\{([^}]*)\}")
+_MADE = re.compile(r'label_replace\(.*?\), "(\w+)",')
 _NAME = re.compile(r"(?<![\w$.])[a-z_][\w:]*(?!\s*\(|[\w:])")
 
 
@@ -203,6 +204,7 @@ def names_in(query: str) -> set[str]:
 
     Whatever is no function, label, duration or word of PromQL counts as a series.
     """
+    made = set(_MADE.findall(query))
     query = _TEXT.sub('""', query)
     grouped = {label.strip() for found in _LISTS.findall(query) for label in found.split(",") if label.strip()}
     bare = _LISTS.sub(" ", query)
@@ -212,5 +214,5 @@ def names_in(query: str) -> set[str]:
     assert names <= set(LABELS_OF), f"no such metric: {sorted(names - set(LABELS_OF))}"
     for name, labels in selected:
         assert set(labels) <= LABELS_OF[name] | _TARGET, f"{name} has no label of {labels}"
-    assert grouped <= _TARGET.union(*(LABELS_OF[name] for name in names)), f"no such label: {sorted(grouped)}"
+    assert grouped <= _TARGET.union(made, *(LABELS_OF[name] for name in names)), f"no such label: {sorted(grouped)}"
     return names
