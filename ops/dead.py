@@ -75,8 +75,11 @@ def ls(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     elif not letters:
         sys.stdout.write("no dead letters\n")
     else:
-        names = ("uid", "stage", "deaths", "error")
-        rows = [("when", *names), *((moment(letter), *(_text(letter, name) for name in names)) for letter in letters)]
+        rows: list[tuple[str, ...]] = [("when", "uid or id", "stage", "deaths", "error")]
+        for letter in letters:  # an entry that is about no request has no uid
+            named = "uid" if letter.get("uid") else "id"
+            names = (named, "stage", "deaths", "error")
+            rows.append((moment(letter), *(_text(letter, name) for name in names)))
         sys.stdout.write("\n".join(columns(rows, right=(3,))) + "\n")
 
 

@@ -194,8 +194,7 @@ class ArchiveWorker:
         """Remove old files, and publish the metrics."""
         if not self._is_sure:
             self._open()
-        self._measures.set(ARCHIVE_BACKLOG, self._log.backlog(ended_inbox(self._log.names)))
-        self._measures.set(ARCHIVE_UNARCHIVED, self._log.num_unarchived())
+        self._count_waiting()
         if time.monotonic() - self._tidied_s >= TIDY_EVERY_S:
             self._tidied_s = time.monotonic()
             self._report_progress()
@@ -225,6 +224,10 @@ class ArchiveWorker:
         except (ArchiveFull, OSError) as error:
             logger.error("archive_not_tidied", error=str(error))
 
+    def _count_waiting(self) -> None:
+        self._measures.set(ARCHIVE_BACKLOG, self._log.backlog(ended_inbox(self._log.names)))
+        self._measures.set(ARCHIVE_UNARCHIVED, self._log.num_unarchived())
+
     def _on_disk(self, work: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Call *work* on the files until it succeeds; return False if this worker must end before.
 
@@ -245,6 +248,8 @@ class ArchiveWorker:
                     logger.error("archiving_stopped", error=str(error))
                 self._tidy()
                 meanwhile()
+                with contextlib.suppress(LogError):  # the work comes to it, too
+                    self._count_waiting()
             self._report_progress()
             if self._stop.wait(pause_s) or self._slot_lease.lost.is_set():
                 return False

@@ -29,7 +29,7 @@ def expire(dead: Tool, uid: str) -> None:
 def test_ls_is_a_table_with_the_newest_first(lived: LivedRequests, dead: Tool) -> None:
     first, second = lived.dead(error="exit code -11"), lived.dead(error="a\nlong error")
     lines = dead("ls")
-    assert lines[0].split() == ["when", "uid", "stage", "deaths", "error"]
+    assert lines[0].split() == ["when", "uid", "or", "id", "stage", "deaths", "error"]
     assert [line.split()[3:] for line in lines[1:]] == [
         [second, "generate", "3", r"a\nlong", "error"],
         [first, "generate", "3", "exit", "code", "-11"],
@@ -247,7 +247,7 @@ def buried(lived: LivedRequests, uid: str = "") -> str:
 
 def test_an_entry_that_could_not_be_read_is_listed_shown_and_dropped(lived: LivedRequests, dead: Tool) -> None:
     letter = buried(lived)
-    assert dead("ls")[1].split()[3:] == ["?", "tokenize", "0", "it", "is", "not", "text"]
+    assert dead("ls")[1].split()[3:] == [letter, "tokenize", "0", "it", "is", "not", "text"]
     lines = dead("show", letter)
     assert lines[0].startswith(f"dead letter {letter}, 20")
     assert lines[1] == f"an entry of {Names().submitted} that tokenize could not read: it is not text"

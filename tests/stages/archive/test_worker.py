@@ -33,7 +33,7 @@ from pipeline.log.forgetting import ended_inbox
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import ARCHIVE_STOPPED, ARCHIVE_UNARCHIVED, ARCHIVED
+from pipeline.metrics.families import ARCHIVE_BACKLOG, ARCHIVE_STOPPED, ARCHIVE_UNARCHIVED, ARCHIVED
 from pipeline.names import ARCHIVE, PROBE, SEAL, Names
 from pipeline.process.config import WorkerConfig
 from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE
@@ -265,14 +265,16 @@ def test_a_full_disk_stops_archiving_with_one_line_and_a_metric_until_there_is_r
     archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages.archive.worker, "FULL_RETRY_S", 0.01)
-    uid, tries, stopped = archiver.finish(), 0, list[float]()
+    uid, tries, stopped, backlogs = archiver.finish(), 0, list[float](), list[float]()
     write = archiver.writer.write
 
     def full(recordings: list[Recording]) -> int:
         nonlocal tries
         tries += 1
         stopped.append(count_of(archiver.measures, ARCHIVE_STOPPED))
+        backlogs.append(count_of(archiver.measures, ARCHIVE_BACKLOG))
         if tries < 4:
+            archiver.finish()  # serving goes on
             raise ArchiveFull("the disk is full")
         return write(recordings)
 
@@ -280,8 +282,9 @@ def test_a_full_disk_stops_archiving_with_one_line_and_a_metric_until_there_is_r
     with capture_logs() as lines:
         archiver.work()
     assert [line["error"] for line in lines if line["event"] == "archiving_stopped"] == ["the disk is full"]
-    assert stopped == [0, 1, 1, 1] and count_of(archiver.measures, ARCHIVE_STOPPED) == 0
-    assert archiver.uids() == [uid]
+    assert stopped == [0, 1, 1, 1, 0] and count_of(archiver.measures, ARCHIVE_STOPPED) == 0
+    assert backlogs[:4] == [0, 2, 3, 4], "what waits is counted also meanwhile"
+    assert uid in archiver.uids() and len(archiver.uids()) == 4
 
 
 def test_an_archiver_that_is_to_end_while_the_disk_is_full_leaves_the_rest_pending(
