@@ -12,6 +12,7 @@ import yaml
 from support.monitored import MadeServer, Passing, firing, names_in, promtool, run_rules, series_of
 
 from pipeline.metrics import families
+from pipeline.metrics.families import Family
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "ops/monitoring/alerts.yaml"
@@ -24,23 +25,19 @@ AT_ONCE = 4
 """Servers in one test of promtool, each with a condition. Its queries read 10,000 samples at most."""
 
 
-def down(server: MadeServer, minutes: int) -> None:
-    server.is_up = False
+def sets(**said: Any) -> Passing:
+    """Return a period in which nothing happens, and the server is as said."""
 
-
-def without_log(server: MadeServer, minutes: int) -> None:
-    server.has_log = False
-
-
-def refuses(reason: str) -> Passing:
     def passing(server: MadeServer, minutes: int) -> None:
-        server.pass_healthy(minutes)
-        server.add(families.REJECTIONS, minutes, reason, slot="web-1")
+        for name, value in said.items():
+            setattr(server, name, value)
 
     return passing
 
 
-def lacks(stage: str, *, num_live: int) -> Passing:
+def without(stage: str, *, num_live: int) -> Passing:
+    """Return a period without a worker of *stage*, in which nothing happens."""
+
     def passing(server: MadeServer, minutes: int) -> None:
         server.lose(stage)
         server.num_live = server.num_queued = num_live
@@ -48,54 +45,8 @@ def lacks(stage: str, *, num_live: int) -> Passing:
     return passing
 
 
-def stuck(server: MadeServer, minutes: int) -> None:
-    """No time passes for the engines."""
-
-
-def idle(server: MadeServer, minutes: int) -> None:
-    server.num_live = 0
-    server.set(families.NUM_RUNNING, 0)
-
-
-def fail(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.add(families.REQUEST_SUCCESS, 100 * minutes, "error", slot="generate-0")
-
-
-def wait(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.set(families.NUM_WAITING, 2, slot="generate-0")
-    server.num_queued = 3
-
-
-def slow_first_token(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.observe(families.FIRST_TOKEN_SECONDS, 15, 2 * minutes)
-
-
-def full_cache(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.set(families.KV_CACHE_USAGE, 0.98, slot="generate-1")
-    server.add(families.NUM_PREEMPTIONS, minutes, slot="generate-1")
-
-
-def slow_commits(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.observe(families.COMMIT_SECONDS, 0.3, 10 * minutes, "step", slot="generate-0")
-
-
-def dead_letter(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.num_dead = 1
-
-
-def without_archiver(server: MadeServer, minutes: int) -> None:
-    server.pass_healthy(minutes)
-    server.lose("archive")
-
-
-def grows(family: families.Family, amount: float, *labels: str, slot: str = "") -> Passing:
-    """Return a period in which all is well but for one figure, which grows by *amount* a minute."""
+def grows(family: Family, amount: float, *labels: str, slot: str = "") -> Passing:
+    """Return a period in which all is well but for one count, which grows by *amount* a minute."""
 
     def passing(server: MadeServer, minutes: int) -> None:
         server.pass_healthy(minutes)
@@ -104,7 +55,17 @@ def grows(family: families.Family, amount: float, *labels: str, slot: str = "") 
     return passing
 
 
-def holds(family: families.Family, value: float, slot: str) -> Passing:
+def observes(family: Family, seconds: float, *labels: str, slot: str = "") -> Passing:
+    """Return a period in which a tenth of what a histogram is given are so many *seconds*."""
+
+    def passing(server: MadeServer, minutes: int) -> None:
+        server.pass_healthy(minutes)
+        server.observe(family, seconds, 10 * minutes, *labels, slot=slot)
+
+    return passing
+
+
+def holds(family: Family, value: float, slot: str) -> Passing:
     """Return a period in which all is well but for one figure."""
 
     def passing(server: MadeServer, minutes: int) -> None:
@@ -114,35 +75,59 @@ def holds(family: families.Family, value: float, slot: str) -> Passing:
     return passing
 
 
+def a_few_fail(server: MadeServer, minutes: int) -> None:
+    server.add(families.REQUEST_SUCCESS, 0.3 * minutes, "error", slot="generate-0")
+
+
+def full_cache(server: MadeServer, minutes: int) -> None:
+    grows(families.NUM_PREEMPTIONS, 1, slot="generate-1")(server, minutes)
+    server.set(families.KV_CACHE_USAGE, 0.98, slot="generate-1")
+
+
+def letter(server: MadeServer, minutes: int) -> None:
+    server.pass_healthy(minutes)
+    server.num_dead = 1
+
+
+def no_archiver(server: MadeServer, minutes: int) -> None:
+    server.pass_healthy(minutes)
+    server.lose("archive")
+
+
+def refuses(reason: str) -> Passing:
+    return grows(families.REJECTIONS, 1, reason, slot="web-1")
+
+
 CONDITIONS: Mapping[str, tuple[Passing, set[str]]] = {
     "all is well": (MadeServer.pass_healthy, set()),
-    "no requests": (idle, set()),
-    "no requests and no engine": (lacks("generate", num_live=0), set()),
-    "no requests and no stage": (lacks("tokenize", num_live=0), set()),
+    "no requests": (sets(num_live=0), set()),
+    "no requests and no engine": (without("generate", num_live=0), set()),
+    "no requests and no stage": (without("tokenize", num_live=0), set()),
     "a key reaches its limit": (refuses("tokens_per_day"), set()),
     "the server drains": (refuses("shutting_down"), set()),
-    "no web process": (down, {"MiniSGLDown"}),
-    "no Redis": (without_log, {"MiniSGLLogUnreachable"}),
+    "no web process": (sets(is_up=False), {"MiniSGLDown"}),
+    "no Redis": (sets(has_log=False), {"MiniSGLLogUnreachable"}),
     "Redis is full": (refuses("log_full"), {"MiniSGLLogTakesNoRequests"}),
     "--max-log-bytes is full": (refuses("log_bytes"), {"MiniSGLLogTakesNoRequests"}),
     "no replica": (refuses("unacknowledged"), {"MiniSGLLogTakesNoRequests"}),
-    "no engine": (lacks("generate", num_live=3), {"MiniSGLNoEngine"}),
-    "no tokenizer": (lacks("tokenize", num_live=1), {"MiniSGLStageMissing"}),
-    "no detokenizer": (lacks("detokenize", num_live=1), {"MiniSGLStageMissing"}),
-    "engines compute nothing": (stuck, {"MiniSGLStuck"}),
-    "half of the requests fail": (fail, {"MiniSGLRequestsFail"}),
+    "no engine": (without("generate", num_live=3), {"MiniSGLNoEngine"}),
+    "no tokenizer": (without("tokenize", num_live=1), {"MiniSGLStageMissing"}),
+    "no detokenizer": (without("detokenize", num_live=1), {"MiniSGLStageMissing"}),
+    "engines compute nothing": (sets(num_live=3), {"MiniSGLStuck"}),
+    "half fail": (grows(families.REQUEST_SUCCESS, 100, "error", slot="generate-0"), {"MiniSGLRequestsFail"}),
+    "all fail of a few": (a_few_fail, {"MiniSGLStuck"}),
     "the queue is full": (refuses("queue_full"), {"MiniSGLRefusesRequests"}),
-    "more requests wait than run": (wait, {"MiniSGLRequestsWait"}),
-    "first tokens are slow": (slow_first_token, {"MiniSGLSlowFirstToken"}),
+    "more wait than run": (holds(families.NUM_WAITING, 5, "generate-0"), {"MiniSGLRequestsWait"}),
+    "late first tokens": (observes(families.FIRST_TOKEN_SECONDS, 15), {"MiniSGLSlowFirstToken"}),
     "the cache is full": (full_cache, {"MiniSGLCacheFull"}),
-    "commits are slow": (slow_commits, {"MiniSGLSlowCommits"}),
+    "slow commits": (observes(families.COMMIT_SECONDS, 0.3, "step", slot="generate-0"), {"MiniSGLSlowCommits"}),
     "an engine restarts": (grows(families.START_SECONDS, 60, slot="generate-1"), {"MiniSGLWorkerRestarts"}),
     "an engine takes over": (grows(families.TAKEOVERS, 1, slot="generate-1"), {"MiniSGLTakeovers"}),
-    "a dead letter": (dead_letter, {"MiniSGLDeadLetters"}),
+    "a dead letter": (letter, {"MiniSGLDeadLetters"}),
     "garbage": (grows(families.UNREADABLE_ENTRIES, 1, "steps", slot="detokenize-0"), {"MiniSGLUnreadableEntries"}),
     "many open files": (holds(families.OPEN_FDS, 1000, "web-1"), {"MiniSGLOpenFiles"}),
     "a full disk": (holds(families.ARCHIVE_STOPPED, 1, "archive-0"), {"MiniSGLArchiveStopped"}),
-    "no archiver": (without_archiver, {"MiniSGLArchiveStopped"}),
+    "no archiver": (no_archiver, {"MiniSGLArchiveStopped"}),
     "requests expire": (grows(families.ARCHIVE_UNARCHIVED, 1, slot="archive-0"), {"MiniSGLNotArchived"}),
 }
 """What happens -> the alerts that come, and no others."""

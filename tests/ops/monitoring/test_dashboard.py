@@ -58,19 +58,6 @@ def test_the_variables_are_those_of_the_queries_and_are_read_from_metrics_that_e
         names_in(f"max by ({found[2]}) ({found[1]})")
 
 
-def test_no_panel_covers_another_one() -> None:
-    taken = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        for x in range(place["x"], place["x"] + place["w"]):
-            for y in range(place["y"], place["y"] + place["h"]):
-                assert (x, y) not in taken, panel["title"]
-                taken.add((x, y))
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-
-
 def test_a_query_returns_data_and_the_same_from_one_web_process_as_from_two(tmp_path: Path) -> None:
     rules, names = [], set[str]()
     for name, target in QUERIES.items():
