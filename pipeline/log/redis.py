@@ -242,6 +242,7 @@ class AsyncRedisLog:
     drop_journals = _awaited(detokenizers.drop_journals)
     server = _awaited(frontends.server)
     used_bytes = _awaited(frontends.used_bytes)
+    memory = _awaited(frontends.memory)
     occupancy = _awaited(frontends.occupancy)
     peek = _awaited(frontends.peek)
     lengths = _awaited(requests.lengths)

@@ -340,6 +340,15 @@ LOG_SERVER: Final = Family(
     "Always 1; the labels name the server that holds the log, Redis or Valkey, and its version.",
     labels=("server", "version"),
 )
+LOG_USED_BYTES: Final = Family(
+    "log_used_bytes", "gauge", "Memory that the server of the log uses, with the data of others that share it."
+)
+LOG_LIMIT_BYTES: Final = Family(
+    "log_limit_bytes",
+    "gauge",
+    "Memory above which new requests are refused: --max-log-bytes, or Redis' maxmemory if that is less. Not there if "
+    "neither is set.",
+)
 WORKER_READY: Final = Family("worker_ready", "gauge", "1 for a worker that says it is ready.", labels=(SLOT,))
 STREAM_LENGTH: Final = Family(
     "stream_length", "gauge", "Entries that wait or are worked on: the backlog of a stage.", labels=("stream",)

@@ -49,6 +49,7 @@ class MadeServer:
         """Workers that say that they are ready; all others say nothing."""
         self.is_up, self.has_log = True, True
         self.num_live, self.num_queued, self.num_dead = 4, 0, 0
+        self.used_bytes = 2**28
 
     def pass_healthy(self, minutes: int) -> None:
         """Let so many *minutes* of ordinary requests pass: the server refuses none, and none fails."""
@@ -108,7 +109,8 @@ class MadeServer:
         ]
         idle = Depth(0, 0)
         occupancy = Occupancy(Depth(self.num_queued, 0), idle, {"generate-0": idle}, self.num_dead, self.num_live)
-        facts = LogFacts(("Valkey", "9.1.2"), occupancy, statuses, {}) if self.has_log else None
+        server = ("Valkey", "9.1.2")
+        facts = LogFacts(server, self.used_bytes, 2**30, occupancy, statuses, {}) if self.has_log else None
         texts = [text.decode() for text in render(facts, {web: snapshots[web]}, MODEL) if text]
         return Scrape("".join(text for text in texts if any(name.startswith(text.split()[2]) for name in names)))
 

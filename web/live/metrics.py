@@ -25,9 +25,11 @@ from pipeline.metrics.counters import Counts, Reading, Readings, read_snapshot
 from pipeline.metrics.families import (
     DEAD_LETTERS,
     FAMILIES,
+    LOG_LIMIT_BYTES,
     LOG_SERVER,
     LOG_SLOT,
     LOG_UP,
+    LOG_USED_BYTES,
     MODEL,
     NUM_LIVE,
     NUM_WAITING,
@@ -63,6 +65,9 @@ class LogFacts:
 
     server: tuple[str, str]
     """Its name and version."""
+    used_bytes: int
+    limit_bytes: int
+    """Memory above which new requests are refused; 0: no limit."""
     occupancy: Occupancy
     statuses: Sequence[Status]
     used: Mapping[tuple[str, int, str], Used]
@@ -101,6 +106,7 @@ class Exposition:
         log = self._frontend.log
         try:
             server = await log.server()
+            used_bytes, max_bytes = await log.memory()
             occupancy = await log.occupancy()
             texts = await asyncio.gather(*(log.statuses(stage) for stage in (*STAGES, ARCHIVE)))
             ranks = await statuses_of_ranks(log)
@@ -110,7 +116,9 @@ class Exposition:
             logger.warning("metrics_without_log", error=str(error))
             return None
         workers = (status for found in texts for status in known_statuses(found))
-        return LogFacts(server, occupancy, [*workers, *chain.from_iterable(ranks.values())], used)
+        limit_bytes = min(filter(None, (max_bytes, self._frontend.budget.most_bytes)), default=0)
+        all_workers = [*workers, *chain.from_iterable(ranks.values())]
+        return LogFacts(server, used_bytes, limit_bytes, occupancy, all_workers, used)
 
 
 def render(facts: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
@@ -148,6 +156,9 @@ def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
 def _show_log(shown: Readings, facts: LogFacts, served: str) -> None:
     """Add what the log holds."""
     shown[LOG_SERVER] = {facts.server: 1}
+    shown[LOG_USED_BYTES] = {(): facts.used_bytes}
+    if facts.limit_bytes:
+        shown[LOG_LIMIT_BYTES] = {(): facts.limit_bytes}
     occupancy = facts.occupancy
     waiting = occupancy.submitted.length + occupancy.tokenized.lag
     shown.setdefault(NUM_WAITING, {})[LOG_SLOT, served] = waiting

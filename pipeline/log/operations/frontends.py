@@ -123,6 +123,16 @@ def used_bytes(_: LogContext) -> Command[int]:
     return Command(["INFO", "memory"], lambda reply: int(info_of(reply)["used_memory"]))
 
 
+def memory(_: LogContext) -> Command[tuple[int, int]]:
+    """Return how much memory the server uses, and its limit; 0: none."""
+
+    def parse(reply: Any) -> tuple[int, int]:
+        info = info_of(reply)
+        return int(info["used_memory"]), int(info["maxmemory"])
+
+    return Command(["INFO", "memory"], parse)
+
+
 def snapshot(log: LogContext) -> Steps[LogSnapshot]:
     """Return the state of the whole log. The work grows with the number of workers, not with the size of the log."""
     shared = _shared(log.names)

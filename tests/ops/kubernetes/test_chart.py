@@ -17,8 +17,8 @@ import yaml
 from support.helm import template
 from support.servers import ROOT
 
-from ops.serve.command import with_nodes
 from ops.serve.config import parse_command
+from ops.serve.nodes import with_nodes
 from pipeline.log.address import parse_address
 from pipeline.names import Names
 from stages.generate.setup.config import GenerateConfig
@@ -53,8 +53,9 @@ class Rendered:
         for each in self.of_kind("LeaderWorkerSet"):
             yield each["metadata"]["name"], each["spec"]["leaderWorkerTemplate"]["workerTemplate"]
 
-    def pod(self, name: str) -> dict[str, Any]:
-        return dict(self.templates())[f"minisgl-{name}"]["spec"]
+    def pod(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = dict(self.templates())[f"minisgl-{name}"]["spec"]
+        return found
 
     def ours(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield each container that runs our image, and its pod."""

@@ -105,7 +105,7 @@ class Pods:
     def keeps(self, value: int) -> bool:
         """Return whether the master that Sentinels name has *value*, and takes writes."""
         with contextlib.suppress(redis.RedisError, OSError), connect(self.url) as client:
-            return client.zscore(KEY, "uid") == value and client.zadd(KEY, {"uid": value}) == 0
+            return bool(client.zscore(KEY, "uid") == value and client.zadd(KEY, {"uid": value}) == 0)
         return False
 
     def write(self, value: int) -> None:

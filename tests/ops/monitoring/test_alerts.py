@@ -84,6 +84,11 @@ def full_cache(server: MadeServer, minutes: int) -> None:
     server.set(families.KV_CACHE_USAGE, 0.98, slot="generate-1")
 
 
+def nearly_full(server: MadeServer, minutes: int) -> None:
+    server.pass_healthy(minutes)
+    server.used_bytes = 9 * 2**30 // 10
+
+
 def letter(server: MadeServer, minutes: int) -> None:
     server.pass_healthy(minutes)
     server.num_dead = 1
@@ -109,6 +114,7 @@ CONDITIONS: Mapping[str, tuple[Passing, set[str]]] = {
     "no Redis": (sets(has_log=False), {"MiniSGLLogUnreachable"}),
     "Redis is full": (refuses("log_full"), {"MiniSGLLogTakesNoRequests"}),
     "--max-log-bytes is full": (refuses("log_bytes"), {"MiniSGLLogTakesNoRequests"}),
+    "nearly full": (nearly_full, {"MiniSGLLogNearlyFull"}),
     "no replica": (refuses("unacknowledged"), {"MiniSGLLogTakesNoRequests"}),
     "no engine": (without("generate", num_live=3), {"MiniSGLNoEngine"}),
     "no tokenizer": (without("tokenize", num_live=1), {"MiniSGLStageMissing"}),
