@@ -47,6 +47,7 @@ others_have_keys() {
 with_hash() { # user rights..: prints the line of an ACL file
     user=$1
     shift
+    [ -s "$passwords/$user" ] || { echo "redis.sh: the Secret has no password for the user $user; add it" >&2 && exit 2; }
     echo "user $user reset on #$(tr -d '\n' < "$passwords/$user" | sha256sum | cut -d ' ' -f 1) $*"
 }
 

@@ -136,6 +136,14 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
         group.kill()
 
 
+def test_a_user_without_a_password_is_said_and_nobody_gets_in_without_one(tmp_path: Path) -> None:
+    group = Pods(tmp_path)
+    (tmp_path / "passwords" / "scaler").write_text("")
+    assert group.run(group.hosts[0], "redis").wait(10) == 2
+    said = (tmp_path / f"{group.hosts[0]}.redis.log").read_text()
+    assert said == "redis.sh: the Secret has no password for the user scaler; add it\n"
+
+
 def test_a_replica_goes_on_when_the_master_dies_and_the_dead_one_comes_back_as_a_replica(pods: Pods) -> None:
     first = pods.hosts[0]
     assert pods.run(pods.hosts[1], "wait", "web").wait(10) == 0
