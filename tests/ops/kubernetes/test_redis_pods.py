@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.night]
 SCRIPT = ROOT / "ops" / "kubernetes" / "files" / "redis.sh"
 USERS = ("web", "tokenize", "generate", "detokenize", "archive", "operator", "scaler", "minisgl", "replica", "sentinel")
 KEY = "{minisgl:0}:live"
+TWO_WRITES = "redis.call('ZADD', KEYS[1], 0, 'uid') redis.call('ZADD', KEYS[1], ARGV[1], 'uid')"
+"""A transaction in Redis' file, as every commit of the log is one."""
 
 
 class Pods:
@@ -113,7 +115,7 @@ class Pods:
 
         def is_written() -> bool:
             with contextlib.suppress(redis.RedisError, OSError), connect(self.url) as client:
-                client.zadd(KEY, {"uid": value})
+                client.eval(TWO_WRITES, 1, KEY, value)
                 return bool(client.wait(2, 1000) == 2)
             return False
 
