@@ -1,4 +1,4 @@
-"""Dockerfile and compose files, read as a machine reads them: what they start, open, and let be set."""
+"""Dockerfile, compose file and stack file, read as a machine reads them: what they start, open, and let be set."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pipeline.log.check import check_server
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "containers.md").read_text()
 FILE = ROOT / "docker" / "compose.yaml"
+STACK_FILE = ROOT / "docker" / "stack.yaml"
 VALUES = {
     "MINISGL_MODEL": "M",
     "MINISGL_RETENTION": "60",
@@ -50,9 +51,12 @@ VALUES = {
     "MINISGL_TO": "/archive",
     "MINISGL_RETAIN": "7d",
     "MINISGL_MAX_BYTES": "5G",
+    "MINISGL_READY_FILE": "/tmp/ready",
 }
 """What a user may set each variable to."""
-REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
+USER_ID = "10001"
+"""The image's user."""
+REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*)|\?[^}]*)?\}")
 
 
 def settled(value: Any) -> Any:
@@ -69,6 +73,12 @@ def settled(value: Any) -> Any:
 RAW: Mapping[str, Any] = yaml.safe_load(FILE.read_text())
 SERVICES: Mapping[str, Any] = settled(RAW)["services"]
 OURS = {name: service for name, service in SERVICES.items() if name != "redis"}
+STACK: Mapping[str, Any] = settled(yaml.safe_load(STACK_FILE.read_text()))
+STAGES = ("web", "tokenize", "generate", "detokenize")
+STARTED_BY = {f"{name} of compose": service for name, service in OURS.items()} | {
+    f"{name} of the stack": STACK["services"][name] for name in STAGES
+}
+"""The services that run a command of ours."""
 
 
 def dockerfile() -> list[tuple[str, str]]:
@@ -96,9 +106,9 @@ def variables(command: str) -> set[str]:
 # The services
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_command_of_a_service_is_a_command_line_of_ours(name: str) -> None:
-    service = OURS[name]
+@pytest.mark.parametrize("which", STARTED_BY)
+def test_the_command_of_a_service_is_a_command_line_of_ours(which: str) -> None:
+    name, service = which.split()[0], STARTED_BY[which]
     command = service["command"]
     assert command == {"minisgl": "serve", "gpu": "serve --device cuda"}.get(name, f"stage {name}")
     set_here = {variable for variable in service["environment"] if variable.startswith("MINISGL_")}
@@ -108,9 +118,11 @@ def test_the_command_of_a_service_is_a_command_line_of_ours(name: str) -> None:
     assert config.log.redis_url == service["environment"]["MINISGL_REDIS_URL"]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_service_comes_to_redis_as_its_own_user(name: str, tmp_path: Path) -> None:
-    url = OURS[name]["environment"]["MINISGL_REDIS_URL"]
+@pytest.mark.parametrize("which", [*STARTED_BY, "operator of the stack"])
+def test_a_service_comes_to_redis_as_its_own_user(which: str, tmp_path: Path) -> None:
+    name = which.split()[0]
+    service = STARTED_BY.get(which) or STACK["services"][name]
+    url = service["environment"]["MINISGL_REDIS_URL"]
     name = "minisgl" if name == "gpu" else name  # both are whole servers
     assert f"password_file=/passwords/{name}" in url
     (tmp_path / name).write_text("pw")
@@ -126,16 +138,66 @@ def test_every_port_is_bound_to_loopback_unless_told_otherwise(name: str) -> Non
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports)
 
 
-def test_every_variable_is_documented() -> None:
-    referred = {found[1] for found in REFERENCE.finditer(FILE.read_text())}
-    passed_on = {
-        variable for service in RAW["services"].values() for variable in service.get("environment", {}) if variable
-    } - {"MINISGL_REDIS_URL"}
+@pytest.mark.parametrize("file", [FILE, STACK_FILE], ids=lambda file: file.name)
+def test_every_variable_is_documented(file: Path) -> None:
+    referred = {found[1] for found in REFERENCE.finditer(file.read_text())}
+    services = yaml.safe_load(file.read_text())["services"].values()
+    passed_on = {variable for service in services for variable in service.get("environment", {}) if variable}
+    passed_on -= {"MINISGL_REDIS_URL", "MINISGL_READY_FILE"}  # not for users to set
     missing = {variable for variable in referred | passed_on if f"`{variable}`" not in PAGE}
     assert not missing
 
 
+# The stack
+
+
+def test_the_stack_gives_each_user_of_redis_the_password_of_its_own_and_redis_all() -> None:
+    services = STACK["services"]
+    users = {*STAGES, "operator"}
+    assert set(services) == users | {"redis"}
+    for name in users:
+        (secret,) = services[name]["secrets"]
+        assert (secret["source"], secret["target"]) == (name, f"/passwords/{name}")
+        assert (secret["uid"], secret["mode"]) == (USER_ID, 0o400)
+    given = {secret["source"]: secret["target"] for secret in services["redis"]["secrets"]}
+    assert given == {name: f"/passwords/{name}" for name in users}
+    assert STACK["secrets"] == {name: {"external": True, "name": f"minisgl-{name}"} for name in users}
+    assert f"for user in {' '.join(STAGES)} operator; do" in PAGE
+
+
+def test_the_files_of_redis_are_where_its_script_reads_them() -> None:
+    sources = {name: config["file"] for name, config in STACK["configs"].items()}
+    files = {config["target"]: sources[config["source"]] for config in STACK["services"]["redis"]["configs"]}
+    assert STACK["services"]["redis"]["entrypoint"] == SERVICES["redis"]["entrypoint"]
+    mounted = (text.removeprefix("./").split(":") for text in SERVICES["redis"]["volumes"] if "/minisgl/" in text)
+    assert files == {target: source for source, target, _ in mounted}
+    assert all((STACK_FILE.parent / source).is_file() for source in files.values())
+
+
+def test_an_update_of_the_stack_waits_until_a_worker_is_ready_and_no_missing_engine_ends_the_streams() -> None:
+    for name in ("tokenize", "generate", "detokenize"):
+        service = STACK["services"][name]
+        assert service["healthcheck"]["test"] == ["CMD", "test", "-e", service["environment"]["MINISGL_READY_FILE"]]
+        update = service["deploy"]["update_config"]
+        assert (update["order"], update["parallelism"]) == ("start-first", 1)
+    assert "/health'" in STACK["services"]["web"]["healthcheck"]["test"][-1]
+    for name, service in STACK["services"].items():
+        assert service.get("healthcheck", {}).get("disable", False) is (name == "operator")
+        assert service["deploy"]["endpoint_mode"] == "dnsrr"
+
+
+def test_only_the_web_processes_of_the_stack_have_a_port_and_nobody_gets_in_by_oversight() -> None:
+    assert {name for name, service in STACK["services"].items() if "ports" in service} == {"web"}
+    assert [port["target"] for port in STACK["services"]["web"]["ports"]] == [1919]
+    raw = yaml.safe_load(STACK_FILE.read_text())["services"]["web"]["environment"]
+    assert raw["MINISGL_API_KEY"].startswith("${MINISGL_API_KEY?")
+
+
 # The image
+
+
+def test_the_user_of_the_image_is_the_one_that_reads_the_passwords() -> None:
+    assert any(f"useradd --uid {USER_ID} " in rest for word, rest in last_stage() if word == "RUN")
 
 
 def test_what_the_image_starts_is_a_command_line_of_ours() -> None:
