@@ -1,7 +1,7 @@
 """Deploy docker/stack.yaml on three nodes on this machine, and let nodes and links die under 20 streams.
 
     docker build -f docker/Dockerfile -t minisgl .; docker pull redis:8
-    sudo python3 tests/docker/swarm.py [--images FILE] [--keep] [kill cut update scale ..]
+    sudo python3 tests/docker/swarm.py [--images FILE] [--keep] [kill cut update scale redis ..]
 
 Each node is a dockerd in a network namespace of its own, joined by a bridge. Needs root, Docker 20.10 or newer and
 iproute2. The images come from this machine's Docker, or from a FILE of `docker save`. Standard library only. It ends
@@ -38,7 +38,7 @@ NUM_CLIENTS = 20
 KEY = "swarm-trial"
 SETTINGS = {"MINISGL_API_KEY": KEY, "MINISGL_DTYPE": "float32", "MINISGL_THREADS": "1"}
 """In float32 any engine continues a request with the same text."""
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 SILENT_S = (2, 1, 3)
 """TCP keepalive of a client: idle time, interval and number of probes. It notices a dead machine after 5 s."""
 
@@ -139,7 +139,7 @@ class Node:
 
 
 class Swarm:
-    """Three nodes with the stack. The first one is manager and has Redis; the first two have web processes."""
+    """Three nodes with the stack, each with a web process. The first one is manager and has Redis."""
 
     def __init__(self, folder: Path, images: Path | None) -> None:
         self.nodes = [Node(number, folder) for number in (1, 2, 3)]
@@ -159,8 +159,9 @@ class Swarm:
         token = self.docker("swarm", "join-token", "-q", "worker")
         for node in self.nodes[1:]:
             node.docker("swarm", "join", "--token", token, f"{self.nodes[0].address}:2377")
-        for label, node in zip(("redis", "web", "web"), (self.nodes[0], *self.nodes[:2]), strict=True):
-            self.docker("node", "update", "--label-add", f"minisgl.{label}=true", node.name)
+        for node in self.nodes:
+            self.docker("node", "update", "--label-add", "minisgl.web=true", node.name)
+        self.docker("node", "update", "--label-add", "minisgl.redis=true", self.nodes[0].name)
         for user in USERS:
             self.docker("secret", "create", f"minisgl-{user}", "-", stdin=secrets.token_hex(32))
         os.environ |= SETTINGS
@@ -194,9 +195,15 @@ class Swarm:
         )
         away = {without.name} if without else set()
         tasks = self.tasks()
-        num_web = sum(node.name not in away for node in self.nodes[:2])
         services = [service for service, _, _ in tasks]
-        wanted = {"redis": 1, "operator": 1, "web": num_web, "tokenize": 2, "generate": num_engines, "detokenize": 2}
+        wanted = {
+            "redis": 1,
+            "operator": 1,
+            "web": len(self.nodes) - len(away),
+            "tokenize": 2,
+            "generate": num_engines,
+            "detokenize": 2,
+        }
         return (
             all(states[node.name] == "Ready" or node.name in away for node in self.nodes)
             and all(services.count(service) == count for service, count in wanted.items())
@@ -322,7 +329,7 @@ def trial(swarm: Swarm, clients: Sequence[Client], disturb: Callable[[Swarm], fl
         client.num_ended = client.num_reconnects = 0
         client.longest_pause_s = 0.0
         client.heard.clear()
-    addresses = [node.address for node in swarm.nodes[:2]]
+    addresses = [node.address for node in swarm.nodes]
     threads = [threading.Thread(target=client.go_on, args=(addresses, enough), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
@@ -330,8 +337,11 @@ def trial(swarm: Swarm, clients: Sequence[Client], disturb: Callable[[Swarm], fl
         eventually(lambda client=client: client.heard.is_set() or client.wrong, "every stream has begun")  # type: ignore[misc]
     recovered_s = disturb(swarm)
     enough.set()
-    for thread in threads:
-        thread.join()
+    deadline_s = time.monotonic() + PATIENCE_S
+    for client, thread in zip(clients, threads, strict=True):
+        thread.join(max(deadline_s - time.monotonic(), 0))
+        if thread.is_alive():
+            client.wrong = client.wrong or f"client {client.number}: its stream goes on after {PATIENCE_S:.0f} s"
     wrong = [client.wrong for client in clients if client.wrong]
     if wrong:
         raise SystemExit("\n".join(["a stream did not end once, with its whole text:", *wrong]))
@@ -350,7 +360,7 @@ def nothing(_: Swarm) -> float:
 
 
 def kill(swarm: Swarm) -> float:
-    """Let the node with the second web process lose its power, and give it back once all runs on the others."""
+    """Let a node lose its power, and give it back once all runs on the others."""
     node = _with_engine(swarm)
     node.lose_power()
     recovered_s = eventually(lambda: swarm.runs(without=node), f"all tasks run without {node.name}")
@@ -360,8 +370,20 @@ def kill(swarm: Swarm) -> float:
     return recovered_s
 
 
+def redis(swarm: Swarm) -> float:
+    """Let the node of Redis, which is the only manager, lose its power, and give it back after 10 s."""
+    began_s = time.monotonic()
+    swarm.nodes[0].lose_power()
+    time.sleep(10)
+    swarm.nodes[0].link("up")
+    swarm.nodes[0].start()
+    eventually(lambda: swarm.docker("stack", "ps", NAME, may_fail=True), "the manager leads again")
+    eventually(swarm.runs, "all tasks run, also Redis")
+    return time.monotonic() - began_s
+
+
 def cut(swarm: Swarm) -> float:
-    """Cut the link of that node for 15 s."""
+    """Cut the link of a node for 15 s."""
     node = _with_engine(swarm)
     node.link("down")
     time.sleep(15)
@@ -392,14 +414,16 @@ def scale(swarm: Swarm) -> float:
 
 
 def _with_engine(swarm: Swarm) -> Node:
-    """Return the second node, once it runs an engine and a tokenizer."""
-    node = swarm.nodes[1]
-    while not {"generate", "tokenize"} <= {service for service, name, _ in swarm.tasks() if name == node.name}:
+    """Return a node that runs an engine, and if possible a tokenizer, but not Redis."""
+    while True:
+        places = {(service, node) for service, node, _ in swarm.tasks()}
+        found = [node for node in swarm.nodes[1:] if ("generate", node.name) in places]
+        if found:
+            return max(found, key=lambda node: ("tokenize", node.name) in places)
         swarm.spread()
-    return node
 
 
-TRIALS = {"nothing": nothing, "kill": kill, "cut": cut, "update": update, "scale": scale}
+TRIALS = {"nothing": nothing, "kill": kill, "cut": cut, "update": update, "scale": scale, "redis": redis}
 
 
 def main() -> None:
@@ -409,7 +433,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("/var/tmp/minisgl-swarm"), help="data of the three dockerds"
     )
-    parser.add_argument("--keep", action="store_true", help="leave the swarm running at the end, until Enter")
+    parser.add_argument("--keep", action="store_true", help="at the end, leave the swarm running until Enter")
     chosen = parser.parse_args()
     swarm = Swarm(chosen.folder, chosen.images)
     clients = [Client(number) for number in range(NUM_CLIENTS)]
@@ -423,9 +447,9 @@ def main() -> None:
             rows.append((name, *trial(swarm, clients, TRIALS[name])))
             say("  ".join(f"{title}: {value}" for title, value in zip(head, rows[-1], strict=True)))
         print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    finally:
         if chosen.keep:
             input("Press Enter to end the swarm. ")
-    finally:
         swarm.stop()
 
 
