@@ -11,7 +11,8 @@ sed -n 's/^user \([a-z]*\) reset on .*/\1/p' /minisgl/users.acl | while read -r 
     hash=$(tr -d '\n' < "/passwords/$user" | sha256sum | cut -d ' ' -f 1)
     sed -n "s/^user $user .*/& #$hash/p" /minisgl/users.acl
 done > "$acl"
-echo 'user default reset off' >> "$acl"
+# Nobody can log in as `default`. But Redis 7 loads what a script has written only if that user may write it.
+echo 'user default reset off ~* &* +@all' >> "$acl"
 chown redis "$acl"
 chmod 400 "$acl"
 exec docker-entrypoint.sh redis-server /minisgl/redis.conf --aclfile "$acl"

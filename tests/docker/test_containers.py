@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
-from support.redis_servers import STARTED, Servers, until
+from support.redis_servers import STARTED, Servers, command, until
 
 from ops.serve.config import COMMANDS, ServerConfig, parse_command
 from pipeline.flags import flags_of, owners_of
@@ -54,6 +55,8 @@ VALUES = {
     "MINISGL_READY_FILE": "/tmp/ready",
 }
 """What a user may set each variable to."""
+TWO = ("{minisgl:0}:balance:a", "{minisgl:0}:balance:b")
+"""Two keys that the user `minisgl` may write."""
 USER_ID = "10001"
 """The image's user."""
 REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*)|\?[^}]*)?\}")
@@ -233,7 +236,7 @@ def test_what_the_wheel_is_made_of_reaches_the_build() -> None:
 
 
 @pytest.mark.parametrize("place", STARTED)
-def test_redis_starts_with_our_file_and_passwords_that_are_made_once(
+def test_redis_starts_with_our_file_and_passwords_that_are_made_once_and_has_what_was_committed_before(
     redis_servers: Servers, place: str, tmp_path: Path
 ) -> None:
     """The script of the container, with folders of its own and a `docker-entrypoint.sh` that only begins Redis."""
@@ -259,6 +262,7 @@ def test_redis_starts_with_our_file_and_passwords_that_are_made_once(
         return f"unix://{user}@{socket}?password_file={tmp_path / 'passwords' / user}"
 
     made: list[str] = []
+    kept: list[object] = []
     for _ in range(2):
         for process in _started(["sh", "-c", script], environment):
             until(lambda process=process: process.poll() is not None or _lets_in(as_user("minisgl")))  # type: ignore[misc]
@@ -266,6 +270,13 @@ def test_redis_starts_with_our_file_and_passwords_that_are_made_once(
             for user in ("minisgl", "web", "tokenize", "generate", "detokenize", "operator"):
                 check_server(as_user(user))
             made.append((tmp_path / "passwords" / "minisgl").read_text())
+            with connect(as_user("minisgl")) as client:
+                kept.append(client.mget(TWO))
+                client.eval("redis.call('SET', KEYS[1], 1) redis.call('SET', KEYS[2], 1)", 2, *TWO)
+            with pytest.raises(redis.exceptions.AuthenticationError):
+                command(f"unix://{socket}", "PING")
+    # Two writes of one script are a transaction in Redis' file. Some versions load one only if `default` may run it.
+    assert kept == [[None, None], [b"1", b"1"]]
     assert made[0] == made[1] and re.fullmatch(r"[0-9a-f]{64}", made[0])
     assert (tmp_path / "passwords" / "operator").read_text() == "my own\n"
     acl = (tmp_path / "run" / "minisgl.acl").read_text()
