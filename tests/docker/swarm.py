@@ -1,11 +1,11 @@
 """Deploy docker/stack.yaml on three nodes on this machine, and let nodes and links die under 20 streams.
 
-    docker build -f docker/Dockerfile -t minisgl .; docker pull redis:8
-    sudo python3 tests/docker/swarm.py [--images FILE] [--keep] [kill cut update scale redis ..]
+    docker build -f docker/Dockerfile -t minisgl .; docker pull redis:8; docker save minisgl redis:8 -o images.tar
+    sudo python3 tests/docker/swarm.py images.tar [kill cut update scale redis ..]
 
 Each node is a dockerd in a network namespace of its own, joined by a bridge. Needs root, Docker 20.10 or newer and
-iproute2. The images come from this machine's Docker, or from a FILE of `docker save`. Standard library only. It ends
-with a sentence if a stream does not end once, with the text of an undisturbed one.
+iproute2. Standard library only. It ends with a sentence if a stream does not end once, with the text of an undisturbed
+one. What the nodes keep on disk stays in --folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Node:
     def clear(self) -> None:
         """Leave the swarm of an earlier run, and forget its containers and data."""
         self.docker("swarm", "leave", "--force", may_fail=True)
-        self.docker("container", "prune", "-f")
+        self.docker("system", "prune", "-f", "--volumes")
         self.docker("volume", "rm", "-f", f"{NAME}_redis", f"{NAME}_models")
 
     def stop(self) -> None:
@@ -141,7 +142,7 @@ class Node:
 class Swarm:
     """Three nodes with the stack, each with a web process. The first one is manager and has Redis."""
 
-    def __init__(self, folder: Path, images: Path | None) -> None:
+    def __init__(self, folder: Path, images: Path) -> None:
         self.nodes = [Node(number, folder) for number in (1, 2, 3)]
         self._images = images
         self.docker = self.nodes[0].docker
@@ -154,7 +155,7 @@ class Swarm:
             node.plug_in()
             node.start()
             node.clear()
-            self._load(node)
+            node.docker("load", "-q", "-i", str(self._images))
         self.docker("swarm", "init", "--advertise-addr", self.nodes[0].address)
         token = self.docker("swarm", "join-token", "-q", "worker")
         for node in self.nodes[1:]:
@@ -166,15 +167,6 @@ class Swarm:
             self.docker("secret", "create", f"minisgl-{user}", "-", stdin=secrets.token_hex(32))
         os.environ |= SETTINGS
         self.docker("stack", "deploy", "--resolve-image", "never", "-c", str(ROOT / "docker/stack.yaml"), NAME)
-
-    def _load(self, node: Node) -> None:
-        if self._images is not None:
-            node.docker("load", "-q", "-i", str(self._images))
-            return
-        saved = subprocess.Popen(["docker", "save", "minisgl", "redis:8"], stdout=subprocess.PIPE)
-        subprocess.run(
-            ["docker", "-H", f"unix://{node._folder}/docker.sock", "load", "-q"], stdin=saved.stdout, check=True
-        )
 
     def stop(self) -> None:
         for node in self.nodes[::-1]:
@@ -196,14 +188,8 @@ class Swarm:
         away = {without.name} if without else set()
         tasks = self.tasks()
         services = [service for service, _, _ in tasks]
-        wanted = {
-            "redis": 1,
-            "operator": 1,
-            "web": len(self.nodes) - len(away),
-            "tokenize": 2,
-            "generate": num_engines,
-            "detokenize": 2,
-        }
+        wanted = {"redis": 1, "operator": 1, "web": len(self.nodes) - len(away), "generate": num_engines}
+        wanted |= {"tokenize": 2, "detokenize": 2}
         return (
             all(states[node.name] == "Ready" or node.name in away for node in self.nodes)
             and all(services.count(service) == count for service, count in wanted.items())
@@ -428,13 +414,14 @@ TRIALS = {"nothing": nothing, "kill": kill, "cut": cut, "update": update, "scale
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trials of docker/stack.yaml on three nodes on this machine.")
-    parser.add_argument("trials", nargs="*", default=list(TRIALS), help="which, in this order")
-    parser.add_argument("--images", type=Path, help="file of `docker save minisgl redis:8` [this machine's Docker]")
+    parser.add_argument("images", type=Path, help="file of `docker save minisgl redis:8`")
+    parser.add_argument("trials", nargs="*", default=list(TRIALS), metavar="trial", help=", ".join(TRIALS))
     parser.add_argument(
         "--folder", type=Path, default=Path("/var/tmp/minisgl-swarm"), help="data of the three dockerds"
     )
     parser.add_argument("--keep", action="store_true", help="at the end, leave the swarm running until Enter")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # after the clean-up
     swarm = Swarm(chosen.folder, chosen.images)
     clients = [Client(number) for number in range(NUM_CLIENTS)]
     head = ("trial", "streams ended", "reconnects", "longest pause: median s", "longest s", "all tasks run after s")

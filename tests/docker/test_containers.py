@@ -59,7 +59,7 @@ TWO = ("{minisgl:0}:balance:a", "{minisgl:0}:balance:b")
 """Two keys that the user `minisgl` may write."""
 USER_ID = "10001"
 """The image's user."""
-REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*)|\?[^}]*)?\}")
+REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*)|:?\?[^}]*)?\}")
 
 
 def settled(value: Any) -> Any:
@@ -193,7 +193,7 @@ def test_only_the_web_processes_of_the_stack_have_a_port_and_nobody_gets_in_by_o
     assert {name for name, service in STACK["services"].items() if "ports" in service} == {"web"}
     assert [port["target"] for port in STACK["services"]["web"]["ports"]] == [1919]
     raw = yaml.safe_load(STACK_FILE.read_text())["services"]["web"]["environment"]
-    assert raw["MINISGL_API_KEY"].startswith("${MINISGL_API_KEY?")
+    assert raw["MINISGL_API_KEY"].startswith("${MINISGL_API_KEY:?")
 
 
 # The image
