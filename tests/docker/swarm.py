@@ -135,6 +135,9 @@ class Node:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(60)
             self.lose_power()  # what is left
+        for _, place, *_ in map(str.split, Path("/proc/mounts").read_text().splitlines()):
+            if place.startswith(f"{self._folder}/"):
+                run("umount", "-l", place, may_fail=True)
         run("ip", "netns", "del", self.name, may_fail=True)
         run("ip", "link", "del", self._link, may_fail=True)
 
