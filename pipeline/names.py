@@ -267,7 +267,7 @@ class Names:
 
     @property
     def last_engine(self) -> str:
-        """String, JSON: the status of an engine that was there last, for frontends with --engines-on-demand."""
+        """String, JSON: what the engines offered that were there last, for frontends with --engines-on-demand."""
         return self._key("last_engine")
 
     def status(self, slot: str) -> str:

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if isinstance(config, ArchiveConfig) and config.files.leave:
         return leave_archive(config)
     if config.worker.slot is not None:
+        if config.worker.ready_file:
+            raise ConfigError("--ready-file: not with --slot, which starts a worker alone; leave one of them out")
         from ops.serve.worker import run_worker
 
         return run_worker(config, stage)
@@ -127,7 +129,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
     max_log_bytes, acks_disk = 0, False
     if isinstance(config, WebStageConfig):
         max_log_bytes, acks_disk = config.clients.max_log_bytes or 0, config.requests.acks_disk
-    check_server(config.log.redis_url, max_log_bytes, config.log.namespace, acks_disk)
+    check_server(config.log.redis_url, max_log_bytes, config.log.namespace, acks_disk, config.worker.wait_for_redis_s)
     if isinstance(config, ArchiveConfig):
         folder = config.files.folder
         _make_archive(folder, f"--to {config.files.to}", config.log.redis_url, config.log.namespace)

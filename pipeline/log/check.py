@@ -32,10 +32,13 @@ AGAIN_S = 0.5
 """Pause between two questions to a busy server."""
 
 
-def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_disk: bool = False) -> None:
+def check_server(
+    url: str, max_log_bytes: int = 0, namespace: str = "", acks_disk: bool = False, patience_s: float = 0.0
+) -> None:
     """Make sure that the Redis at *url* can hold the log, which may grow to *max_log_bytes*; 0: without a limit.
 
-    *acks_disk*: it must be able to say what is on its disk. Wait while the server is busy.
+    *acks_disk*: it must be able to say what is on its disk. Wait while the server is busy, and up to *patience_s* while
+    it cannot be reached.
 
     Raises:
         ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, cannot tell *acks_disk*,
@@ -45,7 +48,7 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_dis
     address = parse_address(url)
     names = Names(namespace) if namespace else Names()
     with address.client(names.live, retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
-        info = _info(client, address, "server", "memory", *["persistence"] * acks_disk)
+        info = _info(client, address, patience_s, "server", "memory", *["persistence"] * acks_disk)
         if not address.is_cluster:
             _check_cluster(client, address, names)
         confirms_early = acks_disk and _confirms_early(client, names)
@@ -82,17 +85,25 @@ def check_server(url: str, max_log_bytes: int = 0, namespace: str = "", acks_dis
         )
 
 
-def _info(client: redis.Redis, address: Address, *sections: str) -> dict[str, Any]:
+def _info(client: redis.Redis, address: Address, patience_s: float, *sections: str) -> dict[str, Any]:
+    until_s, said = time.monotonic() + patience_s, ""
     while True:
         try:
             # Sections by name: a restricted user may read them, and 6.2 takes one at a time.
             return functools.reduce(operator.or_, map(client.info, sections))
         except redis.exceptions.RedisError as error:
             code, text = code_of(error)
-            if code not in PASSING - {"NOAUTH"}:
+            is_away = isinstance(error, _AWAY) and not isinstance(error, redis.exceptions.AuthenticationError)
+            if code not in PASSING - {"NOAUTH"} and not (is_away and time.monotonic() < until_s):
                 raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
-            logger.warning("log_unavailable", error=text)
+            if text != said:
+                logger.warning("log_unavailable", error=text)
+                said = text
             time.sleep(AGAIN_S)
+
+
+_AWAY: Final = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
+"""Errors of a server that may come; Sentinels that name none are among them."""
 
 
 def _check_cluster(client: redis.Redis, address: Address, names: Names) -> None:

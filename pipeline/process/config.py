@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.flags import at_least, flag, yes_or_no
+from pipeline.flags import at_least, flag, seconds_or_0, yes_or_no
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class WorkerConfig:
         default=None,
         parse=at_least(0),
         help="run as a single worker in this process, in this slot if it is free",
+    )
+    wait_for_redis_s: float = flag(
+        "--wait-for-redis",
+        default=0.0,
+        parse=seconds_or_0,
+        help="seconds for which a stage waits at its start while Redis cannot be reached [0: it ends with exit code 2]",
     )
     ready_file: str = flag(
         "--ready-file",

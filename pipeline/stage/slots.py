@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import structlog
@@ -131,6 +131,39 @@ def parse_status(text: str) -> Status:
         return Status.model_validate_json(text, extra="ignore")
     except ValidationError as error:
         raise UndecodableEvent(f"a status does not decode: {error}") from error
+
+
+class Offer(Value):
+    """What engines say of the model that they serve. Frontends keep it where engines come on demand."""
+
+    models: tuple[str, ...] = ()
+    context: int = 0
+    sampling_defaults: dict[str, int | float] = Field(default_factory=dict)
+    batch_invariant: bool = False
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that prompts for this model were encoded with."""
+
+    @classmethod
+    def of(cls, engines: Sequence[Status], tokenizer: str = "") -> Offer:
+        """Return what *engines* offer together."""
+        if not engines:
+            return cls()
+        return cls(
+            models=tuple(dict.fromkeys(name for status in engines for name in status.models)),
+            context=min(status.context for status in engines),
+            sampling_defaults=engines[0].sampling_defaults,
+            batch_invariant=all(status.batch_invariant for status in engines),
+            tokenizer=tokenizer,
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Offer:
+        """Return the offer that a frontend kept; an empty one if *text* is none."""
+        try:
+            return cls.model_validate_json(text, extra="ignore") if text else cls()
+        except ValidationError as error:
+            logger.warning("offer_undecodable", error=str(error))
+            return cls()
 
 
 def read_statuses(log: HistoryLog, stage: str) -> list[Status]:

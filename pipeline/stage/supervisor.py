@@ -259,10 +259,13 @@ class Supervisor:
 
     def _settle(self, is_settled: bool) -> None:
         if self._ready_file is not None and is_settled != self._is_settled:
-            if is_settled:
-                self._ready_file.touch()
-            else:
-                self._ready_file.unlink(missing_ok=True)
+            try:
+                if is_settled:
+                    self._ready_file.touch()
+                else:
+                    self._ready_file.unlink(missing_ok=True)
+            except OSError as error:  # such as a full disk; the workers go on
+                logger.warning("ready_file_not_written", file=str(self._ready_file), error=str(error))
         self._is_settled = is_settled
 
     def _clear_ready_file(self) -> None:

@@ -7,6 +7,7 @@ the encoder. Another process checks grammars, one at a time. Only their own requ
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 import structlog
 
-from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
+from pipeline.errors import LogError, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Failed, Submitted, Tokenized
 from pipeline.log.entries import request_of
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, RequestLog, Turn
@@ -28,7 +29,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.scored import pairs_told, too_many
 from pipeline.serving import Serving
-from pipeline.stage.slots import Heartbeat, Reporter, known_statuses, read_statuses, wait_until_it_fits
+from pipeline.stage.slots import Heartbeat, Offer, Reporter, read_statuses, wait_until_it_fits
 from pipeline.stage.unreadable import UnreadableEntries, uids_of
 from pipeline.stage.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from pipeline.walk import walk
@@ -475,7 +476,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
             checker=checker,
             placement=placement,
         )
-        _wait_for_context(log, worker, announcement, stop)
+        _wait_for_context(log, worker, encoder.fingerprint, announcement, stop)
     inbox = Inbox.submitted(log.names)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
@@ -501,20 +502,24 @@ def run(config: TokenizeConfig, open_log: Callable[[], RedisLog], folder: Path) 
     return 0
 
 
-def _wait_for_context(log: RedisLog, worker: TokenizeWorker, slot_lease: Heartbeat, stop: Stop) -> None:
+def _wait_for_context(
+    log: RedisLog, worker: TokenizeWorker, fingerprint: str, slot_lease: Heartbeat, stop: Stop
+) -> None:
     """Wait for an engine: only engines know how long a prompt may be. On demand, the last one that was there counts."""
-    said = False
+    said, last = False, Offer()
+    with contextlib.suppress(LogError):  # none is kept, or an older list of users has no right to read it
+        last = Offer.parse(log.last_engine())
     while not stop and not worker.context:
         slot_lease.report_progress()
         try:
             worker.learn_context()
-            if not worker.context and (last := log.last_engine()):
-                worker.context = sum(status.context for status in known_statuses({GENERATE: last}))
+            if not worker.context and last.tokenizer == fingerprint:
+                worker.context = last.context
         except LogUnavailable as error:
             logger.warning("log_unavailable", error=str(error))
         if not worker.context:
             if not said:
                 logger.debug("waiting_for", stages=[GENERATE], reason="it says how long a prompt may be")
-                slot_lease.say(phase="waiting", detail=GENERATE)
+                slot_lease.say(phase="waiting", detail=GENERATE, fingerprint=fingerprint)
                 said = True
             stop.wait(BACKOFF_S / 4)

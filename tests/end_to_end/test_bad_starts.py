@@ -157,6 +157,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "",
         ["--ready-file {folder}/none/ready", "No such file", "where this user can write"],
     ),
+    "a worker alone that should say when it is ready": (
+        "stage detokenize --redis-url {redis} --slot 0 --ready-file {folder}/ready",
+        "",
+        ["--ready-file: not with --slot"],
+    ),
     "a repair of a Redis that is not ours": (
         "serve --repair --redis-url {redis}",
         "",

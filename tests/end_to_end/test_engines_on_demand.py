@@ -51,13 +51,18 @@ def test_a_request_waits_for_the_engine_that_it_starts_and_nothing_else_starts_o
         eventually(lambda: not file.exists(), "no engine is ready")
         eventually(file.exists, "another engine is ready")
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=60).json()
-        models = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def models() -> list[str]:
+            return [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]]
+
+        eventually(lambda: bool(models()), "the web process has seen the engine")
+        served = models()
         assert engine.stop() == 0 and not file.exists()
         for command in first:
             command.stop()
 
         wait_until_ready(url, serving("second"))  # none of these processes has seen an engine
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == models
+        assert models() == served
         assert httpx.get(f"{url}/health_generate").status_code == 503
         until_s = time.monotonic() + 1.5  # as long as a probe would need several times
         while time.monotonic() < until_s:

@@ -68,6 +68,7 @@ class Stages:
     def __init__(self, url: str, sampling_defaults: Mapping[str, int | float] | None = None) -> None:
         """*sampling_defaults*: what the engine's model recommends."""
         self.has_chat_template = self.batch_invariant = True
+        self.tokenizer = "of the model"
         self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
         self._scene = Scene(self.log)
@@ -91,7 +92,8 @@ class Stages:
                 how = {"numerics": NUMERICS, "batch_invariant": self.batch_invariant}
                 status = status.model_copy(update=served | how)
             if stage == TOKENIZE:
-                status = status.model_copy(update={"bos": BOS, "has_chat_template": self.has_chat_template})
+                what = {"bos": BOS, "has_chat_template": self.has_chat_template, "fingerprint": self.tokenizer}
+                status = status.model_copy(update=what)
             assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
     def leave(self, stage: str) -> None:

@@ -23,7 +23,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REJECTIONS
 from pipeline.names import DETOKENIZE, GENERATE, PROBE, TOKENIZE, rank_stage
-from pipeline.stage.slots import Status, known_statuses
+from pipeline.stage.slots import Offer, Status, known_statuses
 from web.live.tail import Tail
 
 logger = structlog.get_logger()
@@ -66,8 +66,8 @@ class Readiness:
         self._say = say
         self._measures = measures or Measures()
         self._on_demand = engines_on_demand
-        self._kept = ""
-        """The status of an engine that the log keeps, as far as this process knows."""
+        self._last = Offer()
+        """What the engines offered that were there last."""
         self._statuses: dict[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
         self._ranks: dict[str, Sequence[Status]] = {}
         self._said: tuple[str, ...] | None = None
@@ -104,11 +104,17 @@ class Readiness:
     def waiting_for(self) -> tuple[str, ...]:
         """The stages without a ready worker, or the probe; empty when ready. Without an engine, also missing ranks."""
         missing = self.missing
-        if self._on_demand and self.models:
-            return tuple(stage for stage in missing if stage != GENERATE)
+        if self._on_demand:  # a tokenizer that waits for the first engine takes what starts it
+            waits = any(status.phase == "waiting" for status in self._statuses[TOKENIZE])
+            return tuple(stage for stage in missing if stage != GENERATE and not (stage == TOKENIZE and waits))
         if GENERATE in missing:
             missing += tuple(role for role, found in self._ranks.items() if not any(s.phase == "ready" for s in found))
         return missing or (() if self.probed else (PROBE,))
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request is taken now: also while an engine starts again."""
+        return not self.waiting_for if self._on_demand else bool(self.models)
 
     @property
     def _pipeline_works(self) -> bool:
@@ -132,7 +138,7 @@ class Readiness:
         Raises:
             RequestError: It is not served here, or no engine has said yet which models it serves.
         """
-        if not self.models:
+        if not self.takes_requests:
             stages = ", ".join(self.missing)
             self._measures.add(REJECTIONS, "loading")
             raise RequestError(
@@ -140,6 +146,8 @@ class Readiness:
             )
         if model in self.models:
             return model
+        if not self.models:  # the engine that this request starts will tell
+            return model or "default"
         if not strict or not model or model == "default":
             return self.models[0]
         names = ", ".join(self.models)
@@ -153,6 +161,8 @@ class Readiness:
         Clients that ask at the same time share one probe, in a task of its own that *spawn* runs. None waits longer
         than 6 s.
         """
+        if self._on_demand:  # a token would start an engine, or keep one
+            return ""
         now_s, token_s, trial = time.monotonic(), self._tail.last_token_s, self._trial
         if not self._unheard and token_s > self._tried_s and now_s - token_s < TRIAL_COUNTS_S:
             return ""
@@ -214,25 +224,31 @@ class Readiness:
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
         if self._on_demand:
-            engines = await self._engines_or_last(engines)
-        if engines or not self.probed:  # before that, they may be left over from an earlier server
-            self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
-            self.context = min((status.context for status in engines), default=0)
-            self.batch_invariant = bool(engines) and all(status.batch_invariant for status in engines)
-            self.sampling_defaults = engines[0].sampling_defaults if engines else {}
+            self._take(await self._offer_or_last(engines))
+        elif engines or not self.probed:  # before that, they may be left over from an earlier server
+            self._take(Offer.of(engines))
 
-    async def _engines_or_last(self, engines: list[Status]) -> list[Status]:
-        """Keep what *engines* serve in the log, and return them; if there are none, return the one that was kept."""
-        text = _worth_keeping(engines) if engines else self._kept
+    def _take(self, offer: Offer) -> None:
+        self.models, self.context, self.batch_invariant = offer.models, offer.context, offer.batch_invariant
+        self.sampling_defaults = offer.sampling_defaults
+
+    async def _offer_or_last(self, engines: Sequence[Status]) -> Offer:
+        """Return what *engines* offer, and keep it in the log; if there are none, return what the last ones offered.
+
+        That is no use to tokenizers of another model: nobody knows then what the next engine offers.
+        """
+        tokenizers = {status.fingerprint for status in self._statuses[TOKENIZE]} - {""}
+        offer = Offer.of(engines, min(tokenizers, default=""))
         try:
-            if not text:
-                self._kept = await self._log.last_engine()
-            elif text != self._kept:
+            kept = await self._log.last_engine()
+            if engines and tokenizers and kept != (text := offer.model_dump_json()):  # a failover may have lost it
                 await self._log.remember_engine(text)
-                self._kept = text
-        except LogError as error:  # such as a full log; the next poll tries again
+            self._last = Offer.parse(kept)
+        except LogError as error:  # such as a full log, or a user without this right; the next poll tries again
             logger.warning("last_engine_unknown", error=str(error))
-        return engines or (known_statuses({GENERATE: self._kept}) if self._kept else [])
+        if engines:
+            return offer
+        return self._last if not tokenizers or self._last.tokenizer in tokenizers else Offer()
 
     def _publish(self) -> None:
         waiting_for = self.waiting_for
@@ -305,17 +321,6 @@ async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
     roles = [rank_stage(rank) for rank in range(max((status.num_ranks for status in first), default=0))]
     texts = await asyncio.gather(*(log.statuses(role) for role in roles[1:]))
     return dict(zip(roles, (first, *map(known_statuses, texts)), strict=False))
-
-
-def _worth_keeping(engines: Sequence[Status]) -> str:
-    """Return a status, as JSON, with what the frontends of later need to know of *engines*."""
-    first = engines[0]
-    names = tuple(dict.fromkeys(name for status in engines for name in status.models))
-    told = {"slot", "owner", "pid", "host", "phase", "context", "sampling_defaults", "fingerprint"}
-    kept = first.model_copy(
-        update={"models": names, "batch_invariant": all(status.batch_invariant for status in engines)}
-    )
-    return kept.model_dump_json(include={*told, "models", "batch_invariant"})
 
 
 def _public(outcome: object) -> str:

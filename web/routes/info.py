@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from quart import Blueprint, Response
+from quart import Blueprint, Response, request
 
 from pipeline import VERSION
 from pipeline.metrics.counters import read_snapshot
@@ -76,7 +76,7 @@ def info_routes(frontend: Frontend) -> Blueprint:
         return json_response(
             {
                 "model_path": readiness.resolve(None),
-                "served_model_name": readiness.models[0],
+                "served_model_name": readiness.resolve(None),
                 "context_length": readiness.context,
                 "max_queued_requests": max_queued,
                 "status": "ready" if not readiness.waiting_for else "loading",
@@ -151,9 +151,13 @@ def health_routes(frontend: Frontend) -> Blueprint:
         return json_response({"version": VERSION, "engines": frontend.readiness.engines()})
 
     @routes.get("/ready")
-    @operation("200 once a token has gone through every stage", not_ready=True)
+    @operation(
+        "200 once a token has gone through every stage; with ?for=requests, while requests are taken", not_ready=True
+    )
     async def ready() -> Response:
         waiting_for = frontend.readiness.waiting_for
+        if request.args.get("for") == "requests" and frontend.readiness.takes_requests:
+            waiting_for = ()
         status = "draining" if frontend.draining else "loading" if waiting_for else "ready"
         body: dict[str, object] = {"status": status, "waiting_for": waiting_for}
         if PROBE in waiting_for and frontend.readiness.probe_failure:

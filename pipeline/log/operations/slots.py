@@ -114,13 +114,13 @@ def lease(log: LogContext, slot: str) -> Batch[Lease]:
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
-def remember_engine(log: LogContext, status: str) -> Command[None]:
-    """Keep the *status* (JSON) of an engine for the time when none is there."""
-    return Command(["SET", log.names.last_engine, status], lambda _: None)
+def remember_engine(log: LogContext, offer: str) -> Command[None]:
+    """Keep what engines *offer* (JSON) for the time when none is there."""
+    return Command(["SET", log.names.last_engine, offer], lambda _: None)
 
 
 def last_engine(log: LogContext) -> Command[str]:
-    """Return the status that `remember_engine` has kept; empty: none."""
+    """Return the offer that `remember_engine` has kept; empty: none."""
     return Command(["GET", log.names.last_engine], lambda text: text or "")
 
 

@@ -70,7 +70,7 @@ ENGINE = flags(
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
 SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
-WORKER = flags("--replicas --slot --ready-file")
+WORKER = flags("--replicas --slot --ready-file --wait-for-redis")
 NODES = flags("--nnodes --node-rank --group --rank-address")
 RANK = flags("--rank")
 SHARE = flags("--engine --engines --free-bytes")
@@ -127,7 +127,8 @@ NUMBERS = pairs(
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
-    "--response-retention 9 --background-timeout 8 --interval 0.5 --speed 2.5 --timeout 7"
+    "--response-retention 9 --background-timeout 8 --interval 0.5 --speed 2.5 --timeout 7 "
+    "--wait-for-redis 60"
 )
 SWITCHES = (
     "--repair --strict-model-names --leave --dummy-weight --trust-remote-code --deterministic --json --once --shell "

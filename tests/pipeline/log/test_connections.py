@@ -263,3 +263,21 @@ def test_a_service_that_no_sentinel_knows_is_named(redis_servers: Servers, tmp_p
             check_server(url.replace("/main/", "/other/"))
     with pytest.raises(ConfigError):
         check_server(url)
+
+
+def test_a_stage_may_wait_for_a_server_that_comes_later_but_not_for_another_password(
+    redis_servers: Servers, tmp_path: Path
+) -> None:
+    url = f"unix://{tmp_path}/redis.sock"
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        check_server(url)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(check_server, url, patience_s=30.0)
+        binary = redis_servers.binary("embedded")
+        with running_server(binary, tmp_path, "--requirepass", "a") as server:
+            with pytest.raises(ConfigError, match="user and password"):
+                waiting.result()
+            check_server(url.replace("unix://", "unix://:a@"), patience_s=30.0)
+            server.process.kill()
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        check_server(f"redis://127.0.0.1:{free_port()}/0", patience_s=0.2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pipeline.events import SamplingParams
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
-from pipeline.stage.slots import Phase, Status
+from pipeline.stage.slots import Offer, Phase, Status
 
 PATH = "/health_generate"
 
@@ -201,19 +201,21 @@ async def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_ur
         stand_in.close()
 
 
+def on_demand(url: str) -> AbstractAsyncContextManager[Site]:
+    return site(url, ready=False, engines_on_demand=True)
+
+
 async def test_where_engines_come_on_demand_requests_are_taken_without_one_and_no_probe_starts_one(
     redis_url: str,
 ) -> None:
     with closing(Stages(redis_url, {"temperature": 0.6})) as stages:
-        async with site(redis_url, ready=False, engines_on_demand=True) as here:
-            ready = here.frontend.readiness
-            stages.say_phase("ready", "tokenize", "detokenize")
-            await until(lambda: ready.missing == ("generate",))
-            assert ready.waiting_for == ("generate",)  # nobody knows yet which model it is
-            stages.say_phase("ready", "generate")
-            await until(lambda: not ready.waiting_for)
+        async with on_demand(redis_url) as here:
+            assert (await here.client.get("/ready")).status_code == 503
+            stages.say_phase("ready")
+            await until(lambda: here.frontend.readiness.sampling_defaults)
+            assert (await here.get(PATH)).status_code == 200
         stages.leave("generate")
-        async with site(redis_url, ready=False, engines_on_demand=True) as here:  # one that has never seen an engine
+        async with on_demand(redis_url) as here:  # one that has never seen an engine
             ready = here.frontend.readiness
             await until(lambda: not ready.waiting_for)
             assert (await here.client.get("/ready")).status_code == 200
@@ -232,27 +234,76 @@ async def test_where_engines_come_on_demand_requests_are_taken_without_one_and_n
             await until(lambda: ready.waiting_for == ("tokenize",))
 
 
-async def test_the_model_of_an_engine_on_demand_is_the_newest_one(redis_url: str) -> None:
+async def test_a_request_for_a_model_that_nobody_knows_yet_is_taken_because_it_starts_the_engine(
+    redis_url: str,
+) -> None:
     with closing(Stages(redis_url)) as stages:
-        for default in (0.6, 0.7):
-            stages.sampling_defaults = {"temperature": default}
-            stages.say_phase("ready")
-            async with site(redis_url, ready=False, engines_on_demand=True) as here:
-                await until(lambda: here.frontend.readiness.sampling_defaults == stages.sampling_defaults)
+        stages.say_phase("ready", "detokenize")
+        stages.say_phase("waiting", "tokenize")  # for an engine, which knows the context
+        async with on_demand(redis_url) as here:
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.client.get("/v1/models")).status_code == 200
+            assert (await here.client.get("/server_info")).status_code == 200
+            asking = asyncio.create_task(here.post(chat(model="any")))
+            await until(lambda: stages.waiting() == 1)
+            ((uid, event),) = await asyncio.to_thread(stages.take_in)
+            assert event.model == "any"
+            await asyncio.to_thread(stages.say, uid, 1, tokens(1), finished(1), frontend="web-0")
+            assert (await asking).status_code == 200
+
+
+async def test_the_offer_of_another_tokenizers_model_does_not_count(redis_url: str) -> None:
+    with closing(Stages(redis_url, {"temperature": 0.6})) as stages:
+        stages.say_phase("ready")
+        async with on_demand(redis_url) as here:
+            await until(lambda: here.frontend.readiness.models)
             stages.leave("generate")
-        async with site(redis_url, ready=False) as here:  # a frontend that waits for engines does not look
-            await until(lambda: here.frontend.readiness.missing == ("generate",))
-            assert here.frontend.readiness.models == ()
+            stages.tokenizer = "of another model"
+            stages.say_phase("waiting", "tokenize")
+            await until(lambda: not here.frontend.readiness.models)
+            assert here.frontend.readiness.sampling_defaults == {} and not here.frontend.readiness.waiting_for
+
+
+async def test_an_offer_that_the_log_has_lost_or_of_an_earlier_model_is_kept_again(redis_url: str) -> None:
+    with closing(Stages(redis_url)) as stages:
+        stages.say_phase("ready")
+        async with on_demand(redis_url):
+            await until(stages.log.last_engine)
+            command(redis_url, "DEL", Names().last_engine)
+            await until(stages.log.last_engine)
+            for lost in ("{", '{"models": ["of old"]}'):
+                command(redis_url, "SET", Names().last_engine, lost)
+                await until(lambda: Offer.parse(stages.log.last_engine()).models == MODELS)
+    async with site(redis_url, ready=False) as here:  # a frontend that waits for engines does not look
+        await until(lambda: here.frontend.readiness.missing)
+        assert here.frontend.readiness.models == ()
 
 
 async def test_a_full_log_does_not_make_a_frontend_with_engines_on_demand_unready(redis_url: str) -> None:
     with closing(Stages(redis_url)) as stages:
         stages.say_phase("ready")
         command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-        async with site(redis_url, ready=False, engines_on_demand=True) as here:
-            await until(lambda: not here.frontend.readiness.waiting_for)
-            assert here.frontend.readiness.models == MODELS
+        async with on_demand(redis_url) as here:
+            await until(lambda: here.frontend.readiness.models == MODELS)
+            assert not here.frontend.readiness.waiting_for
         command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+
+
+async def test_a_frontend_takes_requests_while_the_only_engine_starts_again(redis_url: str, stand_in: StandIn) -> None:
+    path = "/ready?for=requests"
+    async with site(redis_url, ready=False) as here:
+        await until(lambda: here.frontend.readiness.probed)
+        assert (await here.client.get(path)).status_code == 200
+        stand_in.stages.say_phase("loading", "generate")
+        await until(lambda: here.frontend.readiness.missing == ("generate",))
+        assert (await here.client.get("/ready")).status_code == 503
+        assert (await here.client.get(path)).status_code == 200
+        here.frontend.draining = True
+        assert (await here.client.get(path)).status_code == 503
+
+
+async def test_a_frontend_that_has_seen_no_engine_takes_no_requests(bare: Site) -> None:
+    assert (await bare.client.get("/ready?for=requests")).status_code == 503
 
 
 async def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
