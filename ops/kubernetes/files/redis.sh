@@ -1,47 +1,54 @@
 #!/bin/sh
-# redis.sh redis | sentinel | wait | ping
-# One pod of the log's Redis, with a Sentinel beside it if there are several. `wait` ends when the master answers REDIS_USER,
-# `ping` tells whether this pod's Redis answers. HOSTS: all hosts, the first one is the first master. Passwords are in
-# /passwords, one file for each user. The last master is in /data/sentinel.conf, so a start of all pods goes on with it.
+# redis.sh redis | sentinel | ready redis | ready sentinel | cli WORDS..
+# A pod of the log's Redis, with a Sentinel beside it if there are several. HOSTS are all pods, and the first of them is the
+# first master. Later, the master is the one that most Sentinels name: they keep it in /data/sentinel.conf.
+# Passwords are in /passwords, a file for each user. `cli` is redis-cli at the master, as a user who may do everything.
 set -euf
 passwords=${PASSWORDS:-/passwords} data=${DATA:-/data} run=${RUN:-/tmp}
 bind=${BIND:-* -::*}
 first=${HOSTS%% *}
 num_hosts=$(echo "$HOSTS" | wc -w)
+majority=$((num_hosts / 2 + 1))
+me=${ME:-}
+for host in $HOSTS; do
+    [ -n "$me" ] || case "$host" in "$(hostname)".*) me=$host ;; esac
+done
+umask 077
 
-of_user() { # user host words..: redis-cli as this user
-    user=$1 host=$2
-    shift 2
-    REDISCLI_AUTH=$(cat "$passwords/$user") timeout 2 redis-cli --user "$user" -h "$host" "$@" 2> /dev/null
-}
-
-named_by() { # host: prints the master that the Sentinel there names, if it is one of HOSTS
-    named=$(REDISCLI_AUTH=$(cat "$passwords/sentinel") timeout 2 \
-        redis-cli -h "$1" -p 26379 sentinel get-master-addr-by-name minisgl 2> /dev/null | head -n 1) || return 1
-    case " $HOSTS " in *" ${named:-nothing} "*) echo "$named" ;; *) return 1 ;; esac
-}
-
-master() { # prints the master; other Sentinels know it better than one that was away
-    [ "$num_hosts" -gt 1 ] || { echo "$first" && return; }
-    for host in $HOSTS; do
-        if [ "$host" != "$me" ] && named_by "$host"; then return; fi
-    done
-    named_by "$me"
-}
-
-first_or_named() { # prints the master, or the first host if no Sentinel names one
-    for _ in 1 2 3 4 5; do
-        if master; then return; fi
-        sleep 1
-    done
-    echo "$first"
-}
-
-others_have_keys() {
-    for host in $HOSTS; do
-        if [ "$host" != "$me" ] && of_user minisgl "$host" info keyspace | grep -q '^db'; then return; fi
-    done
+is_host() {
+    case " $HOSTS " in *" $1 "*) return 0 ;; esac
     return 1
+}
+
+info() { # host section: what the Redis there says
+    REDISCLI_AUTH=$(cat "$passwords/minisgl") timeout 2 redis-cli --user minisgl -h "$1" info "$2" 2> /dev/null
+}
+
+named_by() { # hosts..: prints, for each Sentinel that answers, the number of failovers that it knows and the master
+    for host in "$@"; do
+        REDISCLI_AUTH=$(cat "$passwords/sentinel") timeout 2 \
+            redis-cli -h "$host" -p 26379 sentinel master minisgl 2> /dev/null | awk '
+                name == "ip" { ip = $0 } name == "config-epoch" { epoch = $0 } { name = $0 }
+                END { if (ip != "") print epoch, ip }' || true
+    done
+}
+
+newest() { sort -n | tail -n 1 | cut -d ' ' -f 2; }
+
+master() { # prints the master, once most Sentinels have answered: one alone may have been away
+    if [ "$num_hosts" -eq 1 ]; then echo "$first" && return; fi
+    answers=$(named_by $HOSTS)
+    [ "$(echo "$answers" | grep -c ' ')" -ge "$majority" ] || return 1
+    named=$(echo "$answers" | newest)
+    is_host "$named" && echo "$named"
+}
+
+may_lead() { # a master without data would empty its replicas: all others must say that they are empty, too
+    if ls "$data" | grep -q appendonly; then return 0; fi
+    for host in $HOSTS; do
+        [ "$host" != "$me" ] || continue
+        case $(info "$host" keyspace) in *db0:*) return 1 ;; *'# Keyspace'*) ;; *) return 1 ;; esac
+    done
 }
 
 with_hash() { # user rights..: prints the line of an ACL file
@@ -51,58 +58,71 @@ with_hash() { # user rights..: prints the line of an ACL file
     echo "user $user reset on #$(tr -d '\n' < "$passwords/$user" | sha256sum | cut -d ' ' -f 1) $*"
 }
 
-me=${ME:-}
-for host in $HOSTS; do
-    [ -n "$me" ] || case "$host" in "$(hostname)".*) me=$host ;; esac
-done
-umask 077
-
-case "$1" in
-wait)
-    until host=$(master) && of_user "$REDIS_USER" "$host" ping | grep -q PONG; do sleep 1; done
+case "$*" in
+'ready redis')
+    said=$(info "${BIND:-127.0.0.1}" replication)
+    case $said in *role:master* | *master_link_status:up*) ;; *) exit 1 ;; esac
     ;;
-ping)
-    of_user minisgl "${BIND:-127.0.0.1}" ping | grep -q PONG
+'ready sentinel')
+    [ -n "$(named_by "${BIND:-127.0.0.1}")" ]
+    ;;
+'cli '*)
+    shift
+    REDISCLI_AUTH=$(cat "$passwords/admin") exec redis-cli --user admin -h "$(master)" "$@"
     ;;
 redis)
     sed -n 's/^user \([a-z]*\) reset on \(.*\)/\1 \2/p' "${USERS:-/minisgl/users.acl}" | while read -r line; do
         with_hash $line
     done > "$run/users.acl"
+    with_hash admin '~*' '&*' +@all >> "$run/users.acl"
+    # Nobody can log in as `default`. But Redis 7 loads what a script has written only if that user may write it.
+    echo 'user default reset off ~* &* +@all' >> "$run/users.acl"
     grep -v -e '^dir ' -e '^bind ' "${CONFIG:-/minisgl/redis.conf}" > "$run/redis.conf"
     printf '%s\n' "bind $bind" "dir $data" "aclfile $run/users.acl" "$MORE" >> "$run/redis.conf"
     if [ "$num_hosts" -gt 1 ]; then
         with_hash replica +psync +replconf +ping >> "$run/users.acl"
         with_hash sentinel '&*' +multi +slaveof +ping +exec +subscribe '+config|rewrite' +role +publish +info \
             '+client|setname' '+client|kill' '+script|kill' >> "$run/users.acl"
-        now=$(first_or_named)
-        # A master that has lost its disk must not empty its replicas: it waits until another one is the master.
-        while [ "$now" = "$me" ] && [ -z "$(ls "$data" | grep appendonly)" ] && others_have_keys; do
-            sleep 1
-            now=$(first_or_named)
-        done
         printf '%s\n' "replica-announce-ip $me" 'masteruser replica' "masterauth $(cat "$passwords/replica")" \
             'min-replicas-to-write 1' 'repl-diskless-sync-delay 1' >> "$run/redis.conf"
+        until now=$(master) && { [ "$now" != "$me" ] || may_lead; }; do
+            [ "${said:-}" = "${now:-}." ] || echo "redis.sh: waits until most Sentinels name a master${now:+, and not $now, which has no data}"
+            said=${now:-}.
+            sleep 1
+        done
         [ "$now" = "$me" ] || echo "replicaof $now 6379" >> "$run/redis.conf"
     fi
-    # Nobody can log in as `default`. But Redis 7 loads what a script has written only if that user may write it.
-    echo 'user default reset off ~* &* +@all' >> "$run/users.acl"
     exec redis-server "$run/redis.conf"
     ;;
 sentinel)
-    config=$data/sentinel.conf
-    if ! grep -q '^sentinel monitor' "$config" 2> /dev/null; then
-        password=$(cat "$passwords/sentinel")
-        printf '%s\n' "bind $bind" 'port 26379' "dir $run" "requirepass $password" "sentinel sentinel-pass $password" \
-            'sentinel resolve-hostnames yes' 'sentinel announce-hostnames yes' "sentinel announce-ip $me" \
-            "sentinel monitor minisgl $(first_or_named) 6379 $((num_hosts / 2 + 1))" \
+    config=$data/sentinel.conf password=$(cat "$passwords/sentinel")
+    monitored=$(sed -n 's/^sentinel monitor minisgl \([^ ]*\) .*/\1/p' "$config" 2> /dev/null || true)
+    for _ in 1 2 3 4 5; do
+        [ -z "$monitored" ] || break
+        monitored=$(named_by $HOSTS | newest)
+        [ -n "$monitored" ] || sleep 1
+    done
+    {
+        printf '%s\n' "bind $bind" 'port 26379' "dir $run" "requirepass $password" "sentinel sentinel-pass $password"
+        # For stages and KEDA, which only ask for the master.
+        with_hash lookup '&*' +ping +subscribe +psubscribe '+client|setname' '+sentinel|master' '+sentinel|masters' \
+            '+sentinel|get-master-addr-by-name' '+sentinel|replicas' '+sentinel|slaves' '+sentinel|sentinels'
+        printf '%s\n' 'sentinel resolve-hostnames yes' 'sentinel announce-hostnames yes' "sentinel announce-ip $me" \
+            "sentinel monitor minisgl ${monitored:-$first} 6379 $majority" \
             'sentinel auth-user minisgl sentinel' "sentinel auth-pass minisgl $password" \
-            'sentinel down-after-milliseconds minisgl 3000' 'sentinel failover-timeout minisgl 10000' > "$config.new"
-        mv "$config.new" "$config"
-    fi
+            'sentinel down-after-milliseconds minisgl 3000' 'sentinel failover-timeout minisgl 10000'
+        # What it knew. Pods that there are no more would count for a majority.
+        grep -E '^sentinel (myid|[a-z]+-epoch) ' "$config" 2> /dev/null || true
+        grep -E '^sentinel known-' "$config" 2> /dev/null | while read -r line; do
+            host=$(echo "$line" | cut -d ' ' -f 4)
+            if is_host "$host"; then echo "$line"; fi
+        done
+    } > "$config.new"
+    mv "$config.new" "$config"
     exec redis-server "$config" --sentinel
     ;;
 *)
-    echo "redis.sh: $1 given, expected redis, sentinel, wait or ping" >&2
+    echo "redis.sh: $* given, expected redis, sentinel, ready redis, ready sentinel or cli WORDS.." >&2
     exit 2
     ;;
 esac

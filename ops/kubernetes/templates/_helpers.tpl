@@ -1,3 +1,15 @@
+{{- define "minisgl.check" -}}
+{{- if or (gt (len .Release.Name) 40) (contains "." .Release.Name) }}
+{{- fail (printf "the release name %s: names of pods are made from it; choose one of at most 40 characters without dots" .Release.Name) }}
+{{- end }}
+{{- if and .Values.redis.url (not .Values.redis.secret) }}
+{{- fail "redis.secret: it is empty, and redis.url is set; name the Secret with the passwords of its users" }}
+{{- end }}
+{{- if gt (int .Values.autoscaling.min) (int .Values.autoscaling.max) }}
+{{- fail (printf "autoscaling.min %d: more than autoscaling.max %d" (int .Values.autoscaling.min) (int .Values.autoscaling.max)) }}
+{{- end }}
+{{- end }}
+
 {{- define "minisgl.labels" -}}
 app.kubernetes.io/name: minisgl
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -15,7 +27,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "minisgl.redisHosts" -}}
 {{- $hosts := list }}
 {{- range $i := until (int .Values.redis.replicas) }}
-{{- $hosts = append $hosts (printf "%s-redis-%d.%s-redis.%s.svc" $.Release.Name $i $.Release.Name $.Release.Namespace) }}
+{{- $hosts = append $hosts (printf "%s-redis-%d.%s-redis.%s.svc.%s" $.Release.Name $i $.Release.Name $.Release.Namespace $.Values.clusterDomain) }}
 {{- end }}
 {{- join " " $hosts }}
 {{- end }}
@@ -31,7 +43,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- else }}
 {{- $sentinels := list }}
 {{- range $hosts }}{{ $sentinels = append $sentinels (printf "%s:26379" .) }}{{ end }}
-{{- printf "redis+sentinel://%s@%s/minisgl/0?password_file=/passwords/%s&sentinel_password_file=/passwords/sentinel" .user (join "," $sentinels) .user }}
+{{- printf "redis+sentinel://%s@%s/minisgl/0?password_file=/passwords/%s&sentinel_username=lookup&sentinel_password_file=/passwords/lookup" .user (join "," $sentinels) .user }}
 {{- end }}
 {{- end }}
 
@@ -78,22 +90,9 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "minisgl.labels" .root | nindent 8 }}
         app.kubernetes.io/component: {{ .stage }}
-{{- if not $values.redis.url }}
-initContainers:
-  - name: wait-for-redis
-    image: {{ $values.redis.image }}
-    command: [sh, /minisgl/redis.sh, wait]
-    env:
-      {{- include "minisgl.redisEnv" (dict "root" .root "user" $user) | nindent 6 }}
-    securityContext:
-      {{- include "minisgl.containerSecurity" . | nindent 6 }}
-    resources:
-      requests: {cpu: 10m, memory: 16Mi}
-      limits: {memory: 64Mi}
-    volumeMounts:
-      - {name: redis-script, mountPath: /minisgl, readOnly: true}
-      - {name: passwords, mountPath: /passwords, readOnly: true}
-{{- end }}
+dnsConfig:
+  options:
+    - {name: ndots, value: "2"} # names in the cluster are whole: one of a pod that has gone is not asked for elsewhere
 containers:
   - name: {{ .stage }}
     image: {{ include "minisgl.image" .root }}
@@ -101,7 +100,7 @@ containers:
     {{- if eq .stage "tools" }}
     command: [sh, -c, "trap exit TERM; sleep infinity & wait"]
     {{- else }}
-    args: {{ concat (list "stage" .stage) .args .config.args | toJson }}
+    args: {{ concat (list "stage" .stage "--wait-for-redis" "600") .args .config.args | toJson }}
     {{- end }}
     env:
       - {name: MINISGL_REDIS_URL, value: {{ include "minisgl.redisUrl" (dict "root" .root "user" $user) | quote }}}
@@ -136,7 +135,7 @@ containers:
       timeoutSeconds: 5
       failureThreshold: 6
     readinessProbe:
-      httpGet: {path: /ready, port: http}
+      httpGet: {path: "/ready?for=requests", port: http}
       periodSeconds: 5
       timeoutSeconds: 5
       failureThreshold: 3
@@ -172,7 +171,7 @@ volumes:
       items:
         - {key: {{ $user }}, path: {{ $user }}}
         {{- if and (not $values.redis.url) (gt (int $values.redis.replicas) 1) }}
-        - {key: sentinel, path: sentinel}
+        - {key: lookup, path: lookup}
         {{- end }}
   - {name: tmp, emptyDir: {}}
   - name: models
@@ -188,14 +187,4 @@ volumes:
   - name: archive
     persistentVolumeClaim: {claimName: {{ required "archive.claim: name the PersistentVolumeClaim of the archive" $values.archive.claim }}}
   {{- end }}
-  {{- if not $values.redis.url }}
-  - name: redis-script
-    configMap: {name: {{ .root.Release.Name }}-redis}
-  {{- end }}
-{{- end }}
-
-{{/* What files/redis.sh reads: {root: ., user: web}. */}}
-{{- define "minisgl.redisEnv" -}}
-- {name: HOSTS, value: {{ include "minisgl.redisHosts" .root | quote }}}
-- {name: REDIS_USER, value: {{ .user }}}
 {{- end }}

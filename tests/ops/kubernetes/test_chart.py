@@ -13,13 +13,15 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import redis
 import yaml
 from support.helm import template
+from support.redis_servers import Servers, running_server
 from support.servers import ROOT
 
 from ops.serve.config import parse_command
 from ops.serve.nodes import with_nodes
-from pipeline.log.address import parse_address
+from pipeline.log.address import connect, parse_address
 from pipeline.names import Names
 from stages.generate.setup.config import GenerateConfig
 
@@ -124,6 +126,7 @@ def test_every_container_starts_a_stage_that_finds_redis_as_its_own_user(chart: 
         mounted.mkdir()
         for item in passwords:
             (mounted / item["path"]).write_text(item["key"])
+            assert item["key"] not in ("sentinel", "replica", "admin")
         environment["MINISGL_REDIS_URL"] = environment["MINISGL_REDIS_URL"].replace("/passwords", str(mounted))
         config: Any = parse_command(container["args"], environment)
         stage = container["args"][1]
@@ -209,28 +212,39 @@ def test_what_starts_engines_sees_the_requests_that_wait_and_web_serves_without_
     assert ("--engines-on-demand" in web["args"]) is to_zero
     assert len(chart.of_kind("ScaledObject")) == len({"autoscaling"} & _enabled(chart))
     for scaled in chart.of_kind("ScaledObject"):
-        (trigger,) = scaled["spec"]["triggers"]
-        asked = trigger["metadata"]
-        if trigger["type"] == "prometheus":
-            assert "minisgl:num_requests_live{" in asked["query"]
+        names, asked = Names(chart.values["namespace"]), [each["metadata"] for each in scaled["spec"]["triggers"]]
+        if chart.values["redis"]["url"]:
+            assert ["minisgl:num_requests_live{" in each["query"] for each in asked] == [True]
         else:
-            assert (asked["stream"], asked["username"]) == (Names(chart.values["namespace"]).tokenized, "scaler")
-            assert "scaler" in USERS
+            assert [each["stream"] for each in asked] == [names.submitted, names.tokenized]
+            assert {each["username"] for each in asked} == {"scaler"} <= set(USERS)
 
 
 def test_a_redis_of_the_chart_has_a_password_for_every_user() -> None:
     resources = rendered_with()
     (secret,) = (each for each in resources if each["kind"] == "Secret")
-    assert set(secret["data"]) == {*USERS, "replica", "sentinel"}
+    assert set(secret["data"]) == {*USERS, "replica", "sentinel", "lookup", "admin"}
     assert len(set(secret["data"].values())) == len(secret["data"])
 
 
-def test_another_namespace_of_keys_is_that_of_the_users_and_of_the_scaler() -> None:
-    resources = rendered_with("--set", "namespace=blue", "--set", "autoscaling.enabled=true")
-    (config,) = (each for each in resources if each["kind"] == "ConfigMap")
-    assert "{minisgl:0}" not in config["data"]["users.acl"] and "~{blue:0}:live" in config["data"]["users.acl"]
+def test_another_namespace_of_keys_does_not_restart_redis_and_is_that_of_the_scaler() -> None:
+    auto = ("--set", "autoscaling.enabled=true,redis.secret=passwords")
+    before, resources = rendered_with(*auto), rendered_with(*auto, "--set", "namespace=blue")
+    for kind in ("ConfigMap", "StatefulSet"):
+        assert [each for each in before if each["kind"] == kind] == [each for each in resources if each["kind"] == kind]
     (scaled,) = (each for each in resources if each["kind"] == "ScaledObject")
-    assert scaled["spec"]["triggers"][0]["metadata"]["stream"] == Names("blue").tokenized
+    assert scaled["spec"]["triggers"][1]["metadata"]["stream"] == Names("blue").tokenized
+
+
+def test_redis_users_have_the_keys_of_every_namespace_and_no_others(redis_servers: Servers, tmp_path: Path) -> None:
+    (config,) = (each for each in rendered_with() if each["kind"] == "ConfigMap")
+    lines = config["data"]["users.acl"].splitlines()
+    (tmp_path / "users.acl").write_text("\n".join(f"{line} >a" if " on " in line else line for line in lines) + "\n")
+    with running_server(redis_servers.binary("embedded"), tmp_path, "--aclfile", tmp_path / "users.acl") as server:
+        with connect(server.url.replace("unix://", "unix://web:a@")) as client:
+            assert [client.get(Names(name).status("web-0")) for name in ("minisgl", "blue")] == [None, None]
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.get("blue")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +255,9 @@ def test_another_namespace_of_keys_is_that_of_the_users_and_of_the_scaler() -> N
         ("web.args=--pages", "want array"),
         ("engine.gpus=-1", "/engine/gpus"),
         ("archive.enabled=true", "archive.claim: name the PersistentVolumeClaim"),
-        ("redis.url=redis://host:6379/0,autoscaling.enabled=true", "autoscaling.prometheus: it is empty"),
+        ("redis.url=redis://host:6379/0", "redis.secret: it is empty"),
+        ("redis.url=redis://h:6379/0,redis.secret=s,autoscaling.enabled=true", "autoscaling.prometheus: it is empty"),
+        ("autoscaling.min=5", "autoscaling.min 5: more than autoscaling.max 4"),
     ],
     ids=lambda text: text.split("=")[0],
 )

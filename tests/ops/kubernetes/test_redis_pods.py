@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,14 @@ from pipeline.log.address import connect
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 SCRIPT = ROOT / "ops" / "kubernetes" / "files" / "redis.sh"
-USERS = ("web", "tokenize", "generate", "detokenize", "archive", "operator", "scaler", "minisgl", "replica", "sentinel")
+USERS = (
+    *("web", "tokenize", "generate", "detokenize", "archive", "operator", "scaler", "minisgl"),
+    *("replica", "sentinel", "lookup", "admin"),
+)
+PATIENCE_S = 60.0
+"""A failover that did not succeed is tried again after 20 s."""
+LATE_S = 3.0
+"""How much later than the first pod the others start, where that may matter."""
 KEY = "{minisgl:0}:live"
 TWO_WRITES = "redis.call('ZADD', KEYS[1], 0, 'uid') redis.call('ZADD', KEYS[1], ARGV[1], 'uid')"
 """A transaction in Redis' file, as every commit of the log is one."""
@@ -35,17 +43,20 @@ class Pods:
         net = f"127.{random.randrange(1, 250)}.{random.randrange(250)}"
         self.hosts = [f"{net}.{number}" for number in (1, 2, 3)]
         self._processes: dict[str, list[subprocess.Popen[bytes]]] = {host: [] for host in self.hosts}
-        self._passwords = folder / "passwords"
-        self._passwords.mkdir()
-        for user in USERS:
-            (self._passwords / user).write_text(f"{random.getrandbits(128):032x}")
+        self.passwords = folder / "passwords"
+        self.passwords.mkdir()
+        self.change_passwords()
         sentinels = ",".join(f"{host}:26379" for host in self.hosts)
-        files = f"password_file={self._passwords}/minisgl&sentinel_password_file={self._passwords}/sentinel"
-        self.url = f"redis+sentinel://minisgl@{sentinels}/minisgl/0?{files}"
+        files = f"password_file={self.passwords}/minisgl&sentinel_password_file={self.passwords}/lookup"
+        self.url = f"redis+sentinel://minisgl@{sentinels}/minisgl/0?sentinel_username=lookup&{files}"
 
-    def run(self, host: str, role: str, user: str = "minisgl") -> subprocess.Popen[bytes]:
-        """Start the script as the container *role* does."""
-        data, own = self._folder / host / "data", self._folder / host / role
+    def change_passwords(self) -> None:
+        for user in USERS:
+            (self.passwords / user).write_text(f"{random.getrandbits(128):032x}")
+
+    def run(self, host: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start the script with *words*, as a container or a probe of the pod does."""
+        data, own = self._folder / host / "data", self._folder / host / words[0]
         for folder in (data, own):
             folder.mkdir(parents=True, exist_ok=True)
         environment = {
@@ -55,17 +66,22 @@ class Pods:
             "BIND": host,
             "DATA": str(data),
             "RUN": str(own),
-            "PASSWORDS": str(self._passwords),
+            "PASSWORDS": str(self.passwords),
             "USERS": str(SCRIPT.parent / "users.acl"),
             "CONFIG": str(SCRIPT.parent / "redis.conf"),
             "MORE": "appendfsync always",
-            "REDIS_USER": user,
         }
-        with (self._folder / f"{host}.{role}.log").open("ab") as output:
-            return subprocess.Popen(["sh", SCRIPT, role], env=environment, stdout=output, stderr=output)
+        with (self._folder / f"{host}.{words[0]}.log").open("ab") as output:
+            return subprocess.Popen(["sh", SCRIPT, *words], env=environment, stdout=output, stderr=output)
 
-    def start(self, *hosts: str) -> None:
-        for host in hosts or self.hosts:
+    def is_ready(self, host: str) -> bool:
+        return all(self.run(host, "ready", role).wait(10) == 0 for role in ("redis", "sentinel"))
+
+    def start(self, *hosts: str, late_s: float = 0.0) -> None:
+        """Start these pods, or all; those after the first *late_s* later."""
+        for number, host in enumerate(hosts or self.hosts):
+            if number == 1:
+                time.sleep(late_s)
             self._processes[host] = [self.run(host, role) for role in ("redis", "sentinel")]
 
     def kill(self, *hosts: str) -> None:
@@ -79,7 +95,7 @@ class Pods:
 
     def info(self, host: str) -> dict[str, str]:
         """Return what the Redis there says of its replication; {} if it does not answer."""
-        url = f"redis://minisgl@{host}:6379/0?password_file={self._passwords}/minisgl"
+        url = f"redis://minisgl@{host}:6379/0?password_file={self.passwords}/minisgl"
         try:
             with connect(url) as client:
                 return {name: str(value) for name, value in client.info("replication").items()}
@@ -96,7 +112,7 @@ class Pods:
 
     def may_fail_over(self) -> bool:
         """Return whether every Sentinel has heard of both replicas: they ask the master for them every 10 s."""
-        password = (self._passwords / "sentinel").read_text()
+        password = (self.passwords / "sentinel").read_text()
         for host in self.hosts:
             with redis.Redis(host, 26379, password=password, decode_responses=True) as client:
                 replicas = client.sentinel_slaves("minisgl")
@@ -110,16 +126,16 @@ class Pods:
             return bool(client.zscore(KEY, "uid") == value and client.zadd(KEY, {"uid": value}) == 0)
         return False
 
-    def write(self, value: int) -> None:
-        """Write as soon as the master knows of a replica, and wait until both have it."""
+    def write(self, value: int, num_replicas: int = 2) -> None:
+        """Write as soon as the master knows of a replica, and wait until all have it."""
 
         def is_written() -> bool:
             with contextlib.suppress(redis.RedisError, OSError), connect(self.url) as client:
                 client.eval(TWO_WRITES, 1, KEY, value)
-                return bool(client.wait(2, 1000) == 2)
+                return bool(client.wait(num_replicas, 1000) == num_replicas)
             return False
 
-        eventually(is_written, "both replicas have it")
+        eventually(is_written, "the replicas have it", PATIENCE_S)
 
 
 @pytest.fixture
@@ -131,11 +147,22 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
     group = Pods(tmp_path)
     group.start()
     try:
-        eventually(lambda: group.has_synced(group.hosts[0]), "the first is the master")
+        eventually(lambda: group.has_synced(group.hosts[0]), "the first is the master", PATIENCE_S)
         eventually(group.may_fail_over, "the Sentinels know the replicas")
         yield group
     finally:
         group.kill()
+
+
+def pods_with_another_master(pods: Pods) -> str:
+    """Let another pod than the first become the master; return its host."""
+    first = pods.hosts[0]
+    pods.kill(first)
+    eventually(lambda: len(pods.masters()) == 1, "another one is the master", PATIENCE_S)
+    pods.start(first)
+    (second,) = pods.masters()
+    eventually(lambda: pods.has_synced(second) and pods.may_fail_over(), "both others are replicas", PATIENCE_S)
+    return second
 
 
 def test_a_user_without_a_password_is_said_and_nobody_gets_in_without_one(tmp_path: Path) -> None:
@@ -147,29 +174,37 @@ def test_a_user_without_a_password_is_said_and_nobody_gets_in_without_one(tmp_pa
 
 
 def test_a_replica_goes_on_when_the_master_dies_and_the_dead_one_comes_back_as_a_replica(pods: Pods) -> None:
-    first = pods.hosts[0]
-    assert pods.run(pods.hosts[1], "wait", "web").wait(10) == 0
-    assert pods.run(first, "ping").wait(10) == 0
+    first, second, _ = pods.hosts
+    assert pods.is_ready(first) and pods.is_ready(second)
     pods.write(1)
     pods.kill(first)
-    assert pods.run(first, "ping").wait(10) == 1
-    eventually(lambda: pods.keeps(1), "another one is the master")
+    assert pods.run(first, "ready", "redis").wait(10) == pods.run(first, "ready", "sentinel").wait(10) == 1
+    eventually(lambda: pods.keeps(1), "another one is the master", PATIENCE_S)
     pods.start(first)
     eventually(lambda: pods.info(first).get("role") == "slave", "it is a replica")
-    eventually(lambda: pods.keeps(1), "its Sentinel knows the master, too")
+    eventually(lambda: pods.keeps(1) and pods.is_ready(first), "its Sentinel knows the master, too")
+    assert pods.run(first, "cli", "config", "set", "maxmemory", "1gb").wait(10) == 0
+    assert pods.info(first).get("role") == "slave"
 
 
 def test_after_the_death_of_all_the_last_master_goes_on_whichever_it_was(pods: Pods) -> None:
-    first = pods.hosts[0]
-    pods.kill(first)
-    eventually(lambda: pods.keeps(0) or len(pods.masters()) == 1, "another one is the master")
-    (second,) = pods.masters()
-    pods.start(first)
-    eventually(lambda: pods.has_synced(second), "both others are replicas")
+    second = pods_with_another_master(pods)
     pods.write(2)
     pods.kill()
     pods.start()
-    eventually(lambda: pods.has_synced(second) and pods.keeps(2), "the second is the master again")
+    eventually(lambda: pods.has_synced(second) and pods.keeps(2), "the second is the master again", PATIENCE_S)
+
+
+def test_after_the_death_of_all_one_that_was_away_before_does_not_win_by_coming_first(pods: Pods) -> None:
+    first = pods.hosts[0]
+    pods.write(1)
+    pods.kill(first)
+    eventually(lambda: pods.keeps(1), "another one is the master", PATIENCE_S)
+    pods.write(2, num_replicas=1)
+    pods.kill()
+    pods.start(first, *pods.hosts[1:], late_s=LATE_S)
+    eventually(lambda: pods.keeps(2), "the newer data", PATIENCE_S)
+    assert first not in pods.masters()
 
 
 def test_a_master_that_lost_its_disk_does_not_empty_its_replicas(pods: Pods) -> None:
@@ -178,6 +213,42 @@ def test_a_master_that_lost_its_disk_does_not_empty_its_replicas(pods: Pods) -> 
     pods.kill(first)
     pods.lose_disk(first)
     pods.start(first)  # before the Sentinels have missed it
-    eventually(lambda: pods.keeps(3), "another one is the master")
-    eventually(lambda: pods.has_synced(pods.masters()[0]) and first not in pods.masters(), "the first is a replica")
+    eventually(lambda: pods.keeps(3), "another one is the master", PATIENCE_S)
+    eventually(
+        lambda: pods.has_synced(pods.masters()[0]) and first not in pods.masters(), "it is a replica", PATIENCE_S
+    )
     assert pods.keeps(3)
+
+
+@pytest.mark.parametrize("led", [True, False], ids=["the master", "a replica"])
+def test_a_disk_that_is_lost_while_all_are_dead_is_filled_from_the_others(pods: Pods, led: bool) -> None:
+    first = pods.hosts[0]
+    if not led:
+        pods_with_another_master(pods)
+    pods.write(4)
+    pods.kill()
+    pods.lose_disk(first)
+    pods.start(first, *pods.hosts[1:], late_s=LATE_S)
+    eventually(lambda: pods.keeps(4), "the data", PATIENCE_S)
+    eventually(lambda: pods.has_synced(pods.masters()[0]), "all have it", PATIENCE_S)
+    assert first not in pods.masters() and pods.keeps(4)
+
+
+def test_after_a_change_of_all_passwords_the_last_master_goes_on(pods: Pods) -> None:
+    second = pods_with_another_master(pods)
+    pods.write(5)
+    pods.kill()
+    pods.change_passwords()
+    pods.start()
+    eventually(lambda: pods.has_synced(second) and pods.keeps(5), "the second is the master again", PATIENCE_S)
+
+
+def test_what_a_stage_knows_of_the_sentinels_does_not_let_it_change_them(pods: Pods) -> None:
+    password = (pods.passwords / "lookup").read_text()
+    with redis.Redis(pods.hosts[0], 26379, username="lookup", password=password) as client:
+        for words in (("SENTINEL", "REMOVE", "minisgl"), ("SENTINEL", "FAILOVER", "minisgl"), ("ACL", "LIST")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*words)
+    client = redis.Redis(pods.hosts[0], 6379, username="sentinel", password=password)
+    with client, pytest.raises(redis.exceptions.AuthenticationError):
+        client.ping()
