@@ -240,11 +240,14 @@ def test_redis_users_have_the_keys_of_every_namespace_and_no_others(redis_server
     (config,) = (each for each in rendered_with() if each["kind"] == "ConfigMap")
     lines = config["data"]["users.acl"].splitlines()
     (tmp_path / "users.acl").write_text("\n".join(f"{line} >a" if " on " in line else line for line in lines) + "\n")
-    with running_server(redis_servers.binary("embedded"), tmp_path, "--aclfile", tmp_path / "users.acl") as server:
-        with connect(server.url.replace("unix://", "unix://web:a@")) as client:
-            assert [client.get(Names(name).status("web-0")) for name in ("minisgl", "blue")] == [None, None]
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                client.get("blue")
+    binary, file = redis_servers.binary("embedded"), tmp_path / "users.acl"
+    with (
+        running_server(binary, tmp_path, "--aclfile", file) as server,
+        connect(server.url.replace("unix://", "unix://web:a@")) as client,
+    ):
+        assert [client.get(Names(name).status("web-0")) for name in ("minisgl", "blue")] == [None, None]
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.get("blue")
 
 
 @pytest.mark.parametrize(
