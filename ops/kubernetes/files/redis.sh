@@ -1,19 +1,31 @@
 #!/bin/sh
 # redis.sh redis | sentinel | ready redis | ready sentinel | cli WORDS..
-# A pod of the log's Redis, with a Sentinel beside it if there are several. HOSTS are all pods, and the first of them is the
-# first master. Later, the master is the one that most Sentinels name: they keep it in /data/sentinel.conf.
+# A pod of the log's Redis, with a Sentinel beside it if there are several. HOSTS are the Services of all pods, and the first of
+# them is the first master. Later, the master is the one that most Sentinels name: they keep it in /data/sentinel.conf.
+# Names are looked up at the start alone: a Sentinel stands still while it waits for DNS.
 # Passwords are in /passwords, a file for each user. `cli` is redis-cli at the master, as a user who may do everything.
 set -euf
 passwords=${PASSWORDS:-/passwords} data=${DATA:-/data} run=${RUN:-/tmp}
 bind=${BIND:-* -::*}
-first=${HOSTS%% *}
+names=$HOSTS
 num_hosts=$(echo "$HOSTS" | wc -w)
 majority=$((num_hosts / 2 + 1))
-me=${ME:-}
-for host in $HOSTS; do
-    [ -n "$me" ] || case "$host" in "$(hostname)".*) me=$host ;; esac
-done
 umask 077
+
+address() {
+    until found=$(getent ahosts "$1" | awk '{ print $1; exit }') && [ -n "$found" ]; do sleep 1; done
+    echo "$found"
+}
+
+look_up() { # sets HOSTS to addresses, `first` to that of the first one and `me` to that of this pod
+    HOSTS='' me=''
+    for name in $names; do
+        host=$(address "$name")
+        HOSTS=${HOSTS:+$HOSTS }$host
+        case "$name" in "${ME:-$(hostname)}" | "${ME:-$(hostname)}".*) me=$host ;; esac
+    done
+    first=${HOSTS%% *}
+}
 
 is_host() {
     case " $HOSTS " in *" $1 "*) return 0 ;; esac
@@ -68,9 +80,11 @@ case "$*" in
     ;;
 'cli '*)
     shift
+    look_up
     REDISCLI_AUTH=$(cat "$passwords/admin") exec redis-cli --user admin -h "$(master)" "$@"
     ;;
 redis)
+    look_up
     sed -n 's/^user \([a-z]*\) reset on \(.*\)/\1 \2/p' "${USERS:-/minisgl/users.acl}" | while read -r line; do
         with_hash $line
     done > "$run/users.acl"
@@ -95,7 +109,14 @@ redis)
     exec redis-server "$run/redis.conf"
     ;;
 sentinel)
+    look_up
     config=$data/sentinel.conf password=$(cat "$passwords/sentinel")
+    # After a new install, Services have other addresses.
+    if [ -f "$data/hosts" ]; then
+        while read -r name old; do sed -i "s/ $old / $name /" "$config"; done < "$data/hosts"
+        for name in $names; do sed -i "s/ $name / $(address "$name") /" "$config"; done
+    fi
+    for name in $names; do echo "$name $(address "$name")"; done > "$data/hosts"
     monitored=$(sed -n 's/^sentinel monitor minisgl \([^ ]*\) .*/\1/p' "$config" 2> /dev/null || true)
     for _ in 1 2 3 4 5; do
         [ -z "$monitored" ] || break
@@ -107,7 +128,7 @@ sentinel)
         # For stages and KEDA, which only ask for the master.
         with_hash lookup '&*' +ping +subscribe +psubscribe '+client|setname' '+sentinel|master' '+sentinel|masters' \
             '+sentinel|get-master-addr-by-name' '+sentinel|replicas' '+sentinel|slaves' '+sentinel|sentinels'
-        printf '%s\n' 'sentinel resolve-hostnames yes' 'sentinel announce-hostnames yes' "sentinel announce-ip $me" \
+        printf '%s\n' "sentinel announce-ip $me" \
             "sentinel monitor minisgl ${monitored:-$first} 6379 $majority" \
             'sentinel auth-user minisgl sentinel' "sentinel auth-pass minisgl $password" \
             'sentinel down-after-milliseconds minisgl 3000' 'sentinel failover-timeout minisgl 10000'

@@ -23,11 +23,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.redis.secret | default (printf "%s-redis" .Release.Name) }}
 {{- end }}
 
-{{/* Hosts of Redis, and of the Sentinels beside it, with spaces between them. */}}
+{{/* The Services of Redis' pods, with spaces between them. */}}
 {{- define "minisgl.redisHosts" -}}
 {{- $hosts := list }}
 {{- range $i := until (int .Values.redis.replicas) }}
-{{- $hosts = append $hosts (printf "%s-redis-%d.%s-redis.%s.svc.%s" $.Release.Name $i $.Release.Name $.Release.Namespace $.Values.clusterDomain) }}
+{{- $hosts = append $hosts (printf "%s-redis-%d.%s.svc.%s" $.Release.Name $i $.Release.Namespace $.Values.clusterDomain) }}
 {{- end }}
 {{- join " " $hosts }}
 {{- end }}

@@ -152,6 +152,10 @@ def _enabled(chart: Rendered) -> set[str]:
 
 def test_what_is_selected_and_mounted_and_named_is_there(chart: Rendered) -> None:
     labels = [each["metadata"]["labels"] for _, each in chart.templates()]
+    for each in chart.of_kind("StatefulSet"):  # what Kubernetes adds
+        name, pod = each["metadata"]["name"], each["spec"]["template"]["metadata"]["labels"]
+        numbers = range(each["spec"]["replicas"])
+        labels += [pod | {"statefulset.kubernetes.io/pod-name": f"{name}-{number}"} for number in numbers]
     selectors: list[Mapping[str, Any]] = []
     for each in chart.of_kind("Deployment", "StatefulSet", "PodDisruptionBudget"):
         selectors.append(each["spec"]["selector"])

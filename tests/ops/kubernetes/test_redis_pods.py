@@ -40,12 +40,25 @@ class Pods:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        net = f"127.{random.randrange(1, 250)}.{random.randrange(250)}"
-        self.hosts = [f"{net}.{number}" for number in (1, 2, 3)]
-        self._processes: dict[str, list[subprocess.Popen[bytes]]] = {host: [] for host in self.hosts}
         self.passwords = folder / "passwords"
         self.passwords.mkdir()
         self.change_passwords()
+        getent = folder / "getent"  # which asks DNS for the address of a Service
+        getent.write_text(f'#!/bin/sh\nsed -n "s/^$2 //p" {folder}/addresses\n')
+        getent.chmod(0o755)
+        self._processes: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self.move()
+
+    def move(self) -> None:
+        """Give each pod another address."""
+        net = f"127.{random.randrange(1, 250)}.{random.randrange(250)}"
+        before = getattr(self, "hosts", [f"pod-{number}" for number in range(3)])
+        self.hosts = [f"{net}.{number}" for number in (1, 2, 3)]
+        for old, new in zip(before, self.hosts, strict=True):
+            if (self._folder / old).exists():
+                (self._folder / old).rename(self._folder / new)
+        lines = (f"pod-{number} {host}\n" for number, host in enumerate(self.hosts))
+        (self._folder / "addresses").write_text("".join(lines))
         sentinels = ",".join(f"{host}:26379" for host in self.hosts)
         files = f"password_file={self.passwords}/minisgl&sentinel_password_file={self.passwords}/lookup"
         self.url = f"redis+sentinel://minisgl@{sentinels}/minisgl/0?sentinel_username=lookup&{files}"
@@ -60,9 +73,9 @@ class Pods:
         for folder in (data, own):
             folder.mkdir(parents=True, exist_ok=True)
         environment = {
-            "PATH": os.environ["PATH"],
-            "HOSTS": " ".join(self.hosts),
-            "ME": host,
+            "PATH": f"{self._folder}:{os.environ['PATH']}",
+            "HOSTS": "pod-0 pod-1 pod-2",
+            "ME": f"pod-{self.hosts.index(host)}",
             "BIND": host,
             "DATA": str(data),
             "RUN": str(own),
@@ -86,7 +99,7 @@ class Pods:
 
     def kill(self, *hosts: str) -> None:
         for host in hosts or self.hosts:
-            for process in self._processes[host]:
+            for process in self._processes.get(host, ()):
                 process.kill()
                 process.wait()
 
@@ -241,6 +254,16 @@ def test_after_a_change_of_all_passwords_the_last_master_goes_on(pods: Pods) -> 
     pods.change_passwords()
     pods.start()
     eventually(lambda: pods.has_synced(second) and pods.keeps(5), "the second is the master again", PATIENCE_S)
+
+
+def test_after_a_new_install_with_other_addresses_the_last_master_goes_on(pods: Pods) -> None:
+    second = pods.hosts.index(pods_with_another_master(pods))
+    pods.write(6)
+    pods.kill()
+    pods.move()
+    pods.start()
+    master = pods.hosts[second]
+    eventually(lambda: pods.has_synced(master) and pods.keeps(6), "the second is the master again", PATIENCE_S)
 
 
 def test_what_a_stage_knows_of_the_sentinels_does_not_let_it_change_them(pods: Pods) -> None:
