@@ -52,6 +52,7 @@ TIMED: Final[Mapping[str, tuple[str, ...]]] = {
     "0.6b": (),
     "0.6b without overlap": ("--overlap", "off"),
     "0.6b without overlap and graphs": ("--overlap", "off", "--graph", "0"),
+    "0.6b new": ("--gpu-new", "yes"),
     "0.6b deterministic": ("--deterministic", "yes", "--num-prompts", "64"),
     "8b": (),
     **{

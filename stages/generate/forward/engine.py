@@ -212,6 +212,7 @@ class Engine:
         needs_graph: bool = True,
         deterministic: bool = False,
         fused: bool = True,
+        gpu_new: bool = False,
         has_parts: bool = False,
         measure: Measure | None = None,
         loading: Loading = USUAL,
@@ -235,6 +236,8 @@ class Engine:
         *fused*: where FlashInfer computes the attention, its operations also compute the rest of a layer if they can,
         unless the engine is deterministic. `fused` has the modules of FlashInfer that compute.
 
+        *gpu_new*: use what no GPU has run yet.
+
         *has_parts*: pages have the parts of `ModelSpec.page_parts`; only with a variant of the kernels.
 
         With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
@@ -246,6 +249,7 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         self._threads = threads = torch.get_num_threads()
+        self._gpu_new = gpu_new
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         spec = spec.at(max_seq_len)
@@ -521,7 +525,7 @@ class Engine:
         if any(scored_R) and any(how.changes_logits for how in samples):
             launched.own_RV = logits_RV.clone()
         if any(drawn_R):
-            draw(tokens_R, logits_RV, samples, threads=self._threads)
+            draw(tokens_R, logits_RV, samples, threads=self._threads, fused=self._gpu_new)
         launched.tokens_R, launched.logits_RV, launched.told_R = tokens_R, logits_RV, ToHost(tokens_R)
         return launched.told_R, logits_RV
 

@@ -44,7 +44,7 @@ SLOPE: Final = 0.6931470036506653
 """2**f is 1 + f (SLOPE + f (.. + f POLYNOMIAL[0])) for f in [-0.5, 0.5], with an error of 2e-7: a minimax fit."""
 
 
-def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) -> list[int]:
+def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1, fused: bool = False) -> list[int]:
     """Return one token id per row, or NOT_A_NUMBER, and leave the logits as they are.
 
     Temperature 0 takes the argmax of the shaped logits and ignores top_p and so on.
@@ -55,7 +55,7 @@ def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) ->
     if any(how.changes_logits for how in samples):
         logits_RV = logits_RV.clone()
     tokens_R = best(logits_RV)
-    draw(tokens_R, logits_RV, samples, threads=threads)
+    draw(tokens_R, logits_RV, samples, threads=threads, fused=fused)
     return draw_again(tokens_R.tolist(), logits_RV, samples)
 
 
@@ -68,11 +68,14 @@ def best(logits_RV: Tensor) -> Tensor:
     return tokens_R.masked_fill_(~most_R.isfinite(), NOT_A_NUMBER)
 
 
-def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) -> None:
+def draw(
+    tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1, fused: bool = False
+) -> None:
     """Replace the `best` tokens, int64, of rows that are drawn, or whose requests change the logits.
 
     Nothing waits for the device. Only the logits of those rows are read; they are changed in place. Tokens may become
-    AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows.
+    AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows. *fused*: on a GPU, Triton's
+    kernels draw rows without top_k and top_p.
     """
     changed = [row for row, how in enumerate(samples) if how.changes_logits]
     drawn = [row for row, how in enumerate(samples) if how.params.temperature > 0]
@@ -88,7 +91,7 @@ def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, thre
     if drawn:
         draws = make_draws([samples[row] for row in drawn])
         odd = np.array([samples[row].params.typical_p < 1 for row in drawn])
-        _draw(tokens_R, logits_RV, np.array(drawn), draws, odd, threads)
+        _draw(tokens_R, logits_RV, np.array(drawn), draws, odd, threads, fused)
     tokens_R.masked_fill_(wrong_R, NOT_A_NUMBER)
 
 
@@ -130,7 +133,15 @@ def share(sums_X: Tensor, fractions_2X: Tensor) -> Tensor:
     return shares_X
 
 
-def _draw(tokens_R: Tensor, logits_RV: Tensor, drawn: np.ndarray, draws: Draws, odd: np.ndarray, threads: int) -> None:
+def _draw(
+    tokens_R: Tensor,
+    logits_RV: Tensor,
+    drawn: np.ndarray,
+    draws: Draws,
+    odd: np.ndarray,
+    threads: int,
+    fused: bool,
+) -> None:
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     kernels = sampling.functions() if device.type == "cpu" else None
     if kernels is not None:
@@ -147,7 +158,15 @@ def _draw(tokens_R: Tensor, logits_RV: Tensor, drawn: np.ndarray, draws: Draws, 
     rows_X = on_device(drawn, device)
     if alone.any():
         tokens_R.index_fill_(0, on_device(drawn[alone], device), AGAIN)
-    ways = (limited & ~alone, _by_candidates), (nucleus, _by_nucleus), (~(limited | nucleus | alone), _by_all)
+    whole = ~(limited | nucleus | alone)
+    if fused and whole.any():
+        from stages.generate.sampling.fused import draw_by_all
+
+        some_Y = on_device(whole.nonzero()[0], device)
+        numbers_FY = numbers_FX[:, some_Y].contiguous()
+        draw_by_all(tokens_R, logits_RV, rows_X[some_Y], divisors_X1[some_Y, 0], numbers_FY)
+        whole[:] = False
+    ways = (limited & ~alone, _by_candidates), (nucleus, _by_nucleus), (whole, _by_all)
     for which, by in ways:
         for some in _in_turn(which.nonzero()[0], vocab_size, device):
             some_Y = on_device(some, device)

@@ -242,6 +242,12 @@ class EngineConfig:
             "or torch and --tp 1; the CPU kernels always do this"
         ),
     )
+    gpu_new: bool = flag(
+        "--gpu-new",
+        default=False,
+        parse=yes_or_no,
+        help="on a GPU, also use what has only been tested on CPUs so far: a faster way to draw tokens",
+    )
     page_size: int = flag(
         "--page-size",
         default=0,

@@ -61,6 +61,7 @@ def load_engine(
         graph=settings.graph,
         needs_graph=config.engine.graph > 0,
         deterministic=settings.deterministic,
+        gpu_new=settings.gpu_new,
         has_parts=settings.local.num_parts > 0,
         measure=measure,
         loading=config.engine.loading,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Set
 from dataclasses import astuple, dataclass, replace
@@ -79,6 +80,8 @@ class Settings:
     """Longest time that a step waits for the next ones, to be committed together."""
     deterministic: bool = False
     """Whether torch, too, computes the same bits for a row in any batch."""
+    gpu_new: bool = False
+    """Whether what no GPU has run yet is used."""
     gpu: str = ""
     """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
     by: str = ""
@@ -226,11 +229,21 @@ def resolve(
         graph=resolve_graph(config, spec, attention, dtype, device),
         commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
         deterministic=config.deterministic,
+        gpu_new=_gpu_new(config, device),
         gpu=_gpu(config, attention, device),
         by=f"transformers-{metadata.version('transformers')}" if spec.by == "transformers" else "",
         rope=spec.long_or_short(limits.context),
         fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
+
+
+def _gpu_new(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether `--gpu-new` is given. Raises ConfigError if there is nothing new here."""
+    if config.gpu_new and device.type != "cuda":
+        raise ConfigError("--gpu-new: this engine computes on a CPU; leave it out")
+    if config.gpu_new and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--gpu-new: the package triton is missing, which comes with torch for CUDA; install it")
+    return config.gpu_new
 
 
 def limits_of(config: EngineConfig, spec: ModelSpec, context: int, kernels: str, *, cuda: bool) -> ScheduleLimits:

@@ -65,7 +65,7 @@ ENGINE = flags(
     "--device --threads --kernels "
     "--attn|--attention-backend --cache|--cache-type --max-prefill-length|--max-extend-length --mixed-prefill-length "
     "--target-itl --max-running-requests --overlap --speculate --commit-interval --steal-after "
-    "--graph|--cuda-graph-max-bs --deterministic "
+    "--graph|--cuda-graph-max-bs --deterministic --gpu-new "
     "--page-size --num-pages --memory-ratio --max-seq-len|--max-seq-len-override"
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
@@ -132,7 +132,7 @@ MEASURES = pairs(
 )
 SWITCHES = (
     "--repair --strict-model-names --leave --dummy-weight --trust-remote-code --deterministic --json --once --shell "
-    "--acks-disk --compare --client-clock --engines-on-demand"
+    "--acks-disk --compare --client-clock --engines-on-demand --gpu-new"
 )
 SEVERAL = {
     "--served-model-name": "a b",

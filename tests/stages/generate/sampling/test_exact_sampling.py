@@ -200,9 +200,10 @@ def test_rows_get_the_tokens_of_the_plain_sampler_alone_and_together(seed: int, 
             assert sample(logits_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1]
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["by torch", "fused"])
 @pytest.mark.parametrize("size", [1000, 151_936])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_device_draws_what_a_cpu_draws_alone_and_together(device: torch.device, size: int) -> None:
+def test_a_device_draws_what_a_cpu_draws_alone_and_together(device: torch.device, size: int, fused: bool) -> None:
     """On a GPU of far more rows than the plain sampler has time for: a sum that rounds in another way shows seldom."""
     draw, rows_at_once = random.Random(size), 256 if size == 1000 else 4
     for number in range(80 if device.type == "cuda" else 1):
@@ -210,6 +211,6 @@ def test_a_device_draws_what_a_cpu_draws_alone_and_together(device: torch.device
         logits_RV = torch.from_numpy(np.stack([some_logits(draw, size) for _ in samples]))
         expected = sample(logits_RV, samples, threads=torch.get_num_threads())
         there_RV = logits_RV.to(device)
-        assert sample(there_RV, samples) == expected, number
+        assert sample(there_RV, samples, fused=fused) == expected, number
         for n in range(8) if number == 0 else ():
-            assert sample(there_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1], n
+            assert sample(there_RV[n : n + 1], samples[n : n + 1], fused=fused) == expected[n : n + 1], n

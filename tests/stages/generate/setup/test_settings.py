@@ -96,6 +96,7 @@ def test_the_flag_that_bounds_the_served_context_is_known(spec: ModelSpec) -> No
         (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
         (replace(CPU, commit_interval_ms=1001), False, "pass at most that"),
         (replace(CPU, target_itl_ms=60), False, "--target-itl 60: with torch"),
+        (replace(CPU, gpu_new=True), False, "--gpu-new: this engine computes on a CPU"),
         (
             replace(CPU, target_itl_ms=60, mixed_prefill_length=16),
             False,

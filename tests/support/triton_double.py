@@ -1,0 +1,142 @@
+"""A double of Triton for CPUs without it: the part that our kernels use, one program after the other, with numpy.
+
+Numpy fuses no products with sums and rounds quotients to nearest, as our kernels want of Triton. Types follow numpy's
+rules, which for these kernels are Triton's: a Python number takes the type of what it meets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Block:
+    """A block of numbers, or of pointers into the flat *memory*."""
+
+    def __init__(self, values: Any, memory: np.ndarray | None = None) -> None:
+        self.values, self.memory = np.asarray(values), memory
+
+    def to(self, kind: Any, bitcast: bool = False) -> Block:
+        with np.errstate(all="ignore"):
+            return Block(self.values.view(kind) if bitcast else self.values.astype(kind))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a kernel cannot branch on a block")
+
+
+def _operate(name: str) -> None:
+    act = getattr(operator, name)
+
+    def forward(self: Block, other: Any) -> Block:
+        with np.errstate(all="ignore"):
+            return Block(act(self.values, _plain(other)), self.memory)
+
+    def backward(self: Block, other: Any) -> Block:
+        with np.errstate(all="ignore"):
+            return Block(act(_plain(other), self.values), self.memory)
+
+    setattr(Block, f"__{name.strip('_')}__", forward)
+    setattr(Block, f"__r{name.strip('_')}__", backward)
+
+
+for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "lt", "le", "ge"):
+    _operate(_name)
+
+
+def _plain(value: Any) -> Any:
+    return value.values if isinstance(value, Block) else value
+
+
+class Kernel:
+    """A function that other kernels call, or that is launched for each program of a grid: `kernel[grid](..)`."""
+
+    programs: Sequence[int] = ()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *words: Any) -> Any:
+        return self._function(*words)
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        def launch(*words: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any) -> None:
+            assert not enable_fp_fusion, "products fused with sums round once, and choose other tokens"
+            given = [_pointer(word) if isinstance(word, torch.Tensor) else word for word in words]
+            for Kernel.programs in itertools.product(*map(range, grid)):
+                self._function(*given, **constants)
+
+        return launch
+
+
+def _pointer(tensor: torch.Tensor) -> Block:
+    assert tensor.is_contiguous()
+    return Block(0, tensor.view(-1).numpy())
+
+
+def _load(pointer: Block, mask: Any = True, other: Any = 0) -> Block:
+    assert pointer.memory is not None
+    places, is_read = np.broadcast_arrays(pointer.values, _plain(mask))
+    assert ((places >= 0) & (places < len(pointer.memory)))[is_read].all(), "a read outside of the tensor"
+    read = pointer.memory[np.where(is_read, places, 0)]
+    return Block(np.where(is_read, read, np.asarray(other, read.dtype)))
+
+
+def _store(pointer: Block, value: Any) -> None:
+    assert pointer.memory is not None and (0 <= pointer.values < len(pointer.memory)).all(), "a write outside"
+    value = np.asarray(_plain(value))
+    assert value.dtype == pointer.memory.dtype
+    pointer.memory[pointer.values] = value
+
+
+def _of(function: Callable[..., Any]) -> Callable[..., Block]:
+    def call(*words: Any) -> Block:
+        with np.errstate(all="ignore"):
+            return Block(function(*map(_plain, words)))
+
+    return call
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    """Let `import triton` find the double."""
+    module, language = ModuleType("triton"), ModuleType("triton.language")
+    for name, value in {
+        "jit": Kernel,
+        "cdiv": lambda count, size: -(-count // size),
+        "next_power_of_2": lambda count: 1 << (count - 1).bit_length(),
+        "language": language,
+    }.items():
+        setattr(module, name, value)
+    for name, value in {
+        "constexpr": int,
+        "program_id": lambda axis: Block(np.int32(Kernel.programs[axis])),
+        "arange": lambda start, end: Block(np.arange(start, end, dtype=np.int32)),
+        "load": _load,
+        "store": _store,
+        "max": _of(lambda block, axis: block.max(axis)),
+        "sum": _of(lambda block, axis: block.sum(axis, dtype=block.dtype)),
+        "cumsum": _of(lambda block, axis: block.cumsum(axis, dtype=block.dtype)),
+        "minimum": _of(lambda one, other: np.minimum(one, other)),
+        "where": _of(lambda which, one, other: np.where(which, one, other)),
+        "div_rn": _of(lambda one, other: one / other),
+        **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
+    }.items():
+        setattr(language, name, value)
+    before = {name: sys.modules.get(name) for name in ("triton", "triton.language")}
+    sys.modules.update({"triton": module, "triton.language": language})
+    try:
+        yield
+    finally:
+        for name, known in before.items():
+            if known is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = known
