@@ -116,7 +116,7 @@ def triton() -> Iterator[None]:
     }.items():
         setattr(module, name, value)
     for name, value in {
-        "constexpr": int,
+        "constexpr": int,  # a number that is known when a kernel is compiled
         "program_id": lambda axis: Block(np.int32(Kernel.programs[axis])),
         "arange": lambda start, end: Block(np.arange(start, end, dtype=np.int32)),
         "load": _load,

@@ -36,6 +36,10 @@ class Draws:
     weights that lies before the drawn token: `Draw` of sample.h.
     """
 
+    def of(self, which_R: npt.NDArray[np.bool_]) -> Draws:
+        """Return the numbers of some rows."""
+        return Draws(self.divisors_R[which_R], self.numbers_FR[:, which_R])
+
 
 def make_draws(samples: Sequence[Sample]) -> Draws:
     """Return the arrays of rows that are drawn (their temperature is not 0)."""

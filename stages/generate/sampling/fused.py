@@ -12,18 +12,22 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stages.generate.sampling.draws import HALF_BITS
+from stages.generate.batch import on_device
+from stages.generate.sampling.draws import HALF_BITS, Draws
 
-# R = rows of the logits, X = rows that are drawn, V = vocabulary, T = tiles of a row, F = numbers of a row
+# R = rows of the logits, X = rows that are drawn, V = vocabulary, T = tiles of a row
 
 TILE: Final = 2048
 """Number of logits that one program looks at."""
 WARPS: Final = 8
+LEAST, HIGH, LOW, ROW, DIVISOR = (tl.constexpr(place) for place in (3, 4, 5, 6, 7))
+"""Places in the numbers of a row: those of `Draws.numbers_FR`, its row in the logits, and the bits of its divisor."""
 
 
 @triton.jit
@@ -57,38 +61,39 @@ def _share(total, high, low, half: tl.constexpr):
 
 
 @triton.jit
-def _find_most(logits, rows, most, size, num_tiles, tile_size: tl.constexpr):
+def _divisor(numbers, num_rows, row):
+    return tl.load(numbers + DIVISOR * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _find_most(logits, numbers, most, size, num_rows, num_tiles, tile_size: tl.constexpr):
     """most[X, T]: the largest logit of each tile."""
     row, tile = tl.program_id(0), tl.program_id(1)
     places = tile * tile_size + tl.arange(0, tile_size)
-    at = tl.load(rows + row) * size
+    at = tl.load(numbers + ROW * num_rows + row) * size
     found = tl.load(logits + at + places, mask=places < size, other=float("-inf")).to(tl.float32)
     tl.store(most + row * num_tiles + tile, tl.max(found, 0))
 
 
 @triton.jit
-def _sum_tiles(
-    logits, rows, most, divisors, numbers, sums, size, num_rows, num_tiles, tile_size: tl.constexpr, tiles: tl.constexpr
-):
+def _sum_tiles(logits, numbers, most, sums, size, num_rows, num_tiles, tile_size: tl.constexpr, tiles: tl.constexpr):
     """sums[X, T]: the weights of each tile."""
     row, tile = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, tiles)
     largest = tl.max(tl.load(most + row * num_tiles + every, mask=every < num_tiles, other=float("-inf")), 0)
     places = tile * tile_size + tl.arange(0, tile_size)
-    at = tl.load(rows + row) * size
+    at = tl.load(numbers + ROW * num_rows + row) * size
     found = tl.load(logits + at + places, mask=places < size, other=float("-inf")).to(tl.float32)
-    weights = _weights(largest - found, tl.load(divisors + row))
-    least = tl.load(numbers + 3 * num_rows + row)
+    weights = _weights(largest - found, _divisor(numbers, num_rows, row))
+    least = tl.load(numbers + LEAST * num_rows + row)
     tl.store(sums + row * num_tiles + tile, tl.sum(tl.where(weights >= least, weights, 0), 0))
 
 
 @triton.jit
 def _choose(
     logits,
-    rows,
-    most,
-    divisors,
     numbers,
+    most,
     sums,
     tokens,
     size,
@@ -103,7 +108,7 @@ def _choose(
     every = tl.arange(0, tiles)
     is_tile = every < num_tiles
     sums_T = tl.load(sums + row * num_tiles + every, mask=is_tile, other=0)
-    high, low = tl.load(numbers + 4 * num_rows + row), tl.load(numbers + 5 * num_rows + row)
+    high, low = tl.load(numbers + HIGH * num_rows + row), tl.load(numbers + LOW * num_rows + row)
     before = _share(tl.sum(sums_T, 0), high, low, half)
     passed = (tl.cumsum(sums_T, 0) <= before) & is_tile
     tile = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_tiles - 1)
@@ -112,39 +117,29 @@ def _choose(
     largest = tl.max(tl.load(most + row * num_tiles + every, mask=is_tile, other=float("-inf")), 0)
     inside = tl.arange(0, tile_size)
     places = tile * tile_size + inside
-    its_row = tl.load(rows + row)
+    its_row = tl.load(numbers + ROW * num_rows + row)
     found = tl.load(logits + its_row * size + places, mask=places < size, other=float("-inf")).to(tl.float32)
-    weights = _weights(largest - found, tl.load(divisors + row))
-    weights = tl.where(weights >= tl.load(numbers + 3 * num_rows + row), weights, 0)
+    weights = _weights(largest - found, _divisor(numbers, num_rows, row))
+    weights = tl.where(weights >= tl.load(numbers + LEAST * num_rows + row), weights, 0)
     ends = tl.cumsum(weights, 0)
     place = tl.minimum(tl.sum((ends <= before).to(tl.int32), 0), tile_size - 1)
     tl.store(tokens + its_row, tl.minimum(tile * tile_size + place, size - 1).to(tl.int64))
 
 
-def draw_by_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: Tensor, divisors_X: Tensor, numbers_FX: Tensor) -> None:
-    """Write the tokens of some rows, int64; logits that are not finite give any token.
-
-    *rows_X*, int64; *divisors_X*, float32, and *numbers_FX*, int64: `Draws` of these rows.
+def draw_by_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: np.ndarray, draws: Draws) -> None:
+    """Write the tokens, int64, of the rows *rows_X*, int64, which *draws* is about. Logits that are not finite give any
+    token. There is one copy to the device.
     """
     num_rows, size = len(rows_X), logits_RV.shape[1]
+    numbers_8X = np.empty((8, num_rows), np.int64)
+    numbers_8X[:6], numbers_8X[6], numbers_8X[7] = draws.numbers_FR, rows_X, draws.divisors_R.view(np.int32)
+    numbers = on_device(numbers_8X, logits_RV.device)
     num_tiles = triton.cdiv(size, TILE)
     most_XT = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits_RV.device)
     sums_XT = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits_RV.device)
-    tiles = triton.next_power_of_2(num_tiles)
+    sizes, tiles = (size, num_rows, num_tiles), triton.next_power_of_2(num_tiles)
     how = {"tile_size": TILE, "num_warps": WARPS, "enable_fp_fusion": False}
-    each, places = (num_rows, num_tiles), (size, num_rows, num_tiles)
-    _find_most[each](logits_RV, rows_X, most_XT, size, num_tiles, **how)
-    _sum_tiles[each](logits_RV, rows_X, most_XT, divisors_X, numbers_FX, sums_XT, *places, tiles=tiles, **how)
-    _choose[(num_rows,)](
-        logits_RV,
-        rows_X,
-        most_XT,
-        divisors_X,
-        numbers_FX,
-        sums_XT,
-        tokens_R,
-        *places,
-        tiles=tiles,
-        half=HALF_BITS,
-        **how,
-    )
+    each = (num_rows, num_tiles)
+    _find_most[each](logits_RV, numbers, most_XT, *sizes, **how)
+    _sum_tiles[each](logits_RV, numbers, most_XT, sums_XT, *sizes, tiles=tiles, **how)
+    _choose[(num_rows,)](logits_RV, numbers, most_XT, sums_XT, tokens_R, *sizes, tiles=tiles, half=HALF_BITS, **how)

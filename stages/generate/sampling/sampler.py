@@ -153,19 +153,19 @@ def _draw(
     limited = (top_k > 0) & (top_k < vocab_size)
     alone = odd | (limited & (top_k > FEW))
     nucleus = ~limited & (top_p_high < 2**HALF_BITS) & ~alone
+    whole = ~(limited | nucleus | alone)
+    if fused and whole.any():
+        from stages.generate.sampling.fused import draw_by_all
+
+        draw_by_all(tokens_R, logits_RV, drawn[whole], draws.of(whole))
+        if whole.all():
+            return
+        whole[:] = False
     divisors_X1 = on_device(draws.divisors_R, device)[:, None]
     numbers_FX = on_device(draws.numbers_FR, device)
     rows_X = on_device(drawn, device)
     if alone.any():
         tokens_R.index_fill_(0, on_device(drawn[alone], device), AGAIN)
-    whole = ~(limited | nucleus | alone)
-    if fused and whole.any():
-        from stages.generate.sampling.fused import draw_by_all
-
-        some_Y = on_device(whole.nonzero()[0], device)
-        numbers_FY = numbers_FX[:, some_Y].contiguous()
-        draw_by_all(tokens_R, logits_RV, rows_X[some_Y], divisors_X1[some_Y, 0], numbers_FY)
-        whole[:] = False
     ways = (limited & ~alone, _by_candidates), (nucleus, _by_nucleus), (whole, _by_all)
     for which, by in ways:
         for some in _in_turn(which.nonzero()[0], vocab_size, device):

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from support import triton_double
@@ -32,11 +33,8 @@ def samples_of(num_rows: int, **params: float) -> list[Sample]:
 
 
 def drawn(fused: ModuleType, logits_RV: torch.Tensor, samples: list[Sample]) -> list[int]:
-    draws, tokens_R = make_draws(samples), torch.zeros(len(samples), dtype=torch.int64)
-    rows_X = torch.arange(len(samples))
-    fused.draw_by_all(
-        tokens_R, logits_RV, rows_X, torch.from_numpy(draws.divisors_R), torch.from_numpy(draws.numbers_FR)
-    )
+    tokens_R = torch.zeros(len(samples), dtype=torch.int64)
+    fused.draw_by_all(tokens_R, logits_RV, np.arange(len(samples)), make_draws(samples))
     return list(tokens_R.tolist())
 
 
@@ -70,11 +68,8 @@ def test_equal_and_excluded_logits(fused: ModuleType) -> None:
 def test_only_the_rows_that_are_drawn_change(fused: ModuleType) -> None:
     logits_RV = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
     samples = samples_of(2)
-    draws, tokens_R = make_draws(samples), torch.full((6,), 9999, dtype=torch.int64)
-    rows_X = torch.tensor([4, 1])
-    fused.draw_by_all(
-        tokens_R, logits_RV, rows_X, torch.from_numpy(draws.divisors_R), torch.from_numpy(draws.numbers_FR)
-    )
+    tokens_R, rows_X = torch.full((6,), 9999, dtype=torch.int64), np.array([4, 1])
+    fused.draw_by_all(tokens_R, logits_RV, rows_X, make_draws(samples))
     expected = sample(logits_RV[rows_X], samples)
     assert tokens_R.tolist() == [9999, expected[1], 9999, 9999, expected[0], 9999]
 
