@@ -88,7 +88,8 @@ def serve(config: ServerConfig) -> int:
         _say_redis(config)
         # First, because it takes longest to be ready.
         _add_engines(processes, config, shares)
-        _add_web(processes, config, listener.fileno())
+        for _ in range(config.serve.frontends):
+            _add_web(processes, config, listener.fileno())
         for _ in range(max(config.serve.tokenizers, 1)):
             processes.add(TOKENIZE, stage_flags(config, TOKENIZE))
         for _ in shares:

@@ -64,6 +64,12 @@ class ServeConfig:
             "GPUs"
         ),
     )
+    frontends: int = flag(
+        "--frontends",
+        default=1,
+        parse=at_least(1),
+        help="number of web processes; they share the port and the requests, and each keeps the limits of connections",
+    )
     shell: bool = flag(
         "--shell",
         "--shell-mode",

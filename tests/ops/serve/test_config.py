@@ -70,6 +70,7 @@ ENGINE = flags(
 )
 PROMPTS = flags("--tokenize-timeout --tool-parser|--tool-call-parser")
 SERVE = flags("--tokenizers|--num-tokenizer|--tokenizer-count --dp|--data-parallel-size|--dp-size --shell|--shell-mode")
+SERVE |= flags("--frontends")
 WORKER = flags("--replicas --slot --ready-file --wait-for-redis")
 NODES = flags("--nnodes --node-rank --group --rank-address")
 RANK = flags("--rank")
@@ -123,7 +124,8 @@ NUMBERS = pairs(
     "--port 8000 --max-queued-requests 1 --max-body-bytes 2048 --tp 2 --threads 3 --max-prefill-length 100 "
     "--mixed-prefill-length 10 --target-itl 60 --max-running-requests 2 --commit-interval 0 --graph 16 --page-size 32 "
     "--num-pages 5 --max-seq-len 2 --tokenizers 0 --dp 2 --replicas 2 --slot 0 --rank 1 --nnodes 2 --node-rank 1 "
-    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3 --steal-after 1 --acks 2"
+    "--engine 1 --engines 2 --free-bytes 5 --listen-fd 3 --max-background 3 --steal-after 1 --acks 2 "
+    "--frontends 3"
 )
 MEASURES = pairs(
     "--retention 0.5 --request-timeout 7 --lease 1e1 --disconnect-grace 0.5 --memory-ratio 1 --tokenize-timeout 2.5 "
@@ -166,7 +168,7 @@ SHELL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
 BAD = {
     "at least 1": "--port eighty --port 0 --max-queued-requests 0 --tp 0 --nnodes 0 --threads -1 "
     "--max-prefill-length none --mixed-prefill-length -5 --target-itl 0.5 --max-running-requests 0 "
-    "--num-pages -2 --dp 0",
+    "--num-pages -2 --dp 0 --frontends 0",
     "at least 0": "--disconnect-grace -1 --disconnect-grace nan --node-rank -1 --commit-interval -1 --steal-after -1 "
     "--commit-interval 0.5 --graph -1 --tokenizers -1 --acks -1",
     "at least 2": "--max-seq-len 1",
