@@ -508,9 +508,11 @@ class Lives:
     @contextlib.contextmanager
     def one(self, engine: CountingEngine, **options: Any) -> Iterator[Running]:
         suspects = [start for start in self.uids if (past := self.past(start)) and past.num_taken_over]
-        with detokenizing(self.scene, 0), self.scene.running(engine=engine, heard=False, **options) as life:
-            self.measures = life.measures
-            yield life
+        with detokenizing(self.scene, 0):
+            with self.scene.running(engine=engine, heard=False, **options) as life:
+                self.measures = life.measures
+                yield life
+            # Only now are all its steps in the log: the thread that commits them outlives the loop.
             until(lambda: self.log.backlog(Inbox.steps(self.log.names, "generate-0")) == 0)
         for start in suspects:
             ran = [plan for plan in who_ran(engine) if start in plan]
