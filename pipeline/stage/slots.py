@@ -144,7 +144,7 @@ class Offer(Value):
     """Fingerprint of the tokenizer that prompts for this model were encoded with."""
 
     @classmethod
-    def of(cls, engines: Sequence[Status], tokenizer: str = "") -> Offer:
+    def of(cls, engines: Sequence[Status]) -> Offer:
         """Return what *engines* offer together."""
         if not engines:
             return cls()
@@ -153,7 +153,6 @@ class Offer(Value):
             context=min(status.context for status in engines),
             sampling_defaults=engines[0].sampling_defaults,
             batch_invariant=all(status.batch_invariant for status in engines),
-            tokenizer=tokenizer,
         )
 
     @classmethod

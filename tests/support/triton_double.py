@@ -47,12 +47,16 @@ def _operate(name: str) -> None:
     setattr(Block, f"__r{name.strip('_')}__", backward)
 
 
-for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "lt", "le", "ge"):
+for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "lt", "le", "gt", "ge"):
     _operate(_name)
 
 
 def _plain(value: Any) -> Any:
     return value.values if isinstance(value, Block) else value
+
+
+def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    return jit if function is None else Kernel(function)
 
 
 class Kernel:
@@ -109,7 +113,7 @@ def triton() -> Iterator[None]:
     """Let `import triton` find the double."""
     module, language = ModuleType("triton"), ModuleType("triton.language")
     for name, value in {
-        "jit": Kernel,
+        "jit": jit,
         "cdiv": lambda count, size: -(-count // size),
         "next_power_of_2": lambda count: 1 << (count - 1).bit_length(),
         "language": language,

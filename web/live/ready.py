@@ -214,41 +214,43 @@ class Readiness:
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         ranks = await statuses_of_ranks(self._log)
+        statuses: dict[str, Sequence[Status]] = {}
+        for stage, found in zip(STAGES, texts, strict=True):
+            statuses[stage] = known_statuses(found)
+        engines = [status for status in statuses[GENERATE] if status.phase == "ready" and status.models]
+        # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
+        engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
+        offer = Offer.of(engines)
+        if self._on_demand:
+            offer = await self._kept_or_last(offer, statuses[TOKENIZE])
         # All at once: a request in between sees the last poll, not half of this one.
-        self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
-        self._ranks = ranks
+        self._statuses, self._ranks = statuses, ranks
         for status in self._statuses[TOKENIZE]:
             if status.phase == "ready":
                 self.bos, self.has_chat_template = status.bos, status.has_chat_template
-        engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
-        # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
-        engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
-        if self._on_demand:
-            self._take(await self._offer_or_last(engines))
-        elif engines or not self.probed:  # before that, they may be left over from an earlier server
-            self._take(Offer.of(engines))
+        if self._on_demand or engines or not self.probed:  # before that, they may be left over from an earlier server
+            self.models, self.context, self.batch_invariant = offer.models, offer.context, offer.batch_invariant
+            self.sampling_defaults = offer.sampling_defaults
 
-    def _take(self, offer: Offer) -> None:
-        self.models, self.context, self.batch_invariant = offer.models, offer.context, offer.batch_invariant
-        self.sampling_defaults = offer.sampling_defaults
+    async def _kept_or_last(self, offer: Offer, tokenizers: Sequence[Status]) -> Offer:
+        """Return *offer*, and keep it in the log; if it is empty, return what the last engines offered.
 
-    async def _offer_or_last(self, engines: Sequence[Status]) -> Offer:
-        """Return what *engines* offer, and keep it in the log; if there are none, return what the last ones offered.
-
-        That is no use to tokenizers of another model: nobody knows then what the next engine offers.
+        That is no use to tokenizers of another model: nobody knows then what the next engine offers. While there are
+        tokenizers of two models, nobody knows whose the engines are, and nothing is kept.
         """
-        tokenizers = {status.fingerprint for status in self._statuses[TOKENIZE]} - {""}
-        offer = Offer.of(engines, min(tokenizers, default=""))
+        prints = {status.fingerprint for status in tokenizers} - {""}
         try:
             kept = await self._log.last_engine()
-            if engines and tokenizers and kept != (text := offer.model_dump_json()):  # a failover may have lost it
-                await self._log.remember_engine(text)
+            if offer.models and len(prints) == 1 and any(status.phase == "ready" for status in tokenizers):
+                text = offer.model_copy(update={"tokenizer": min(prints)}).model_dump_json()
+                if text != kept:  # a failover may have lost it
+                    await self._log.remember_engine(text)
             self._last = Offer.parse(kept)
         except LogError as error:  # such as a full log, or a user without this right; the next poll tries again
             logger.warning("last_engine_unknown", error=str(error))
-        if engines:
+        if offer.models:
             return offer
-        return self._last if not tokenizers or self._last.tokenizer in tokenizers else Offer()
+        return self._last if not prints or self._last.tokenizer in prints else Offer()
 
     def _publish(self) -> None:
         waiting_for = self.waiting_for

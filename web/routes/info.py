@@ -113,7 +113,7 @@ def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
             "object": "model",
             "created": created_s,
             "owned_by": "minisgl",
-            "root": frontend.readiness.models[0],
+            "root": frontend.readiness.resolve(None),
             "parent": None,
             "max_model_len": frontend.readiness.context,
             "has_chat_template": frontend.readiness.has_chat_template,

@@ -11,6 +11,7 @@ names=$HOSTS
 num_hosts=$(echo "$HOSTS" | wc -w)
 majority=$((num_hosts / 2 + 1))
 umask 077
+trap 'exit 143' TERM # a shell that is process 1 would ignore it
 
 address() {
     until found=$(getent ahosts "$1" | awk '{ print $1; exit }') && [ -n "$found" ]; do sleep 1; done
@@ -55,8 +56,11 @@ master() { # prints the master, once most Sentinels have answered: one alone may
     is_host "$named" && echo "$named"
 }
 
+# A pod that begins as a replica without data is no candidate for the master before it has copied all.
+has_data() { ls "$data" | grep -q appendonly && [ ! -e "$data/copying" ]; }
+
 may_lead() { # a master without data would empty its replicas: all others must say that they are empty, too
-    if ls "$data" | grep -q appendonly; then return 0; fi
+    if has_data; then return 0; fi
     for host in $HOSTS; do
         [ "$host" != "$me" ] || continue
         case $(info "$host" keyspace) in *db0:*) return 1 ;; *'# Keyspace'*) ;; *) return 1 ;; esac
@@ -74,6 +78,11 @@ case "$*" in
 'ready redis')
     said=$(info "${BIND:-127.0.0.1}" replication)
     case $said in *role:master* | *master_link_status:up*) ;; *) exit 1 ;; esac
+    if [ -e "$data/copying" ]; then
+        REDISCLI_AUTH=$(cat "$passwords/admin") timeout 2 \
+            redis-cli --user admin -h "${BIND:-127.0.0.1}" config set replica-priority 100 > /dev/null
+        rm "$data/copying"
+    fi
     ;;
 'ready sentinel')
     [ -n "$(named_by "${BIND:-127.0.0.1}")" ]
@@ -89,14 +98,14 @@ redis)
         with_hash $line
     done > "$run/users.acl"
     with_hash admin '~*' '&*' +@all >> "$run/users.acl"
+    with_hash replica +psync +replconf +ping >> "$run/users.acl"
+    with_hash sentinel '&*' +multi +slaveof +ping +exec +subscribe '+config|rewrite' +role +publish +info \
+        '+client|setname' '+client|kill' '+script|kill' >> "$run/users.acl"
     # Nobody can log in as `default`. But Redis 7 loads what a script has written only if that user may write it.
     echo 'user default reset off ~* &* +@all' >> "$run/users.acl"
     grep -v -e '^dir ' -e '^bind ' "${CONFIG:-/minisgl/redis.conf}" > "$run/redis.conf"
     printf '%s\n' "bind $bind" "dir $data" "aclfile $run/users.acl" "$MORE" >> "$run/redis.conf"
     if [ "$num_hosts" -gt 1 ]; then
-        with_hash replica +psync +replconf +ping >> "$run/users.acl"
-        with_hash sentinel '&*' +multi +slaveof +ping +exec +subscribe '+config|rewrite' +role +publish +info \
-            '+client|setname' '+client|kill' '+script|kill' >> "$run/users.acl"
         printf '%s\n' "replica-announce-ip $me" 'masteruser replica' "masterauth $(cat "$passwords/replica")" \
             'min-replicas-to-write 1' 'repl-diskless-sync-delay 1' >> "$run/redis.conf"
         until now=$(master) && { [ "$now" != "$me" ] || may_lead; }; do
@@ -104,7 +113,10 @@ redis)
             said=${now:-}.
             sleep 1
         done
-        [ "$now" = "$me" ] || echo "replicaof $now 6379" >> "$run/redis.conf"
+        if [ "$now" != "$me" ]; then
+            echo "replicaof $now 6379" >> "$run/redis.conf"
+            has_data || { : > "$data/copying" && echo 'replica-priority 0' >> "$run/redis.conf"; }
+        fi
     fi
     exec redis-server "$run/redis.conf"
     ;;
@@ -112,8 +124,10 @@ sentinel)
     look_up
     config=$data/sentinel.conf password=$(cat "$passwords/sentinel")
     # After a new install, Services have other addresses.
-    if [ -f "$data/hosts" ]; then
-        while read -r name old; do sed -i "s/ $old / $name /" "$config"; done < "$data/hosts"
+    if [ -f "$data/hosts" ] && [ -f "$config" ]; then
+        while read -r name old; do
+            case " $names " in *" $name "*) sed -i "s/ $old / $name /" "$config" ;; esac
+        done < "$data/hosts"
         for name in $names; do sed -i "s/ $name / $(address "$name") /" "$config"; done
     fi
     for name in $names; do echo "$name $(address "$name")"; done > "$data/hosts"

@@ -65,7 +65,7 @@ def _divisor(numbers, num_rows, row):
     return tl.load(numbers + DIVISOR * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _find_most(logits, numbers, most, size, num_rows, num_tiles, tile_size: tl.constexpr):
     """most[X, T]: the largest logit of each tile."""
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -75,7 +75,7 @@ def _find_most(logits, numbers, most, size, num_rows, num_tiles, tile_size: tl.c
     tl.store(most + row * num_tiles + tile, tl.max(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_tiles(logits, numbers, most, sums, size, num_rows, num_tiles, tile_size: tl.constexpr, tiles: tl.constexpr):
     """sums[X, T]: the weights of each tile."""
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -89,7 +89,7 @@ def _sum_tiles(logits, numbers, most, sums, size, num_rows, num_tiles, tile_size
     tl.store(sums + row * num_tiles + tile, tl.sum(tl.where(weights >= least, weights, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _choose(
     logits,
     numbers,
@@ -123,12 +123,14 @@ def _choose(
     weights = tl.where(weights >= tl.load(numbers + LEAST * num_rows + row), weights, 0)
     ends = tl.cumsum(weights, 0)
     place = tl.minimum(tl.sum((ends <= before).to(tl.int32), 0), tile_size - 1)
-    tl.store(tokens + its_row, tl.minimum(tile * tile_size + place, size - 1).to(tl.int64))
+    token = tl.minimum(tile * tile_size + place, size - 1).to(tl.int64)
+    is_finite = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(tokens + its_row, tl.where(is_finite, token, -1))
 
 
 def draw_by_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: np.ndarray, draws: Draws) -> None:
-    """Write the tokens, int64, of the rows *rows_X*, int64, which *draws* is about. Logits that are not finite give any
-    token. There is one copy to the device.
+    """Write the tokens, int64, of the rows *rows_X*, int64, which *draws* is about: NOT_A_NUMBER where the largest
+    logit is infinite; a NaN gives any token. There is one copy to the device.
     """
     num_rows, size = len(rows_X), logits_RV.shape[1]
     numbers_8X = np.empty((8, num_rows), np.int64)

@@ -121,7 +121,8 @@ class Pods:
     def has_synced(self, master: str) -> bool:
         """Return whether *master* is the only one, and both others have what it has."""
         links = [self.info(host).get("master_link_status") for host in self.hosts if host != master]
-        return self.masters() == [master] and links == ["up", "up"]
+        # The probes run: they make a pod that has copied the data a candidate for the master.
+        return self.masters() == [master] and links == ["up", "up"] and all(map(self.is_ready, self.hosts))
 
     def may_fail_over(self) -> bool:
         """Return whether every Sentinel has heard of both replicas: they ask the master for them every 10 s."""
@@ -129,7 +130,7 @@ class Pods:
         for host in self.hosts:
             with redis.Redis(host, 26379, password=password, decode_responses=True) as client:
                 replicas = client.sentinel_slaves("minisgl")
-            if sum(each.get("master-link-status") == "ok" for each in replicas) != 2:
+            if sum(each.get("master-link-status") == "ok" and each["slave-priority"] > 0 for each in replicas) != 2:
                 return False
         return True
 
@@ -245,6 +246,38 @@ def test_a_disk_that_is_lost_while_all_are_dead_is_filled_from_the_others(pods: 
     eventually(lambda: pods.keeps(4), "the data", PATIENCE_S)
     eventually(lambda: pods.has_synced(pods.masters()[0]), "all have it", PATIENCE_S)
     assert first not in pods.masters() and pods.keeps(4)
+
+
+def test_a_replica_that_lost_its_disk_is_no_candidate_before_it_has_copied_all(pods: Pods) -> None:
+    first, second, third = pods.hosts
+    pods.write(7)
+    pods.kill(third)
+    pods.lose_disk(third)
+    pods.start(third)
+    until_s = time.monotonic() + 30
+    while not pods.info(third):  # it copies for a second, because others may come to copy, too
+        assert time.monotonic() < until_s
+    pods.kill(first, second)
+    pods.start(second)  # one Sentinel more: they may elect
+    time.sleep(8)
+    assert pods.info(third).get("role") != "master" or pods.keeps(7)
+    pods.start(first)
+    eventually(lambda: pods.keeps(7), "one that has the data is the master", PATIENCE_S)
+
+
+def test_a_sentinel_that_is_killed_at_its_first_start_starts_again(tmp_path: Path) -> None:
+    group = Pods(tmp_path)
+    host = group.hosts[0]
+    killed = group.run(host, "sentinel")
+    eventually((tmp_path / host / "data" / "hosts").exists, "it has begun")
+    killed.kill()
+    killed.wait()
+    again = group.run(host, "sentinel")
+    try:
+        eventually(lambda: group.run(host, "ready", "sentinel").wait(10) == 0, "it answers")
+    finally:
+        again.kill()
+        again.wait()
 
 
 def test_after_a_change_of_all_passwords_the_last_master_goes_on(pods: Pods) -> None:

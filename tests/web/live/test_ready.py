@@ -244,6 +244,7 @@ async def test_a_request_for_a_model_that_nobody_knows_yet_is_taken_because_it_s
             await until(lambda: not here.frontend.readiness.waiting_for)
             assert (await here.client.get("/v1/models")).status_code == 200
             assert (await here.client.get("/server_info")).status_code == 200
+            assert (await here.client.get("/v1/models/any")).status_code == 200
             asking = asyncio.create_task(here.post(chat(model="any")))
             await until(lambda: stages.waiting() == 1)
             ((uid, event),) = await asyncio.to_thread(stages.take_in)

@@ -15,7 +15,7 @@ from pipeline.events import SamplingParams
 from stages.generate.sampling import compiled
 from stages.generate.sampling.draws import make_draws
 from stages.generate.sampling.sampler import best, draw, draw_again, sample
-from stages.generate.schedule.plan import Sample
+from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,16 @@ def test_what_is_not_a_number_gives_some_token_and_harms_no_other_row(fused: Mod
     logits_RV[1, 7], logits_RV[2, 8], logits_RV[3] = float("nan"), float("inf"), float("-inf")
     samples = samples_of(4)
     tokens = drawn(fused, logits_RV, samples)
-    assert tokens[0] == sample(logits_RV, samples)[0] and all(0 <= token < 3000 for token in tokens)
+    expected = sample(logits_RV, samples)
+    assert [tokens[row] for row in (0, 2, 3)] == [expected[0], NOT_A_NUMBER, NOT_A_NUMBER] and tokens[1] < 3000
+
+
+def test_a_row_that_may_have_no_token_gets_none(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "functions", lambda: None)
+    params = SamplingParams(seed=1, temperature=0.7, allowed_token_ids=(5,))
+    logits_RV = torch.randn(1, 3000, generator=torch.Generator().manual_seed(5))
+    logits_RV[0, 5] = float("-inf")
+    assert sample(logits_RV, [Sample(params, 0, ())], fused=True) == [NOT_A_NUMBER]
 
 
 def test_rows_of_every_kind_in_one_step(fused: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
