@@ -92,11 +92,10 @@ def life(scene: Scene, slot: int = 0, **options: Any) -> Iterator[tuple[Running,
     """Run an engine with the detokenizers of its slot and of generate-0, until the block ends."""
     grammars = MortalGrammars(scene)
     try:
-        with (
-            detokenizing(scene, *sorted({0, slot})),
-            scene.running(slot=slot, heard=False, grammars=grammars, **options) as running,
-        ):
-            yield running, grammars
+        with detokenizing(scene, *sorted({0, slot})):
+            with scene.running(slot=slot, heard=False, grammars=grammars, **options) as running:
+                yield running, grammars
+            # Only now are all its steps in the log: the thread that commits them outlives the loop.
             until(lambda: scene.log.backlog(Inbox.steps(scene.log.names, "generate-0")) == 0)
     finally:
         grammars.gate.set()
