@@ -157,7 +157,7 @@ class Offer(Value):
 
     @classmethod
     def parse(cls, text: str) -> Offer:
-        """Return the offer that a frontend kept; an empty one if *text* is none."""
+        """Return the offer in *text* (JSON). If *text* is empty or does not decode, return an empty offer."""
         try:
             return cls.model_validate_json(text, extra="ignore") if text else cls()
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`serve --frontends 2`: two web processes share the port, and each does the other's work when that one dies."""
+"""`serve --frontends 2`: two web processes share the port. When one dies, the other takes all requests."""
 
 from __future__ import annotations
 

@@ -118,9 +118,10 @@ def server(_: LogContext) -> Command[tuple[str, str]]:
     return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
 
 
-def used_bytes(_: LogContext) -> Command[int]:
+def used_bytes(log: LogContext) -> Command[int]:
     """Return how much memory the server uses, including data of others."""
-    return Command(["INFO", "memory"], lambda reply: int(info_of(reply)["used_memory"]))
+    asked = memory(log)
+    return Command(asked.words, lambda reply: asked.parse(reply)[0])
 
 
 def memory(_: LogContext) -> Command[tuple[int, int]]:

@@ -24,7 +24,7 @@ from stages.generate.sampling.draws import HALF_BITS, Draws
 # R = rows of the logits, X = rows that are drawn, V = vocabulary, T = tiles of a row
 
 TILE: Final = 2048
-"""Number of logits that one program looks at."""
+"""Number of logits that one program reads."""
 WARPS: Final = 8
 LEAST, HIGH, LOW, ROW, DIVISOR = (tl.constexpr(place) for place in (3, 4, 5, 6, 7))
 """Places in the numbers of a row: those of `Draws.numbers_FR`, its row in the logits, and the bits of its divisor."""
