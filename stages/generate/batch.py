@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -17,27 +17,33 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow
 # X = several of these in one
 
 
-@dataclass(slots=True)
-class ForwardBatch:
-    """The rows of one step, with their tokens packed one after the other. Tuples are on the host, tensors (int32) on
-    the device.
+@dataclass(slots=True, kw_only=True)
+class HostBatch:
+    """The rows of one step on the host, with their tokens packed one after the other.
 
     Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, which computes its last
     `query_starts[b + 1] - query_starts[b]` tokens.
     """
 
+    inputs_3T: npt.NDArray[np.int32]
+    """Id, position and slot of each token."""
+    query_starts: tuple[int, ...]
+    """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
+    seq_lens: tuple[int, ...]
+    host_table_BN: npt.NDArray[np.int32]
+    """Pages of each row. Only the first ceil(seq_lens[b] / page_size) are row b's own; ignore the rest."""
+    num_decode_rows: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardBatch(HostBatch):
+    """The same with tensors (int32) on the device."""
+
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
     """Slot of each token's key and value: page * page_size + offset."""
-    query_starts: tuple[int, ...]
-    """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
-    seq_lens: tuple[int, ...]
     page_table_BN: Tensor
-    """Pages of each row. Only the first ceil(seq_lens[b] / page_size) are row b's own; ignore the rest."""
-    host_table_BN: npt.NDArray[np.int32]
-    """The same on the host."""
-    num_decode_rows: int
 
 
 class PageTables:
@@ -71,6 +77,11 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
 
     There is one copy at most. Nothing waits for the device.
     """
+    return copied(host_batch(plan, tables), device)
+
+
+def host_batch(plan: BatchPlan, tables: PageTables) -> HostBatch:
+    """Return *plan* as arrays; *tables* must have been updated with it."""
     rows, page_size, pages_AN = plan.rows, tables.page_size, tables.pages_AN
     starts, tables_B = [row.start for row in rows], [row.table for row in rows]
     if plan.num_decode_rows == len(rows):  # one token each, so T is B
@@ -86,33 +97,39 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
         numbers_XT[0] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends[-1])
         numbers_XT[1] = np.arange(ends[-1]) + (seq_lens_B - ends_B).repeat(lengths_B)
         numbers_XT[2] = np.repeat(tables_B, lengths_B)
-    token_ids_T, positions_T, slots_T = numbers_XT  # slots_T holds tables until the next lines
+    _, positions_T, slots_T = numbers_XT  # slots_T holds tables until the next lines
     places_T = positions_T // page_size
     pages_T = pages_AN.reshape(-1)[slots_T * pages_AN.shape[1] + places_T]
     slots_T[:] = (pages_T - places_T) * page_size + positions_T
     pages_BN = np.ascontiguousarray(pages_AN[tables_B, : -(-max(seq_lens) // page_size)])
-    token_ids, positions, slots, pages = _on_device((token_ids_T, positions_T, slots_T, pages_BN), device)
-    return ForwardBatch(
-        token_ids_T=token_ids,
-        positions_T=positions,
-        slots_T=slots,
+    return HostBatch(
+        inputs_3T=numbers_XT,
         query_starts=(0, *ends),
         seq_lens=tuple(seq_lens),
-        page_table_BN=pages,
         host_table_BN=pages_BN,
         num_decode_rows=plan.num_decode_rows,
     )
 
 
-def _on_device(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> Sequence[Tensor]:
-    """Return *arrays* as tensors. On a device they are parts of one tensor."""
+def copied(batch: HostBatch, device: torch.device) -> ForwardBatch:
+    """Return *batch* with its tensors on *device*, where they are parts of one tensor."""
+    arrays = (*batch.inputs_3T, batch.host_table_BN)
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        tensors = [torch.from_numpy(array) for array in arrays]
+    else:
+        parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])
+        tensors = [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return ForwardBatch(
+        inputs_3T=batch.inputs_3T,
+        query_starts=batch.query_starts,
+        seq_lens=batch.seq_lens,
+        host_table_BN=batch.host_table_BN,
+        num_decode_rows=batch.num_decode_rows,
+        **dict(zip(("token_ids_T", "positions_T", "slots_T", "page_table_BN"), tensors, strict=True)),
+    )
 
 
-def seen_by_tokens(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def seen_by_tokens(batch: HostBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the row of each token, and how many tokens it sees, itself included, if there is no window."""
     counts_B = np.diff(batch.query_starts)
     rows_T = np.arange(len(counts_B)).repeat(counts_B)
@@ -120,18 +137,14 @@ def seen_by_tokens(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64], npt.NDAr
     return rows_T, before_B[rows_T] + np.arange(1, len(rows_T) + 1)
 
 
-def parted(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
+def parted(batch: HostBatch) -> tuple[HostBatch, HostBatch]:
     """Return the decode rows of *batch*, and its chunks."""
     num = batch.num_decode_rows
     decode, chunks = (
-        replace(
-            batch,
-            token_ids_T=batch.token_ids_T[tokens],
-            positions_T=batch.positions_T[tokens],
-            slots_T=batch.slots_T[tokens],
+        HostBatch(
+            inputs_3T=batch.inputs_3T[:, tokens],
             query_starts=tuple(start - starts[0] for start in starts),
             seq_lens=batch.seq_lens[rows],
-            page_table_BN=batch.page_table_BN[rows],
             host_table_BN=batch.host_table_BN[rows],
             num_decode_rows=num_decode_rows,
         )
@@ -147,3 +160,10 @@ def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tens
     """Return numbers of the host as a tensor. Nothing waits for the device."""
     tensor = torch.from_numpy(np.asarray(numbers))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
+    """Replace the placeholders in *token_ids_T* by tokens of *last_R*; NOT_A_NUMBER becomes 0."""
+    if len(last_R):
+        places_T = (-1 - token_ids_T).clamp_(min=0)
+        token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))

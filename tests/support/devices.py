@@ -7,6 +7,7 @@ from typing import Final
 
 import pytest
 import torch
+from support import triton_double
 from support.flashinfer_double import Double, fake_record
 from support.flashinfer_signatures import VERSIONS
 
@@ -23,6 +24,13 @@ def flashinfer_double(monkeypatch: pytest.MonkeyPatch, version: str = VERSIONS[0
     monkeypatch.setitem(sys.modules, "flashinfer", double)
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
     return double
+
+
+def need_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a double of Triton compute on a CPU."""
+    if device.type == "cpu":
+        for name, module in triton_double.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
 
 
 def need_flashinfer(

@@ -144,7 +144,7 @@ class Wrapper:
 
     def _set_workspaces(self, floats: Tensor, ints: Tensor) -> None:
         self._floats, self._ints = floats, here(ints)
-        self._pinned = torch.empty_like(self._ints)
+        self._pin_memory_int_workspace_buffer = torch.full_like(self._ints, 170)
 
     def _bound(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> SimpleNamespace:
         return self.library.bound(f"{self._name}.{method}", self, *arguments, **named)
@@ -169,7 +169,8 @@ class Wrapper:
         if self._floats.nbytes < self.library.needed_bytes:
             raise RuntimeError(TOO_SMALL)
         lengths_B = (indptr.diff() - 1) * page_size + last_page_len
-        pinned, ints = (each[: lengths_B.nbytes].view(torch.int32) for each in (self._pinned, self._ints))
+        places = (self._pin_memory_int_workspace_buffer, self._ints)
+        pinned, ints = (each[: lengths_B.nbytes].view(torch.int32) for each in places)
         pinned.copy_(lengths_B)
         self.library.stream.launch(lambda: ints.copy_(pinned))
 
@@ -218,8 +219,9 @@ class Decode(Wrapper):
             self.buffers = tuple(map(here, named))
 
     def check_sizes(self, given: SimpleNamespace) -> None:
+        beyond = self._pin_memory_int_workspace_buffer[4 * len(given.last_page_len) :]
         unwritten = "blocks of the grid beyond the rows would read indices that nobody wrote"
-        assert not given.disable_split_kv and given.fixed_split_size in (None, -1), unwritten
+        assert given.fixed_split_size in (None, -1) and not (given.disable_split_kv and beyond.any()), unwritten
         if len(given.last_page_len) != len(self.buffers[2]):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         if len(given.indices) > len(self.buffers[1]):
@@ -306,7 +308,13 @@ def _attend(
 def fake_record(call: Callable[[], Tensor], device: torch.device, pool: object) -> tuple[object, Tensor, object]:
     """As `graphs.record`, on a CPU: the call is made again, and its result goes to where it went first."""
     result = call()
-    return lambda: result.copy_(call()), result, pool
+
+    def replay() -> None:
+        again = call()
+        if result is not None:
+            result.copy_(again)
+
+    return replay, result, pool
 
 
 HND = 1

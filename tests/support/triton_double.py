@@ -81,6 +81,7 @@ class Kernel:
 
 
 def _pointer(tensor: torch.Tensor) -> Block:
+    tensor = getattr(tensor, "held", tensor)  # of a pretended device
     assert tensor.is_contiguous()
     return Block(0, tensor.view(-1).numpy())
 
@@ -108,9 +109,8 @@ def _of(function: Callable[..., Any]) -> Callable[..., Block]:
     return call
 
 
-@contextmanager
-def triton() -> Iterator[None]:
-    """Let `import triton` find the double."""
+def modules() -> dict[str, ModuleType]:
+    """Return the double's modules, by name."""
     module, language = ModuleType("triton"), ModuleType("triton.language")
     for name, value in {
         "jit": jit,
@@ -134,8 +134,15 @@ def triton() -> Iterator[None]:
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
     }.items():
         setattr(language, name, value)
-    before = {name: sys.modules.get(name) for name in ("triton", "triton.language")}
-    sys.modules.update({"triton": module, "triton.language": language})
+    return {"triton": module, "triton.language": language}
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    """Let `import triton` find the double."""
+    made = modules()
+    before = {name: sys.modules.get(name) for name in made}
+    sys.modules.update(made)
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.attention import fused
-from stages.generate.batch import ForwardBatch, seen_by_tokens
+from stages.generate.batch import ForwardBatch, HostBatch, seen_by_tokens
 from stages.generate.model.attention import Attend, AttentionShape
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows,
@@ -44,6 +44,8 @@ PREFILL_BYTES: Final = 8 * 2**20
 """Bytes for plans. They grow, too."""
 TOO_SMALL: Final = "Increase the workspace buffer size"
 """FlashInfer's message, in `allocator.h`."""
+NUM_SENT: Final = 4
+"""Number of arrays of `Indices`, the first ones, that are copied to the device."""
 ALIGNMENT: Final = 64
 """Alignment in numbers: 256 bytes, as torch aligns what it allocates."""
 PROGRESS_S: Final = 5.0
@@ -52,13 +54,15 @@ ERROR_CHARS: Final = 800
 
 logger = structlog.get_logger()
 
-Run: TypeAlias = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
-"""(q_THD, keys and values of a layer's pages) -> o_THD"""
+Run: TypeAlias = Callable[..., Tensor]
+"""(q_THD, keys and values of a layer's pages, where to write o_THD or None) -> o_THD"""
 
 
 class Indices(NamedTuple):
-    """The rows of a batch and their pages in FlashInfer's format: int32. Its kernels read the first three."""
+    """The rows of a batch and their pages in FlashInfer's format: int32. Its kernels read indptr and the next two."""
 
+    inputs: Tensor
+    """Ids, positions and slots of the rows' tokens, for what reads them on the device; may be empty."""
     indptr: Tensor
     last_page_len: Tensor
     indices: Tensor
@@ -68,7 +72,8 @@ class Indices(NamedTuple):
 class FlashInferAttention:
     """See `Attention`. The rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors, and
     chooses its tiles by the length of chunks. If the shape is deterministic it splits none, and each token is a chunk
-    of its own: without a split, plans for graphs would leave blocks of the grid with uninitialised indices.
+    of its own. A plan for graphs without a split leaves blocks of the grid without indices: the memory for them must
+    be zero, so that they compute what the first block does. Only a `new` shape has such plans.
 
     A step of decode rows alone is padded to one of `padded_rows`, and its indices have the same place as in the last
     step of that size. So FlashInfer makes its long plan once for a size, and after that a short one for each step.
@@ -104,36 +109,51 @@ class FlashInferAttention:
         """
         return self.attending(self.prepare(batch), batch.slots_T)
 
-    def prepare(self, batch: ForwardBatch) -> Run:
-        """Do the part of `plan` on the host; the result reads pages that are already written."""
+    def prepare(self, batch: HostBatch, inputs_3R: np.ndarray | None = None) -> Run:
+        """Do the part of `plan` on the host; the result reads pages that are already written.
+
+        *inputs_3R*, int32: for decode rows that were planned before; it is at `inputs` when the device begins the step.
+        """
         self._turns.reverse()
         turn = self._turns[0]
         turn.wait()
-        only_decode = batch.num_decode_rows == len(batch.seq_lens) and not self._shape.deterministic
-        run = (self._plan_decode if only_decode else self._plan_prefill)(turn, batch)
+        only_decode = batch.num_decode_rows == len(batch.seq_lens)
+        if only_decode and (self._shape.new or not self._shape.deterministic):
+            run = self._plan_decode(turn, batch, inputs_3R)
+        else:
+            run = self._plan_prefill(turn, batch)
         turn.planned()
         return run
+
+    def inputs(self, num_rows: int) -> Tensor:
+        """Return the place of ids, positions and slots of so many decode rows on the device, [3, R]."""
+        return arrays_in(self._indices_X, num_rows, 0).inputs.view(3, num_rows)
 
     def attending(self, run: Run, slots_T: Tensor) -> Attend:
         """Return the function that the layers call; it writes to *slots_T*."""
         write = self.beside.writing(slots_T, self._shape.page_size)
 
-        def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        def attend(
+            q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor, out_THD: Tensor | None = None
+        ) -> Tensor:
             write(kv_2PKSD, k_TKD, v_TKD)
-            return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
+            return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]), out_THD)
 
         return attend
 
-    def _plan_prefill(self, turn: Turn, batch: ForwardBatch) -> Run:
+    def _plan_prefill(self, turn: Turn, batch: HostBatch) -> Run:
         indices_of_rows = indices_of_tokens if self._shape.deterministic else indices_of
         indices = turn.hold(indices_of_rows(batch, self._shape.page_size))
         wrapper = turn.prefill
         self._grow_until("prefill", wrapper, lambda: plan_prefill(wrapper, self._shape, indices))
-        return lambda q_THD, kv: wrapper.run(q_THD.contiguous(), kv)
+        return lambda q_THD, kv, out_THD=None: wrapper.run(q_THD.contiguous(), kv, out=out_THD)
 
-    def _plan_decode(self, turn: Turn, batch: ForwardBatch) -> Run:
+    def _plan_decode(self, turn: Turn, batch: HostBatch, inputs_3R: np.ndarray | None) -> Run:
         num_rows = padded_rows(len(batch.seq_lens))
-        indices = turn.hold(indices_of(batch, self._shape.page_size, num_rows))
+        indices = indices_of(batch, self._shape.page_size, num_rows)
+        if inputs_3R is not None:
+            indices = indices._replace(inputs=torch.from_numpy(inputs_3R).view(-1))
+        indices = turn.hold(indices)
         self.reserve(num_rows, len(indices.indices))
         wrapper = turn.decode.get(num_rows)
         if wrapper is None:
@@ -141,10 +161,11 @@ class FlashInferAttention:
             self._grow_until("decode", wrapper, lambda: plan_decode(wrapper, self._shape, indices))
             turn.decode[num_rows] = wrapper
         else:
-            send(turn.host_X, self._indices_X, starts(num_rows, len(indices.indices))[3])
+            send(turn.host_X, self._indices_X, starts(num_rows, len(indices.indices))[NUM_SENT])
             plan_decode_again(self._library, wrapper, self._shape, indices)
 
-        def run(q_BHD: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        def run(q_BHD: Tensor, kv: tuple[Tensor, Tensor], out_BHD: Tensor | None = None) -> Tensor:
+            assert out_BHD is None, "rows that pad would be written, too"
             more = num_rows - len(q_BHD)
             q_RHD = F.pad(q_BHD, (0, 0, 0, 0, 0, more)) if more else q_BHD.contiguous()
             o_RHD: Tensor = wrapper.run(q_RHD, kv)
@@ -154,12 +175,12 @@ class FlashInferAttention:
 
     def reserve(self, num_rows: int, num_pages: int) -> None:
         """Make room for the indices of so many decode rows and pages. Forget wrappers that use the old place."""
-        if num_pages <= self._num_pages and starts(num_rows, self._num_pages)[3] <= len(self._indices_X):
+        if num_pages <= self._num_pages and starts(num_rows, self._num_pages)[NUM_SENT] <= len(self._indices_X):
             return
         if num_pages > self._num_pages:
             self._num_pages = max(num_pages, 2 * self._num_pages)
-        size = max(starts(num_rows, self._num_pages)[3], 2 * len(self._indices_X))
-        self._indices_X = torch.empty(size, dtype=torch.int32, device=self._shape.device)
+        size = max(starts(num_rows, self._num_pages)[NUM_SENT], 2 * len(self._indices_X))
+        self._indices_X = torch.zeros(size, dtype=torch.int32, device=self._shape.device)
         for turn in self._turns:
             turn.decode.clear()
 
@@ -177,8 +198,13 @@ class FlashInferAttention:
     def _wrapper(self, kind: str, make: Callable[..., Any], **options: Any) -> Any:
         """Return a wrapper with pinned memory of its own for its plans. All wrappers share the workspace."""
         wrapper = make(self._library, self._workspaces["float"], **options)
-        wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
+        self._give_workspaces(kind, wrapper)
         return wrapper
+
+    def _give_workspaces(self, kind: str, wrapper: Any) -> None:
+        wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
+        if kind == "decode" and self._shape.deterministic:
+            wrapper._pin_memory_int_workspace_buffer.zero_()
 
     def _grow_until(self, kind: str, wrapper: Any, plan: Callable[[], None]) -> None:
         """Plan; if FlashInfer finds the workspaces too small, try again, first with the same ones, then with larger."""
@@ -194,7 +220,7 @@ class FlashInferAttention:
                     self._workspaces[name] = self._workspaces[name].new_zeros(2 * len(self._workspaces[name]))
                 sizes = {f"{name}_mib": workspace.nbytes / 2**20 for name, workspace in self._workspaces.items()}
                 logger.info("attention_workspace_grows", **sizes)
-            wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
+            self._give_workspaces(kind, wrapper)
 
 
 class Turn:
@@ -215,7 +241,8 @@ class Turn:
             self.host_X = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         held = arrays_in(self.host_X, num_rows, num_pages)
         for place, array in zip(held, indices, strict=True):
-            place.copy_(array)
+            if len(array):
+                place.copy_(array)
         return held
 
     def planned(self) -> None:
@@ -237,15 +264,18 @@ def padded_rows(num_rows: int) -> int:
 
 def starts(num_rows: int, num_pages: int) -> list[int]:
     """Return where each array of `Indices` begins in a flat tensor, and the end of the last one."""
-    sizes = (num_rows + 1, num_rows, num_pages, num_rows + 1)
-    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes_of(num_rows, num_pages))]
+
+
+def sizes_of(num_rows: int, num_pages: int) -> tuple[int, ...]:
+    """Return the largest size of each array of `Indices`."""
+    return 3 * num_rows, num_rows + 1, num_rows, num_pages, num_rows + 1
 
 
 def arrays_in(flat_X: Tensor, num_rows: int, num_pages: int) -> Indices:
     """Return the arrays of *num_rows* rows and *num_pages* pages as parts of *flat_X*, which may lack qo_indptr."""
-    sizes = (num_rows + 1, num_rows, num_pages, num_rows + 1)
-    begins = starts(num_rows, num_pages)
-    return Indices(*(flat_X[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)))
+    places = zip(starts(num_rows, num_pages), sizes_of(num_rows, num_pages), strict=False)
+    return Indices(*(flat_X[begin : begin + size] for begin, size in places))
 
 
 def send(host_X: Tensor, device_X: Tensor, size: int) -> None:
@@ -268,7 +298,7 @@ def prefill_wrapper(library: Any, workspace: Tensor, backend: str = "fa2") -> An
     return library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend=backend)
 
 
-def indices_of(batch: ForwardBatch, page_size: int, num_rows: int = 0) -> Indices:
+def indices_of(batch: HostBatch, page_size: int, num_rows: int = 0) -> Indices:
     """Return the rows of *batch* and their pages in FlashInfer's format, on the host. Nothing waits for the device.
 
     *num_rows*: pad the batch to this many rows. Added rows have one token and see the first token of the first row.
@@ -276,7 +306,7 @@ def indices_of(batch: ForwardBatch, page_size: int, num_rows: int = 0) -> Indice
     return _indices(np.array(batch.seq_lens), batch.host_table_BN, batch.query_starts, page_size, num_rows)
 
 
-def indices_of_tokens(batch: ForwardBatch, page_size: int) -> Indices:
+def indices_of_tokens(batch: HostBatch, page_size: int) -> Indices:
     """Return the same for the tokens of *batch*, each of which is a row of its own."""
     rows_T, lengths_T = seen_by_tokens(batch)
     return _indices(lengths_T, batch.host_table_BN[rows_T], range(len(rows_T) + 1), page_size)
@@ -289,6 +319,7 @@ def _indices(
     ones = np.ones(max(0, num_rows - len(lengths_B)), np.int64)
     pages_X = table_BN[np.arange(table_BN.shape[1]) < counts_B[:, None]]
     arrays = (
+        np.empty(0),
         np.append(0, np.append(counts_B, ones).cumsum()),
         np.append((lengths_B - 1) % page_size + 1, ones),
         np.append(pages_X, ones * table_BN[0, 0]),
@@ -299,7 +330,14 @@ def _indices(
 
 def plan_decode(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
     """Plan a step of decode rows."""
-    wrapper.plan(indices.indptr, indices.indices, indices.last_page_len, *numbers(shape), **options(shape))
+    wrapper.plan(
+        indices.indptr,
+        indices.indices,
+        indices.last_page_len,
+        *numbers(shape),
+        disable_split_kv=shape.deterministic,
+        **options(shape),
+    )
 
 
 def plan_decode_again(library: Any, wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
@@ -310,6 +348,7 @@ def plan_decode_again(library: Any, wrapper: Any, shape: AttentionShape, indices
         indices.indices,
         indices.last_page_len,
         *numbers(shape),
+        disable_split_kv=shape.deterministic,
         **options(shape),
         global_override_indptr_cpu=indices.indptr,
     )

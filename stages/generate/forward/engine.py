@@ -23,12 +23,13 @@ from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, WITH_SINKS, Attention
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH
-from stages.generate.batch import ForwardBatch, PageTables, build_batch, on_device, parted
+from stages.generate.batch import HostBatch, PageTables, build_batch, copied, fill_in, host_batch, on_device, parted
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.gguf_weights import load_blocks, load_gguf
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
+from stages.generate.forward.step_graphs import StepGraphs
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.model.attention import attention_shape, plan_all
 from stages.generate.model.by_transformers import ForeignDecoder, tried_tokens
@@ -104,17 +105,20 @@ class TorchComputer:
         self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None
     ) -> tuple[Tensor, Sequence[int]]:
         """See `Computer`."""
-        batch = build_batch(plan, tables, self._device)
+        batch = host_batch(plan, tables)
+        if self._graphs is not None and 0 < batch.num_decode_rows < len(batch.seq_lens):
+            decode, chunks = parted(batch)
+            if self._graphs.records(decode):
+                parts = [self._layers(each, kv_L2PKSD, last_R) for each in (decode, chunks)]
+                return torch.cat(parts), batch.query_starts
+        return self._layers(batch, kv_L2PKSD, last_R), batch.query_starts
+
+    def _layers(self, of_host: HostBatch, kv_L2PKSD: Tensor, last_R: Tensor | None) -> Tensor:
+        if self._graphs is not None and self._graphs.records(of_host):
+            return self._graphs.forward(of_host, last_R)
+        batch = copied(of_host, self._device)
         if last_R is not None:
             fill_in(batch.token_ids_T, last_R)
-        if self._graphs is None or not 0 < batch.num_decode_rows <= self._graphs.most_rows:
-            return self._layers(batch, kv_L2PKSD), batch.query_starts
-        if batch.num_decode_rows == len(batch.seq_lens):
-            return self._graphs.forward(batch), batch.query_starts
-        decode, chunks = parted(batch)
-        return torch.cat((self._graphs.forward(decode), self._layers(chunks, kv_L2PKSD))), batch.query_starts
-
-    def _layers(self, batch: ForwardBatch, kv_L2PKSD: Tensor) -> Tensor:
         return self._decoder.forward(batch, plan_all(self._attentions, batch), kv_L2PKSD)
 
     @property
@@ -353,7 +357,8 @@ class Engine:
     ) -> DecodeGraphs | None:
         """Record the decode steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
         try:
-            return DecodeGraphs(decoder, attention, self.kv_L2PKSD, self._tables, graph)
+            graphs = StepGraphs if self._gpu_new else DecodeGraphs
+            return graphs(decoder, attention, self.kv_L2PKSD, self._tables, graph)
         except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
             if needed:
@@ -546,13 +551,6 @@ def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:
     rows = zip(launched.plan.rows, launched.starts[1:], strict=True)
     last = [(end - 1, row.sample.settled()) for row, end in rows if row.sample is not None]
     return [index for index, _ in last], [how for _, how in last]
-
-
-def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
-    """Replace the placeholders in *token_ids_T* by tokens of *last_R*; NOT_A_NUMBER becomes 0."""
-    if len(last_R):
-        places_T = (-1 - token_ids_T).clamp_(min=0)
-        token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))
 
 
 def _loader(spec: ModelSpec, folder: Path, *, dummy: bool, map_tied: bool) -> Callable[..., dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stages.generate.attention.flashinfer import FlashInferAttention, padded_rows
-from stages.generate.batch import ForwardBatch, PageTables, on_device
+from stages.generate.batch import ForwardBatch, HostBatch, PageTables, copied, fill_in, on_device
 from stages.generate.model.decoder import Decoder
 
 # R = rows of a graph, B = decode rows of a step, E = hidden size, L = layers, P = pages, K = kv heads,
@@ -37,7 +37,7 @@ class DecodeGraphs:
         self, decoder: Decoder, attention: FlashInferAttention, kv_L2PKSD: Tensor, tables: PageTables, most_rows: int
     ) -> None:
         """Record all sizes, the largest first. The last page of *kv_L2PKSD* is for the rows that pad."""
-        self.most_rows = most_rows
+        self._most_rows = most_rows
         self._attention, self._device = attention, kv_L2PKSD.device
         page = kv_L2PKSD.shape[2] - 1
         sizes = sorted({padded_rows(num_rows) for num_rows in range(1, most_rows + 1)}, reverse=True)
@@ -47,23 +47,37 @@ class DecodeGraphs:
         self._inputs_3R = self._padding_31.repeat(1, sizes[0])
         """Token ids, positions and slots."""
         self._graphs: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        pool, began_s = None, time.monotonic()
+        self._pool, began_s = None, time.monotonic()
         for num_rows in _seen(sizes):
-            batch = _idle_batch(self._inputs_3R[:, :num_rows], page)
+            batch = _idle_batch(self._inputs(num_rows), page)
             for _ in range(2):
                 run = attention.prepare(batch)  # once for each of its two sets of memory
 
             def step(batch: ForwardBatch = batch, run: Any = run) -> Tensor:
+                self._fill_in(batch)
                 attend = attention.attending(run, batch.slots_T)
                 return decoder.forward(batch, [attend] * decoder.num_kinds, kv_L2PKSD)
 
-            replay, x_RE, pool = record(step, self._device, pool)
+            replay, x_RE, self._pool = record(step, self._device, self._pool)
             self._graphs[num_rows] = replay, x_RE
         seconds = round(time.monotonic() - began_s, 2)
         logger.info("graphs_recorded", graphs=len(sizes), most_rows=most_rows, seconds=seconds)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute decode rows alone; return x_BE, the last layer's output."""
+    def records(self, batch: HostBatch) -> bool:
+        """Return whether `forward` can compute a step."""
+        return 0 < batch.num_decode_rows == len(batch.seq_lens) <= self._most_rows
+
+    def _inputs(self, num_rows: int) -> Tensor:
+        return self._inputs_3R[:, :num_rows]
+
+    def _fill_in(self, batch: ForwardBatch) -> None:
+        """Do what a recording of *batch* begins with."""
+
+    def forward(self, of_host: HostBatch, last_R: Tensor | None) -> Tensor:
+        """Compute decode rows alone; return x_BE, the last layer's output. *last_R* replaces placeholders."""
+        batch = copied(of_host, self._device)
+        if last_R is not None:
+            fill_in(batch.token_ids_T, last_R)
         num_rows = len(batch.seq_lens)
         replay, x_RE = self._graphs[padded_rows(num_rows)]
         for place_R, numbers_B in zip(
@@ -82,6 +96,7 @@ def _idle_batch(inputs_3R: Tensor, page: int) -> ForwardBatch:
     num_rows = len(slots_R)
     table_R1 = np.full((num_rows, 1), page, np.int32)
     return ForwardBatch(
+        inputs_3T=np.empty((3, 0), np.int32),  # they are on the device
         token_ids_T=token_ids_R,
         positions_T=positions_R,
         slots_T=slots_R,

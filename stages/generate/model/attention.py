@@ -40,6 +40,8 @@ class AttentionShape:
     device: torch.device = CPU
     deterministic: bool = False
     """Whether the bits of a token must not depend on the batch, nor on how its prompt is divided."""
+    new: bool = False
+    """Whether FlashInfer may be used as on no GPU yet (`--gpu-new`)."""
     fused: bool = False
     """Whether FlashInfer, if it computes attention, also computes what it can of the rest of a layer (`fused.py`)."""
     given_scale: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
@@ -41,6 +42,10 @@ class Layer:
     norm_after_mlp_E: Tensor | None
     next_norm_E: Tensor | None
     """Norm at the input of the next layer; None for the last one."""
+
+
+Ropes: TypeAlias = Sequence[tuple[Tensor, ...]]
+"""For each kind of layer what `Operations.rotate` needs; nothing without a rope."""
 
 
 class Decoder:
@@ -91,7 +96,7 @@ class Decoder:
         prefixes = [f"model.layers.{layer}" for layer in range(spec.num_layers)]
         input_norms = [norm(f"{prefix}.input_layernorm") for prefix in prefixes]
         self._first_norm_E = input_norms[0]
-        self._layers = [
+        self.layers = [
             Layer(
                 kind=spec.kind_of[layer],
                 qkv=linear(f"{prefix}.self_attn.qkv_proj"),
@@ -124,17 +129,29 @@ class Decoder:
 
         *attends*: the attention of each kind of layer.
         """
-        x_TE = self._collectives.all_reduce(self._embed(batch.token_ids_T))
+        x_TE, y_TE, ropes = self.begin(batch.token_ids_T, batch.positions_T)
+        for layer, kv_2PKSD in zip(self.layers, kv_L2PKSD, strict=True):
+            o_THD = attends[layer.kind](*self.project(layer, y_TE, ropes), kv_2PKSD)
+            x_TE, y_TE = self.finish(layer, x_TE, o_THD)
+        return x_TE
+
+    def begin(self, token_ids_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor, Ropes]:
+        """Return x_TE and y_TE, the embeddings and their norm, and what `project` needs of the positions."""
+        x_TE = self._collectives.all_reduce(self._embed(token_ids_T))
         if self._spec.scales_embeddings:
             x_TE = x_TE * self._scale
-        ropes = [self._tables(rope, batch.positions_T, x_TE.dtype) for rope in self._ropes]
         (y_TE,) = by_rows(self._block_rows, partial(self._norm, self._first_norm_E), x_TE)
-        for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
-            project = partial(self._project, layer)
-            q_THD, k_TKD, v_TKD = by_rows(self._block_rows, project, y_TE, *ropes[layer.kind])
-            o_TX = attends[layer.kind](q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1)
-            x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_TX)
-        return x_TE
+        return x_TE, y_TE, [self._tables(rope, positions_T, x_TE.dtype) for rope in self._ropes]
+
+    def project(self, layer: Layer, y_TE: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q_THD, k_TKD and v_TKD of a layer."""
+        q_THD, k_TKD, v_TKD = by_rows(self._block_rows, partial(self._project, layer), y_TE, *ropes[layer.kind])
+        return q_THD, k_TKD, v_TKD
+
+    def finish(self, layer: Layer, x_TE: Tensor, o_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x_TE after the layer, maybe in its old place, and y_TE, its norm for the next layer."""
+        x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_THD.flatten(1))
+        return x_TE, y_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return logits_RV in float32 for some of the tokens that `forward` returned; only rank 0's are complete."""

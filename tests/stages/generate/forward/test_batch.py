@@ -11,7 +11,7 @@ from support.attention_cases import make_plan
 from support.pretend_cuda import CUDA, pretend_cuda
 
 from pipeline.events import SamplingParams
-from stages.generate.batch import ForwardBatch, PageTables, build_batch, parted
+from stages.generate.batch import HostBatch, PageTables, build_batch, host_batch, parted
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 CPU = torch.device("cpu")
@@ -42,10 +42,10 @@ def test_rows_that_all_decode_are_laid_out_as_beside_a_chunk() -> None:
     plan, tables, _ = make_plan([(5, 1), (16, 1), (0, 9), (63, 1)], 4)
     decodes = BatchPlan(1, tuple(row for row in plan.rows if row.start), 3)
     tables.update(plan.rows)
-    beside, _ = parted(build_batch(BatchPlan(1, (*decodes.rows, plan.rows[2]), 3), tables, CPU))
-    alone = build_batch(decodes, tables, CPU)
+    beside, _ = parted(host_batch(BatchPlan(1, (*decodes.rows, plan.rows[2]), 3), tables))
+    alone = host_batch(decodes, tables)
     assert (alone.query_starts, alone.seq_lens, alone.num_decode_rows) == ((0, 1, 2, 3), (6, 17, 64), 3)
-    for name in (field.name for field in fields(ForwardBatch)):
+    for name in (field.name for field in fields(HostBatch)):
         mine, its = getattr(alone, name), getattr(beside, name)
         assert np.array_equal(mine, its), name
 

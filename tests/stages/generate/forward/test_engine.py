@@ -21,7 +21,7 @@ from support.selection import rest_at_night
 import stages.generate.forward.engine as engine_module
 from pipeline.errors import DeviceFull
 from pipeline.events import SamplingParams
-from stages.generate.batch import ForwardBatch, build_batch
+from stages.generate.batch import ForwardBatch, copied
 from stages.generate.forward.engine import Engine
 from stages.generate.sampling import compiled as sampling
 from stages.generate.sampling import sampler
@@ -142,12 +142,12 @@ def test_positions_shifted_by_one_change_the_logits(
     """The parity tests can fail: the positions of a chunk matter."""
 
     def shifted(*arguments: Any) -> ForwardBatch:
-        batch = build_batch(*arguments)
+        batch = copied(*arguments)
         return replace(batch, positions_T=batch.positions_T + 1)
 
     engine, request = make_engine(folder, kernels="torch"), Request(0, list(PROMPT), shuffled_pages())
     engine.forward(plan(request.row(40)))
-    monkeypatch.setattr(engine_module, "build_batch", shifted)
+    monkeypatch.setattr(engine_module, "copied", shifted)
     assert (logits(engine, request.row(64)) - theirs(PROMPT)[-1:]).abs().max() > 0.1
 
 

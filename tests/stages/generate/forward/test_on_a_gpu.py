@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
+from support import triton_double
 from support.calls import noted
 from support.checkpoints import make_checkpoint, make_engine
 from support.devices import flashinfer_double
@@ -25,7 +26,7 @@ from pipeline.events import SamplingParams, TokenRow
 from stages.generate.attention import flashinfer
 from stages.generate.attention.flashinfer import FlashInferAttention, Run
 from stages.generate.batch import PageTables, on_device
-from stages.generate.forward import graphs
+from stages.generate.forward import graphs, step_graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
 from stages.generate.model.attention import Attend, places_of, write_pages
@@ -64,12 +65,13 @@ def engine_on(
     measure: Measure | None = None,
     *,
     needs_graph: bool = True,
+    **more: Any,
 ) -> Engine:
     device.may_wait = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.generate.forward.weights.can_group", lambda *_: True)
         how: dict[str, Any] = {"attention": attention, "graph": graph, "needs_graph": needs_graph, "measure": measure}
-        engine = make_engine(folder, device=CUDA, kernels="torch", **how, **SIZES)
+        engine = make_engine(folder, device=CUDA, kernels="torch", **how, **SIZES, **more)
     device.may_wait = False
     return engine
 
@@ -89,6 +91,14 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
     return found
 
 
+@pytest.fixture
+def new(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What is behind --gpu-new: prompts of up to 16 tokens are recorded."""
+    monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (16, 8))
+    with triton_double.triton():
+        yield {"gpu_new": True}
+
+
 @pytest.mark.parametrize(
     ("family", "attention", "graph"),
     [
@@ -106,6 +116,53 @@ def test_nothing_waits_for_the_device_and_the_tokens_are_those_of_a_cpu(
     on_cpu = tokens_of(make_engine(folders[family], kernels="torch", attention="reference", **SIZES))
     assert tokens_of(engine_on(device, folders[family], attention, graph)) == on_cpu
     assert device.num_replays > 0 if graph else device.num_replays == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3moe", marks=pytest.mark.night), "mistral"])
+def test_with_recorded_prompts_the_tokens_are_the_same(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any], family: str
+) -> None:
+    """Also where prompts are beside decode rows, longer than any recording, and begin on pages of another request."""
+    on_cpu = tokens_of(make_engine(folders[family], kernels="torch", attention="reference", **SIZES))
+    engine = engine_on(device, folders[family], "fi", 2, **new)
+    assert tokens_of(engine) == on_cpu
+    replays = device.num_replays
+    assert tokens_of(engine_on(device, folders[family], "fi", 2)) == on_cpu
+    assert replays > 2 * (device.num_replays - replays), "a prompt has a replay for each layer, and one more"
+
+
+def test_a_recorded_prompt_has_its_own_bits_and_leaves_other_pages_alone(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any]
+) -> None:
+    """Whatever the recordings computed before: the rows that pad it are left out."""
+    engine = engine_on(device, folders["qwen3"], "fi", 2, **new)
+    pages = shuffled_pages()
+    requests = [Request(table, [*range(5, 5 + size)], pages, page_size=PAGE_SIZE) for table, size in enumerate((9, 16))]
+    alone, other = ([engine.launch(plan(request.row(64)), None).x_TE] for request in requests)
+    kv: Any = engine.kv_L2PKSD
+    before = kv.held.nan_to_num().clone()
+    again = Request(2, [*range(5, 14)], pages, page_size=PAGE_SIZE)
+    x_TE: Any = engine.launch(plan(again.row(64)), None).x_TE
+    assert torch.equal(x_TE.held, alone[0].held) and len(x_TE) == 9 and len(other[0]) == 16  # type: ignore[attr-defined]
+    changed = (kv.held.nan_to_num() != before).any(dim=(0, 1, 3, 4, 5)).nonzero()[:, 0].tolist()
+    assert set(again.pages) <= set(changed) <= {*again.pages, engine.num_pages}
+
+
+def test_a_decode_step_launches_little_beside_its_replay(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any]
+) -> None:
+    def launched(**how: Any) -> int:
+        engine = engine_on(device, folders["qwen3"], "fi", 2, **how)
+        request = Request(0, [5, 6, 7, 8, 9], shuffled_pages(), page_size=PAGE_SIZE)
+        step, counts = None, []
+        for token in (-1, -1, -1, -1):
+            before = device.num_operations
+            step = engine.launch(plan(request.row(64)), step)
+            counts.append(device.num_operations - before)
+            request.tokens.append(token)
+        return counts[-1]
+
+    assert 0 < launched(**new) <= launched() / 2
 
 
 def places_outside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:

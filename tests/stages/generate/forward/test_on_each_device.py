@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_engine
-from support.devices import DEVICES, need_flashinfer
+from support.devices import DEVICES, need_flashinfer, need_triton
 from support.plans import Request, plan, shuffled_pages
 from support.schedules import Step, make_schedule, marked, steps, steps_ahead
 
 from pipeline.events import SamplingParams
 from stages.generate.attention.flashinfer import padded_rows
+from stages.generate.forward import step_graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.schedule.request import NewRequest
 
@@ -34,13 +35,18 @@ def engine_on(device: torch.device, folder: Path, dtype: str = "bfloat16", **mor
     return make_engine(folder, dtype, device=device, kernels="torch", **sizes | more)
 
 
+@pytest.mark.parametrize("gpu_new", [False, True], ids=["", "new"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_recorded_decode_step_is_the_eager_step(
-    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, gpu_new: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit if no row pads it; also at other lengths than it was recorded with, and beside a chunk."""
     need_flashinfer(device, monkeypatch)
-    eager, recorded = (engine_on(device, folder, attention="fi", graph=graph) for graph in (0, 8))
+    if gpu_new:
+        need_triton(device, monkeypatch)
+        monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (32, 256, 2048))
+    how: dict[str, Any] = {"attention": "fi", "gpu_new": gpu_new}
+    eager, recorded = (engine_on(device, folder, graph=graph, **how) for graph in (0, 8))
     assert recorded.graph == 8 and recorded.fused == eager.fused
     draw, pool = random.Random(0), shuffled_pages()
     requests = [
@@ -57,7 +63,7 @@ def test_a_recorded_decode_step_is_the_eager_step(
     def distance(recorded_RV: torch.Tensor, eager_RV: torch.Tensor) -> float:
         return float((recorded_RV - eager_RV).norm() / eager_RV.norm())
 
-    both(*[160] * 7, 20)
+    assert distance(*both(*[160] * 7, 20)) <= PADDED
     assert distance(*both(*[1] * 7, 160)) <= PADDED
     for num_rows in (1, 2, 4, 8, 3, 7, 8, 1):
         recorded_RV, eager_RV = both(*[1] * num_rows)

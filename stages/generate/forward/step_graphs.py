@@ -1,0 +1,141 @@
+"""CUDA graphs of prompts, and of decode steps with less beside a replay: with --gpu-new, as no GPU has run them yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from stages.generate.attention.flashinfer import FlashInferAttention, padded_rows
+from stages.generate.batch import ForwardBatch, HostBatch, PageTables, fill_in, on_device
+from stages.generate.forward import graphs
+from stages.generate.forward.graphs import DecodeGraphs
+from stages.generate.model.decoder import Decoder, Ropes
+
+# T = tokens of a recording, N = tokens of a step, R = rows of a recording, B = decode rows of a step, E = hidden size,
+# L = layers, P = pages, K = kv heads, S = slots of a page, H = query heads, D = head dim
+
+PROMPT_SIZES: Final = (256, 512, 1024, 2048)
+"""Numbers of tokens for which prompts are recorded. More tokens keep a GPU busy for longer than the host launches."""
+MOST_DRAWN: Final = 2**16
+"""Largest number of tokens that a step draws."""
+
+logger = structlog.get_logger()
+
+
+class Places(NamedTuple):
+    """Tensors through which the recorded parts of a prompt and the attentions pass their results on."""
+
+    x_TE: Tensor
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    o_THD: Tensor
+
+    def of(self, num_tokens: int) -> Places:
+        """Return the places of the first tokens."""
+        return Places(*(place[:num_tokens] for place in self))
+
+
+class StepGraphs(DecodeGraphs):
+    """See `DecodeGraphs`; the numbers of a decode step go to the device with FlashInfer's indices, in one copy, and the
+    recording of a step replaces the placeholders.
+
+    A step of prompts is padded to one of `PROMPT_SIZES`. Recorded are its parts between two attentions; FlashInfer
+    plans the attention for the tokens of the step, and it is launched between the replays.
+    """
+
+    def __init__(
+        self, decoder: Decoder, attention: FlashInferAttention, kv_L2PKSD: Tensor, tables: PageTables, most_rows: int
+    ) -> None:
+        """Record decode steps, then prompts."""
+        self._last_R = torch.zeros(MOST_DRAWN, dtype=torch.int64, device=kv_L2PKSD.device)
+        self._spare_slot = (kv_L2PKSD.shape[2] - 1) * kv_L2PKSD.shape[4]
+        super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows)
+        began_s, sizes = time.monotonic(), sorted(PROMPT_SIZES, reverse=True)
+        self._kv_of_layers = list(kv_L2PKSD)
+        self._places = make_places(decoder, torch.zeros(sizes[0], dtype=torch.int32, device=self._device))
+        self._prompts = {size: self._parts(decoder, size) for size in sizes}
+        seconds = round(time.monotonic() - began_s, 2)
+        logger.info("prompts_recorded", sizes=sizes, seconds=seconds)
+
+    def records(self, batch: HostBatch) -> bool:
+        """See `DecodeGraphs`."""
+        is_prompt = not batch.num_decode_rows and batch.inputs_3T.shape[1] <= max(self._prompts)
+        return is_prompt or super().records(batch)
+
+    def forward(self, batch: HostBatch, last_R: Tensor | None) -> Tensor:
+        """See `DecodeGraphs`; also compute prompts alone."""
+        if not batch.num_decode_rows:
+            return self._prompt(batch)
+        num_rows = len(batch.seq_lens)
+        replay, x_RE = self._graphs[padded_rows(num_rows)]
+        if last_R is not None:
+            self._last_R[: len(last_R)].copy_(last_R)
+        self._attention.prepare(batch, self._padded(batch.inputs_3T, len(x_RE)))
+        replay()
+        return x_RE[:num_rows].clone()
+
+    def _inputs(self, num_rows: int) -> Tensor:
+        inputs_3R = self._attention.inputs(num_rows)
+        inputs_3R.copy_(self._padding_31.expand(-1, num_rows))
+        return inputs_3R
+
+    def _fill_in(self, batch: ForwardBatch) -> None:
+        fill_in(batch.token_ids_T, self._last_R)
+
+    def _padded(self, inputs_3N: np.ndarray, size: int) -> np.ndarray:
+        inputs_3T = np.zeros((3, size), np.int32)
+        inputs_3T[2] = self._spare_slot
+        inputs_3T[:, : inputs_3N.shape[1]] = inputs_3N
+        return inputs_3T
+
+    def _parts(self, decoder: Decoder, num_tokens: int) -> tuple[Tensor, list[Callable[[], object]]]:
+        """Record the parts of a prompt: up to the first attention, between two, and after the last one."""
+        inputs_3T = self._padding_31.repeat(1, num_tokens)
+        at, replays = self._places.of(num_tokens), list[Callable[[], object]]()
+        ropes: list[Ropes] = [()]
+
+        def part(number: int) -> None:
+            if number:
+                x_TE, y_TE = decoder.finish(decoder.layers[number - 1], at.x_TE, at.o_THD)
+            else:
+                x_TE, y_TE, ropes[0] = decoder.begin(inputs_3T[0], inputs_3T[1])
+            if x_TE is not at.x_TE:
+                at.x_TE.copy_(x_TE)
+            if number < len(decoder.layers):
+                for place, made in zip(at[1:4], decoder.project(decoder.layers[number], y_TE, ropes[0]), strict=True):
+                    place.copy_(made)
+
+        for number in range(len(decoder.layers) + 1):
+            replay, _, self._pool = graphs.record(partial(part, number), self._device, self._pool)
+            replays.append(replay)
+        return inputs_3T, replays
+
+    def _prompt(self, batch: HostBatch) -> Tensor:
+        """Compute prompts alone; return x_NE."""
+        num_tokens = batch.inputs_3T.shape[1]
+        size = min(size for size in self._prompts if size >= num_tokens)
+        inputs_3T, (first, *others) = self._prompts[size]
+        inputs_3T.copy_(on_device(self._padded(batch.inputs_3T, size), self._device))
+        attend = self._attention.attending(self._attention.prepare(batch), inputs_3T[2, :num_tokens])
+        x_NE, q_NHD, k_NKD, v_NKD, o_NHD = self._places.of(num_tokens)
+        first()
+        for kv_2PKSD, replay in zip(self._kv_of_layers, others, strict=True):
+            attend(q_NHD, k_NKD, v_NKD, kv_2PKSD, o_NHD)
+            replay()
+        return x_NE.clone()
+
+
+def make_places(decoder: Decoder, zeros_T: Tensor) -> Places:
+    """Return places for so many tokens."""
+    x_TE, y_TE, ropes = decoder.begin(zeros_T, zeros_T)
+    q_THD, *kv = decoder.project(decoder.layers[0], y_TE, ropes)
+    made = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in (x_TE, q_THD, *kv, q_THD)]
+    return Places(*made)
