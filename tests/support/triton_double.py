@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -134,6 +135,7 @@ def modules() -> dict[str, ModuleType]:
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
     }.items():
         setattr(language, name, value)
+    module.__spec__ = ModuleSpec("triton", None)
     return {"triton": module, "triton.language": language}
 
 

@@ -217,6 +217,7 @@ class Engine:
         deterministic: bool = False,
         fused: bool = True,
         gpu_new: bool = False,
+        fixed_products: bool = False,
         has_parts: bool = False,
         measure: Measure | None = None,
         loading: Loading = USUAL,
@@ -238,9 +239,9 @@ class Engine:
         *deterministic*: torch computes the same bits for a token in any batch.
 
         *fused*: where FlashInfer computes the attention, its operations also compute the rest of a layer if they can,
-        unless the engine is deterministic. `fused` has the modules of FlashInfer that compute.
+        unless the engine is deterministic without *fixed_products*. `fused` has the modules of FlashInfer that compute.
 
-        *gpu_new*: use what no GPU has run yet.
+        *gpu_new*: use what no GPU has run yet. *fixed_products*: see `Settings`.
 
         *has_parts*: pages have the parts of `ModelSpec.page_parts`; only with a variant of the kernels.
 
@@ -297,7 +298,8 @@ class Engine:
             of_window = {}
             for window in dict.fromkeys(kind.window for kind in spec.kinds):
                 shape = attention_shape(shard, page_size, dtype, device, window)
-                shape = replace(shape, deterministic=deterministic, fused=fused and not deterministic)
+                by_modules = fused and (fixed_products or not deterministic)
+                shape = replace(shape, deterministic=deterministic, fused=by_modules, new=gpu_new)
                 of_window[window] = ATTENTION[attention](shape)
             backends = [of_window[kind.window] for kind in spec.kinds]
             backend = backends[0]
@@ -312,7 +314,7 @@ class Engine:
         """Largest number of rows of a recorded decode step; 0: none is recorded."""
         if graph:
             assert isinstance(backend, FlashInferAttention), f"attention {attention} cannot be recorded"
-            assert not deterministic, "its plans are not for graphs"
+            assert fixed_products or not deterministic, "its plans are not for graphs"
             graphs = self._recorded(decoder, backend, graph, needed=needs_graph)
             if graphs is not None:
                 self.graph = graph

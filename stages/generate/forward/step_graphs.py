@@ -26,6 +26,9 @@ PROMPT_SIZES: Final = (256, 512, 1024, 2048)
 MOST_DRAWN: Final = 2**16
 """Largest number of tokens that a step draws."""
 
+VERSION: Final = 1
+"""Increase this with every change of what --gpu-new does that may change a bit. It is part of an engine's numerics."""
+
 logger = structlog.get_logger()
 
 

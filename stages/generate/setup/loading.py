@@ -62,6 +62,7 @@ def load_engine(
         needs_graph=config.engine.graph > 0,
         deterministic=settings.deterministic,
         gpu_new=settings.gpu_new,
+        fixed_products=settings.fixed_products,
         has_parts=settings.local.num_parts > 0,
         measure=measure,
         loading=config.engine.loading,

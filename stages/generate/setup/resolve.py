@@ -16,6 +16,7 @@ import torch
 from pipeline.errors import ConfigError
 from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
+from stages.generate.forward import step_graphs
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
@@ -83,6 +84,8 @@ class Settings:
     """Whether torch, too, computes the same bits for a row in any batch."""
     gpu_new: bool = False
     """Whether what no GPU has run yet is used."""
+    fixed_products: bool = False
+    """Whether the sums of products do not depend on the number of rows: where a GPU is deterministic with `gpu_new`."""
     gpu: str = ""
     """Name of the GPU, which chooses kernels, and version of FlashInfer if torch is deterministic; else empty."""
     by: str = ""
@@ -116,9 +119,12 @@ class Settings:
         parts = [str(self.dtype).removeprefix("torch."), self.quantization, by, f"sampler-{sampler.VERSION}"]
         parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
         if self.deterministic and self.kernels == "torch":
-            parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
+            how = "fixed" if self.fixed_products else BLOCK_ROWS
+            parts.append(f"deterministic-{how}-pages-{self.page_size}-{self.gpu}")
         if self.fused:
             parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
+        if self.gpu_new:
+            parts.append(f"new-{step_graphs.VERSION}")
         if self.rope:
             parts.append(f"rope-{self.rope}")
         if self.num_ranks > 1:
@@ -175,6 +181,8 @@ def resolve(
     page_size = config.page_size or (16 if cuda else 64)
     shape = attention_shape(spec, page_size, dtype, device, spec.kinds[0].window)
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
+    gpu_new = _gpu_new(config, device)
+    fixed_products = gpu_new and config.deterministic and attention == "fi" and not spec.experts.layers
     wanted = config.max_seq_len or spec.max_positions
     limits = limits_of(config, spec, wanted, kernels, cuda=cuda)
     num_drafts = MANY_STREAMS * limits.most_drafts
@@ -227,14 +235,17 @@ def resolve(
         overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
         num_ranks=config.tp,
         cpus=frozenset() if cuda else _cpus(share),
-        graph=resolve_graph(config, spec, attention, dtype, device),
+        graph=resolve_graph(config, spec, attention, dtype, device, fixed_products=fixed_products),
         commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
         deterministic=config.deterministic,
-        gpu_new=_gpu_new(config, device),
+        gpu_new=gpu_new,
+        fixed_products=fixed_products,
         gpu=_gpu(config, attention, device),
         by=f"transformers-{metadata.version('transformers')}" if spec.by == "transformers" else "",
         rope=spec.long_or_short(limits.context),
-        fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
+        fused=tuple(fused.MODULES)
+        if attention in ("fi", "fa,fi") and (fixed_products or not config.deterministic)
+        else (),
     )
 
 
@@ -496,7 +507,13 @@ def resolve_attention(name: str, shape: AttentionShape) -> str:
 
 
 def resolve_graph(
-    config: EngineConfig, spec: ModelSpec, attention: str, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    spec: ModelSpec,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fixed_products: bool,
 ) -> int:
     """Return the largest number of rows of a decode step that is recorded as a CUDA graph; 0: none.
 
@@ -506,7 +523,7 @@ def resolve_graph(
     reason, remedy = "", "leave it out, or pass --graph 0"
     if attention not in ("fi", "fa,fi"):
         reason = "only --attn fi and fa,fi on CUDA can be recorded"
-    elif config.deterministic:
+    elif config.deterministic and not fixed_products:
         reason = "--deterministic computes without graphs"
     elif config.tp > 1:
         reason = "several ranks (--tp) compute without graphs"

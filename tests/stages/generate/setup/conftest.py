@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.devices import need_triton
 from support.resolving import H100, Kernels
 
 from stages.generate.model.config import read_spec
@@ -27,7 +28,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H100 with FlashInfer."""
+    """An H100 with FlashInfer and Triton."""
+    need_triton(torch.device("cpu"), monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)

@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.flags import parse_config
 from stages.generate.kernels import VERSION
 from stages.generate.loop import worker
-from stages.generate.model.spec import ModelSpec
+from stages.generate.model.spec import ExpertsSpec, ModelSpec
 from stages.generate.setup import loading
 from stages.generate.setup.config import ON_GPU, EngineConfig, GenerateConfig
 from stages.generate.setup.resolve import resolve
@@ -167,13 +167,21 @@ def test_deterministic_on_a_gpu_is_batch_invariant_and_its_numerics_name_what_it
 ) -> None:
     by = f"torch-{torch.__version__}-cuda"
     how, last = "deterministic-128-pages-16-nvidia-h100-80gb-hbm3", LAST
+    fused = "fused-1-norm-page-rope-silu_and_mul"
     settings = resolve(DETERMINISTIC, spec)
     assert (settings.batch_invariant, settings.deterministic, settings.targets) == (True, True, ON_GPU)
     assert settings.numerics == f"float32/none/{by}/fi/{last}/{how}-flashinfer-0.6.13"
+    new = resolve(replace(DETERMINISTIC, gpu_new=True), spec)
+    assert new.numerics == (
+        f"float32/none/{by}/fi/{last}/{how.replace('128', 'fixed')}-flashinfer-0.6.13/{fused}/new-1"
+    )
+    with_experts = resolve(
+        replace(DETERMINISTIC, gpu_new=True), replace(spec, experts=ExpertsSpec((0,), 4, 2, 40, True))
+    )
+    assert with_experts.numerics == f"{settings.numerics}/new-1"
     in_torch = resolve(replace(DETERMINISTIC, attention="torch"), spec)
     assert in_torch.numerics == f"float32/none/{by}/torch/{last}/{how}"
     plain = resolve(replace(DETERMINISTIC, deterministic=False), spec)
-    fused = "fused-1-norm-page-rope-silu_and_mul"
     assert plain.targets is None
     assert (plain.batch_invariant, plain.numerics) == (False, f"float32/none/{by}/fi/{last}/{fused}")
     assert plain.with_fused(()).numerics == f"float32/none/{by}/fi/{last}"

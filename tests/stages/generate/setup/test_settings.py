@@ -168,6 +168,8 @@ LOOP = ExpertsSpec((0,), 4, 2, 40, True)
         (replace(FI, tp=2, graph=8), None, "several ranks (--tp) compute without graphs"),
         (replace(FI, deterministic=True), None, 0),
         (replace(FI, deterministic=True, graph=8), None, "--deterministic computes without graphs"),
+        (replace(FI, deterministic=True, gpu_new=True), None, 256),
+        (replace(FI, deterministic=True, gpu_new=True), LOOP, 0),
         (CPU, None, 0),
         (replace(CPU, graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
         (FI, LOOP, 0),
