@@ -81,6 +81,11 @@ class Sample:
     """
     ahead: int = 0
     """Number of drafts among the tokens before `position`. A sample that has some comes after one that has fewer."""
+    shapes: bool = field(init=False)
+    """`params.shapes`, which every step asks for, of every row."""
+
+    def __post_init__(self) -> None:
+        self.shapes = self.params.shapes
 
     def settled(self) -> Sample:
         """Return the sample with what depends on the tokens before `position`, which are all known now."""
@@ -99,12 +104,12 @@ class Sample:
     @property
     def changes_logits(self) -> bool:
         """Whether the token is chosen from other logits than the model's own."""
-        return bool(self.forbidden) or self.allowed is not None or self.params.shapes
+        return bool(self.forbidden) or self.allowed is not None or self.shapes
 
     @property
     def is_best_of_allowed(self) -> bool:
         """Whether the token is the one with the model's largest logit, among those that its grammar allows."""
-        return self.allowed is not None and self.params.temperature == 0 and not self.params.shapes
+        return self.allowed is not None and self.params.temperature == 0 and not self.shapes
 
 
 @dataclass(frozen=True, slots=True)
