@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -33,7 +34,9 @@ from pipeline.flags import flag, parse_flags, seconds
 ROOT: Final = Path(__file__).resolve().parents[2]
 TESTS_NEED: Final = ("packaging", "pytest", "pytest-timeout", "hypothesis", "httpx", "psutil")
 HOPPER: Final = "fa"
-"""Its kernels compile for minutes, so it runs by name only."""
+PEERS: Final = "peers"
+BY_NAME: Final = (HOPPER, PEERS)
+"""The kernels of the former compile for minutes, and few machines have the engines that the latter runs."""
 FORWARD: Final = "tests/stages/generate/forward"
 MODEL: Final = "tests/stages/generate/model"
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the budget cuts off the end
@@ -47,7 +50,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
     HOPPER: ("tests/stages/generate/attention/test_on_pages.py", "-k", HOPPER, "--timeout", "0"),
 }
 TIMINGS: Final = "timings"
-NAMES: Final = (*GROUPS, TIMINGS)
+NAMES: Final = (*GROUPS, TIMINGS, PEERS)
 TIMED: Final[Mapping[str, tuple[str, ...]]] = {
     "0.6b": (),
     "0.6b without overlap": ("--overlap", "off"),
@@ -68,11 +71,12 @@ LEAST_S: Final = 10.0
 MARKED: Final = "gpu"
 GRACE_S: Final = 5.0
 MOST_CHARS: Final = 500
-"""Of what a test says of its failure."""
+"""Of what a test says of its failure, and of each of the last lines of an engine that failed."""
 ABOUT: Final = """\
 Runs the tests marked `gpu` of this checkout, the most useful first, and then times the engine with random weights
 (`minisgl bench offline --device cuda`). Each group of tests is a process of its own. The table names what --budget left
-no time for. Exits with 1 when something failed. It needs a GPU; without network, see `make gpu-wheels`.
+no time for. Exits with 1 when something failed. --only peers also times those of nano-vllm, vLLM and SGLang that are
+installed; the exit code ignores them. It needs a GPU; without network, see `make gpu-wheels`.
 """
 
 
@@ -92,7 +96,7 @@ class GpuConfig:
         "--only",
         default=(),
         parse=group_names,
-        help=f"only these, with commas between them: {','.join(NAMES)} [all but {HOPPER}]",
+        help=f"only these, with commas between them: {','.join(NAMES)} [all but {' and '.join(BY_NAME)}]",
     )
     json: str = flag("--json", default="", help="JSON file for every test and all figures, written after each group")
     wheels: str = flag("--wheels", default="", help="folder of `make gpu-wheels` to unpack for this run")
@@ -122,26 +126,29 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def check(config: GpuConfig, arguments: Sequence[str], scratch: Path) -> int:
     """Run the groups; print what is here, the verdict and the tables; return the exit code."""
-    from ops.bench import report
+    from ops.bench import peers, report
 
     report.check_can_write("--json", config.json)
     ends_s = time.monotonic() + config.budget_s
     found: dict[str, Any] = {"version": 2, "arguments": list(arguments), "began": datetime.now(UTC).isoformat()}
-    found |= {"machine": machine(), "budget_s": config.budget_s, "finished": False, "groups": [], "timings": []}
+    found |= {"machine": machine(), "budget_s": config.budget_s, "finished": False}
+    found |= {"groups": [], "timings": [], PEERS: []}
     print("\n".join(f"{name}: {said}" for name, said in found["machine"].items()), flush=True)
-    chosen = [name for name in NAMES if name in config.only or (not config.only and name != HOPPER)]
+    chosen = [name for name in NAMES if name in config.only or (not config.only and name not in BY_NAME)]
     with contextlib.suppress(KeyboardInterrupt):
         for name in chosen:
             print(f"{name}: {ends_s - time.monotonic():.0f} s left", file=sys.stderr, flush=True)
             if name == TIMINGS:
                 found["timings"] += (timed(each, ends_s, scratch) for each in TIMED)
+            elif name == PEERS:
+                found[PEERS] += (compared(each, ends_s, scratch) for each in (*peers.OURS, *peers.PEERS))
             else:
                 found["groups"].append(tested(name, ends_s, scratch))
             found["finished"] = name == chosen[-1]
             if config.json:
                 report.write_json(Path(config.json), found)
     print(table(found))
-    failed = any(one["status"] == "failed" for one in found["groups"] + found["timings"])
+    failed = any(one["status"] == "failed" for one in of_ours(found))
     return 1 if failed or not found["finished"] else 0
 
 
@@ -152,8 +159,8 @@ def tested(name: str, ends_s: float, scratch: Path) -> dict[str, Any]:
     options = ["-v", "-m", MARKED, "-W", "default", "-p", "no:cacheprovider", "--timeout-method", "thread"]
     options += ["--junitxml", str(results)]
     options += ["--session-timeout", str(max(1.0, ends_s - began_s))]
-    more = {"MINISGL_FA": "1"} if name == HOPPER else {}
-    status, reason = run(["-m", "pytest", *options, *GROUPS[name]], ends_s + GRACE_S, **more)
+    fa = "1" if name == HOPPER else ""
+    status, reason = run(["-m", "pytest", *options, *GROUPS[name]], ends_s + GRACE_S, MINISGL_FA=fa)
     tests = list(map(result, ElementTree.parse(results).iter("testcase"))) if results.is_file() else []
     counts = {how: sum(test["outcome"] == how for test in tests) for how in ("passed", "failed", "skipped")}
     if status == "failed" and not counts["failed"] and time.monotonic() >= ends_s:
@@ -186,7 +193,28 @@ def timed(name: str, ends_s: float, scratch: Path) -> dict[str, Any]:
     return {"name": name, "status": status, "reason": reason, "figures": figures}
 
 
-def run(arguments: Sequence[str], ends_s: float, **more: str) -> tuple[str, str]:
+def compared(name: str, ends_s: float, scratch: Path) -> dict[str, Any]:
+    """Time this engine or a peer on nano-vllm's benchmark. The first one writes the weights, which all of them read."""
+    from ops.bench import models, peers
+
+    found = {"name": name, "version": version(name.lower()), "status": "skipped", "reason": "it is not installed"}
+    if name in peers.PEERS and find_spec(peers.PEERS[name][0]) is None:
+        return found | {"figures": {}}
+    is_time = ends_s - time.monotonic() >= LEAST_S
+    folder, output = models.ensure("0.6b", scratch) if is_time else scratch, scratch / f"{name}.json"
+    status, reason = run(peers.command(name, ROOT, folder, output), ends_s, lines=20)
+    figures = json.loads(output.read_text()) if status == "ok" else {}
+    return found | {"status": status, "reason": reason, "figures": figures}
+
+
+def of_ours(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all that ran of this engine: a peer that fails is no failure of it."""
+    from ops.bench import peers
+
+    return [*found["groups"], *found["timings"], *(one for one in found[PEERS] if one["name"] in peers.OURS)]
+
+
+def run(arguments: Sequence[str], ends_s: float, *, lines: int = 1, **more: str) -> tuple[str, str]:
     """Run Python until *ends_s* at most, and end all that it has started; return its status and why it is not ok."""
     if (left_s := ends_s - time.monotonic()) < LEAST_S:
         return "cut", "the budget was spent before it"
@@ -211,14 +239,16 @@ def run(arguments: Sequence[str], ends_s: float, **more: str) -> tuple[str, str]
         return "cut", "the budget ended in it"
     if process.returncode == 0:
         return "ok", ""
-    return "failed", f"it ended with {process.returncode}; the last it said: {''.join(said[-1:])[:MOST_CHARS]}"
+    last = "\n".join(line[:MOST_CHARS] for line in said[-lines:])
+    return "failed", f"it ended with {process.returncode}; the last it said: {last}"
 
 
 def table(found: Mapping[str, Any]) -> str:
     """Return the verdict, a line for each group, each test that failed and each reason to skip, and the timings."""
+    from ops.bench import peers
     from ops.bench.report import aligned
 
-    all_of_it = found["groups"] + found["timings"]
+    all_of_it = of_ours(found)
     by_status = {status: [one for one in all_of_it if one["status"] == status] for status in ("failed", "cut")}
     lines = ["", f"{len(by_status['failed'])} failed" if by_status["failed"] else "Nothing failed"]
     lines += [f"{one['name']}, {status}: {one['reason']}" for status, all_of in by_status.items() for one in all_of]
@@ -234,7 +264,8 @@ def table(found: Mapping[str, Any]) -> str:
         rate = f"{one['figures']['output_tokens_per_s']:,.0f}" if one["figures"] else one["status"]
         shares = (one["figures"].get(name) for name in ("decode_share", "prefill_share"))
         timings.append((one["name"], rate, *(f"{share:.0%}" if share else "-" for share in shares)))
-    return "\n".join([*lines, "", aligned(timings)] if found["timings"] else lines)
+    lines += ["", aligned(timings)] if found["timings"] else []
+    return "\n".join([*lines, "", peers.table(found[PEERS])] if found[PEERS] else lines)
 
 
 # wheels
