@@ -29,7 +29,7 @@ from stages.generate.forward.gguf_weights import load_blocks, load_gguf
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
-from stages.generate.forward.step_graphs import StepGraphs
+from stages.generate.forward.step_graphs import PROMPT_SIZES, StepGraphs
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.model.attention import attention_shape, plan_all
 from stages.generate.model.by_transformers import ForeignDecoder, tried_tokens
@@ -131,7 +131,8 @@ class TorchComputer:
     ) -> tuple[Tensor, Tensor]:
         """See `Computer`. All rows may be read."""
         assert not masks_R, "`takes_masks` says so"
-        logits_RV = self.logits(x_TE[on_device(np.array(rows_R, np.int64), self._device)])
+        are_all = len(rows_R) == len(x_TE)  # as in a step of decode rows
+        logits_RV = self.logits(x_TE if are_all else x_TE[on_device(np.array(rows_R, np.int64), self._device)])
         return best(logits_RV), logits_RV
 
     def logits(self, x_NE: Tensor) -> Tensor:
@@ -377,24 +378,22 @@ class Engine:
         """Compute the largest steps, and lower the number of pages to what fits beside them."""
         num_rows, most_pages = self._tables.pages_AN.shape
         page_size = self._tables.page_size
-        steps = [
-            largest_prefill(
-                min(measure.max_prefill_length, most_pages * page_size, self.num_pages * page_size), page_size
-            ),
-            largest_decode(num_rows),
-        ]
+        num_tokens = min(measure.max_prefill_length, most_pages * page_size, self.num_pages * page_size)
+        steps = [largest_prefill(num_tokens, page_size), largest_decode(num_rows)]
         num_pages = len(steps[0].rows[0].new_pages)
         self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)
         prefill_bytes, decode_bytes = (
             bytes_of_a_step(partial(self._computed_and_drawn, plan), self.device) for plan in steps
         )
         del self.kv_L2PKSD
+        graph_bytes = decode_bytes if graphs else 0
+        if graphs and self._gpu_new:
+            graph_bytes += prefill_bytes * max(PROMPT_SIZES) // num_tokens
         fitting = fitting_pages(
             measure,
             page_bytes(spec, page_size, self.dtype),
-            prefill_bytes=prefill_bytes,
-            decode_bytes=decode_bytes,
-            graphs=graphs,
+            step_bytes=max(prefill_bytes, decode_bytes),
+            graph_bytes=graph_bytes,
             device=self.device,
         )
         self.num_pages = min(self.num_pages, fitting)

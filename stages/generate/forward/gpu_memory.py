@@ -60,18 +60,14 @@ def bytes_of_a_step(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
-def fitting_pages(
-    measure: Measure, page_bytes: int, *, prefill_bytes: int, decode_bytes: int, graphs: bool, device: torch.device
-) -> int:
-    """Return how many pages fit beside the steps. Recordings have memory of their own, about that of a decode step.
+def fitting_pages(measure: Measure, page_bytes: int, *, step_bytes: int, graph_bytes: int, device: torch.device) -> int:
+    """Return how many pages fit beside the largest step, and recordings, which have memory of their own.
 
     Raises:
         ConfigError: Not one page fits.
     """
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    graph_bytes = decode_bytes if graphs else 0
-    step_bytes = max(prefill_bytes, decode_bytes)
     num_pages = int((free_bytes - step_bytes - graph_bytes) * measure.memory_ratio) // page_bytes
     sizes = {
         "memory": total_bytes,

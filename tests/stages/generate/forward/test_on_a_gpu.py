@@ -26,6 +26,7 @@ from pipeline.events import SamplingParams, TokenRow
 from stages.generate.attention import flashinfer
 from stages.generate.attention.flashinfer import FlashInferAttention, Run
 from stages.generate.batch import PageTables, on_device
+from stages.generate.forward import engine as engine_module
 from stages.generate.forward import graphs, step_graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
@@ -265,12 +266,14 @@ class Memory:
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "graph", "num_pages"),
+    ("free_bytes", "graph", "is_new", "num_pages"),
     [
-        (900_000 + 20 * PAGE_BYTES, 0, 10),
-        (900_000 + 2000 + 20 * PAGE_BYTES, 2, 10),  # recordings take what a decode step takes
-        (900_000 + 1999 + 20 * PAGE_BYTES, 2, 9),
-        (10**9, 0, NUM_PAGES),
+        (900_000 + 20 * PAGE_BYTES, 0, False, 10),
+        (900_000 + 2000 + 20 * PAGE_BYTES, 2, False, 10),  # recordings take what a decode step takes
+        (900_000 + 1999 + 20 * PAGE_BYTES, 2, False, 9),
+        (900_000 + 2000 + 900_000 * 16 // 50 + 20 * PAGE_BYTES, 2, True, 10),  # and prompts their part of a prefill
+        (900_000 + 1999 + 900_000 * 16 // 50 + 20 * PAGE_BYTES, 2, True, 9),
+        (10**9, 0, False, NUM_PAGES),
     ],
 )
 def test_the_pages_are_what_fits_beside_the_largest_steps(
@@ -279,11 +282,14 @@ def test_the_pages_are_what_fits_beside_the_largest_steps(
     monkeypatch: pytest.MonkeyPatch,
     free_bytes: int,
     graph: int,
+    is_new: bool,
     num_pages: int,
+    new: dict[str, Any],
 ) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_SIZES", step_graphs.PROMPT_SIZES)
     Memory(monkeypatch, free_bytes, (900_000, 2000))
     begun = noted(monkeypatch, PageTables, "update", lambda _, rows: rows)
-    engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5))
+    engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5), **new if is_new else {})
     assert engine.num_pages == num_pages and engine.kv_L2PKSD.shape[2] == num_pages + (graph > 0)
     assert [[len(row.token_ids) for row in rows] for rows in begun] == [[50], [1] * SIZES["max_running_requests"]]
 
