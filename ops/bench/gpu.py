@@ -35,8 +35,9 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 TESTS_NEED: Final = ("packaging", "pytest", "pytest-timeout", "hypothesis", "httpx", "psutil")
 HOPPER: Final = "fa"
 PEERS: Final = "peers"
-BY_NAME: Final = (HOPPER, PEERS)
-"""The kernels of the former compile for minutes, and few machines have the engines that the latter runs."""
+NEW: Final = "new"
+BY_NAME: Final = (HOPPER, NEW, PEERS)
+"""Only run by name: kernels that compile for minutes, parts of other groups, and engines that few machines have."""
 FORWARD: Final = "tests/stages/generate/forward"
 MODEL: Final = "tests/stages/generate/model"
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the budget cuts off the end
@@ -48,24 +49,44 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
     "server": ("tests/end_to_end/test_each_device.py",),
     "ranks": (f"{FORWARD}/test_collectives.py",),
     HOPPER: ("tests/stages/generate/attention/test_on_pages.py", "-k", HOPPER, "--timeout", "0"),
+    NEW: (
+        f"{FORWARD}/test_on_each_device.py",
+        f"{FORWARD}/test_deterministic.py",
+        "tests/stages/generate/sampling/test_exact_sampling.py",
+        *("-k", NEW),
+    ),
 }
 TIMINGS: Final = "timings"
 NAMES: Final = (*GROUPS, TIMINGS, PEERS)
-TIMED: Final[Mapping[str, tuple[str, ...]]] = {
-    "0.6b": (),
-    "0.6b without overlap": ("--overlap", "off"),
-    "0.6b without overlap and graphs": ("--overlap", "off", "--graph", "0"),
-    "0.6b new": ("--gpu-new", "yes"),
-    "0.6b deterministic": ("--deterministic", "yes", "--num-prompts", "64"),
-    "8b": (),
-    **{
-        f"0.6b on {num} threads of the CPU": (
-            *("--device", "cpu", "--threads", str(num)),
-            *("--num-prompts", "4", "--input-len", "32", "--output-len", "32"),
-        )
-        for num in (1, 2, 4, 8, 16)
+IS_NEW: Final = ("--gpu-new", "yes")
+ONE: Final = ("--num-prompts", "1", "--input-len", "2048", "--output-len", "128")
+FEW: Final = ("--num-prompts", "32", "--input-len", "128", "--output-len", "256")
+TIMED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    TIMINGS: {
+        "0.6b": (),
+        "0.6b without overlap": ("--overlap", "off"),
+        "0.6b without overlap and graphs": ("--overlap", "off", "--graph", "0"),
+        "0.6b deterministic": ("--deterministic", "yes", "--num-prompts", "64"),
+        "8b": (),
+        **{
+            f"0.6b on {num} threads of the CPU": (
+                *("--device", "cpu", "--threads", str(num)),
+                *("--num-prompts", "4", "--input-len", "32", "--output-len", "32"),
+            )
+            for num in (1, 2, 4, 8, 16)
+        },
+    },
+    NEW: {
+        "0.6b": (),
+        "0.6b new": IS_NEW,
+        "0.6b new deterministic": (*IS_NEW, "--deterministic", "yes"),
+        "0.6b one row": ONE,
+        "0.6b one row new": (*ONE, *IS_NEW),
+        "0.6b 32 rows new": (*FEW, *IS_NEW),
+        "0.6b 32 rows new deterministic": (*FEW, *IS_NEW, "--deterministic", "yes"),
     },
 }
+"""Flags of `bench offline` by what is printed, for each group that times."""
 LEAST_S: Final = 10.0
 """Nothing is begun with less: importing torch takes as long."""
 MARKED: Final = "gpu"
@@ -138,12 +159,12 @@ def check(config: GpuConfig, arguments: Sequence[str], scratch: Path) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         for name in chosen:
             print(f"{name}: {ends_s - time.monotonic():.0f} s left", file=sys.stderr, flush=True)
-            if name == TIMINGS:
-                found["timings"] += (timed(each, ends_s, scratch) for each in TIMED)
-            elif name == PEERS:
-                found[PEERS] += (compared(each, ends_s, scratch) for each in (*peers.OURS, *peers.PEERS))
-            else:
+            if name in GROUPS:
                 found["groups"].append(tested(name, ends_s, scratch))
+            if name in TIMED:
+                found["timings"] += (timed(each, flags, ends_s, scratch) for each, flags in TIMED[name].items())
+            if name == PEERS:
+                found[PEERS] += (compared(each, ends_s, scratch) for each in (*peers.OURS, *peers.PEERS))
             found["finished"] = name == chosen[-1]
             if config.json:
                 report.write_json(Path(config.json), found)
@@ -178,7 +199,7 @@ def result(case: ElementTree.Element) -> dict[str, Any]:
     return found | {"outcome": "passed", "why": ""}
 
 
-def timed(name: str, ends_s: float, scratch: Path) -> dict[str, Any]:
+def timed(name: str, flags: Sequence[str], ends_s: float, scratch: Path) -> dict[str, Any]:
     """Time the engine with random weights."""
     from ops.bench.models import SHAPE_8B, SHAPES, write_all_but_weights
 
@@ -187,8 +208,8 @@ def timed(name: str, ends_s: float, scratch: Path) -> dict[str, Any]:
     if not model.is_dir():
         model.mkdir()
         write_all_but_weights(SHAPE_8B if shape == "8b" else SHAPES[shape], model)
-    flags = ["--device", "cuda", "--runs", "1", "--model", str(model), "--dummy-weight", "--output", str(output)]
-    status, reason = run([str(ROOT / "minisgl.py"), "bench", "offline", *flags, *TIMED[name]], ends_s)
+    common = ["--device", "cuda", "--runs", "1", "--model", str(model), "--dummy-weight", "--output", str(output)]
+    status, reason = run([str(ROOT / "minisgl.py"), "bench", "offline", *common, *flags], ends_s)
     figures = json.loads(output.read_text()) if status == "ok" else {}
     return {"name": name, "status": status, "reason": reason, "figures": figures}
 
@@ -259,11 +280,16 @@ def table(found: Mapping[str, Any]) -> str:
     tests = [test for group in found["groups"] for test in group["tests"]]
     lines += [f"failed: {test['test']}: {test['why']}" for test in tests if test["outcome"] == "failed"]
     lines += sorted({f"skipped: {test['why']}" for test in tests if test["outcome"] == "skipped"})
-    timings: list[tuple[str, ...]] = [("output tokens/s, and shares of", "", "read bandwidth", "matrix rate")]
+    shares_and_times = ("read bandwidth", "matrix rate", "decode ms", "of the host", "prefill ms", "of the host")
+    timings: list[tuple[str, ...]] = [("output tokens/s, shares, times of steps", "", *shares_and_times)]
     for one in found["timings"]:
         rate = f"{one['figures']['output_tokens_per_s']:,.0f}" if one["figures"] else one["status"]
         shares = (one["figures"].get(name) for name in ("decode_share", "prefill_share"))
-        timings.append((one["name"], rate, *(f"{share:.0%}" if share else "-" for share in shares)))
+        shown = [f"{share:.0%}" if share else "-" for share in shares]
+        for phase in (run["phases"][name] for run in one["figures"].get("runs", ()) for name in ("decode", "prefill")):
+            steps = phase["steps"]
+            shown += [f"{1000 * phase[name] / steps:.2f}" if steps else "-" for name in ("seconds", "launch_s")]
+        timings.append((one["name"], rate, *shown, *("-" * (len(shares_and_times) - len(shown)))))
     lines += ["", aligned(timings)] if found["timings"] else []
     return "\n".join([*lines, "", peers.table(found[PEERS])] if found[PEERS] else lines)
 

@@ -140,6 +140,8 @@ class TimedStep:
     prefill_tokens: int
     prefill_samples: int
     """Prompts that it completed."""
+    launch_s: float = 0.0
+    """Seconds of it until the host has launched it. On a GPU the host is free then, and busy before."""
 
     @property
     def phase(self) -> str:
@@ -207,7 +209,7 @@ class StepClock:
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         context, num_tokens = sum(row.start + 1 for row in decodes), sum(len(row.token_ids) for row in prefills)
         num_samples = sum(row.sample is not None for row in prefills)
-        self.steps.append(TimedStep(took_s, len(decodes), context, num_tokens, num_samples))
+        self.steps.append(TimedStep(took_s, len(decodes), context, num_tokens, num_samples, launch_s))
         return computed
 
 
@@ -320,8 +322,8 @@ def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any]
 
 
 def _phase_row(steps: Sequence[TimedStep]) -> dict[str, Any]:
-    sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", "decode_rows", "prefill_tokens")}
-    return {"steps": len(steps), **sums}
+    summed = ("seconds", "launch_s", "decode_rows", "prefill_tokens")
+    return {"steps": len(steps), **{name: sum(getattr(step, name) for step in steps) for name in summed}}
 
 
 def table(document: Mapping[str, Any]) -> str:

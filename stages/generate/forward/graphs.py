@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -113,7 +114,7 @@ def record(call: Callable[[], T], device: torch.device, pool: Any = None) -> tup
 
     *pool*: the memory of earlier recordings; only one of them may be replayed at a time.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _stream_of(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_CALLS):
@@ -133,6 +134,12 @@ def record(call: Callable[[], T], device: torch.device, pool: Any = None) -> tup
         raise first_error or error from None
     torch.cuda.synchronize(device)
     return graph.replay, result, graph.pool()
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream of all recordings: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _seen(sizes: list[int]) -> Iterable[int]:

@@ -23,7 +23,8 @@ STUBS: Mapping[str, str] = {
     "slow": "def test_a(): time.sleep(3)\ndef test_b(): pass",
     "hangs": "def test_a(): pass\ndef test_b(): time.sleep(600)",
 }
-RATES = {"output_tokens_per_s": 12_521.0, "decode_share": 0.5, "prefill_share": None}
+PHASES = {"decode": {"steps": 4, "seconds": 0.012, "launch_s": 0.002}, "prefill": {"steps": 0}}
+RATES = {"output_tokens_per_s": 12_521.0, "decode_share": 0.5, "prefill_share": None, "runs": [{"phases": PHASES}]}
 TIMING = f"import json, sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write(json.dumps({RATES}))"
 
 
@@ -79,7 +80,7 @@ def test_the_budget_ends_a_group_between_its_tests_or_in_one_that_hangs_and_what
     monkeypatch.setattr(gpu, "GRACE_S", 1.0 if name == "hangs" else 60.0)
     code, found = checked(tmp_path, "--only", f"{name},timings", "--budget", "3")
     assert (code, [(group["status"], group["passed"]) for group in found["groups"]]) == (0, [("cut", passed)])
-    assert [timing["status"] for timing in found["timings"]] == ["cut"] * len(gpu.TIMED)
+    assert [timing["status"] for timing in found["timings"]] == ["cut"] * len(gpu.TIMED[gpu.TIMINGS])
 
 
 def test_the_engine_is_timed_with_random_weights(
@@ -92,9 +93,10 @@ def test_the_engine_is_timed_with_random_weights(
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr("ops.bench.models.write_all_but_weights", lambda shape, folder: {})
     code, found = checked(tmp_path, "--only", "timings")
-    assert (code, [timing["name"] for timing in found["timings"]]) == (0, list(gpu.TIMED))
+    assert (code, [timing["name"] for timing in found["timings"]]) == (0, list(gpu.TIMED[gpu.TIMINGS]))
     assert all(timing["figures"] == RATES for timing in found["timings"])
-    assert "12,521" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "12,521" in table and re.search(r"50% +- +3\.00 +0\.50 +- +-", table)
 
 
 @pytest.mark.parametrize("lacks", ["GPU", "checkout", "package"])

@@ -168,7 +168,7 @@ def test_peers_run_by_name_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         gpu, "tested", lambda name, ends_s, scratch: {"name": name, "status": "cut", "reason": "", "tests": []}
     )
     monkeypatch.setattr(
-        gpu, "timed", lambda name, ends_s, scratch: {"name": name, "status": "cut", "reason": "", "figures": {}}
+        gpu, "timed", lambda name, flags, ends_s, scratch: {"name": name, "status": "cut", "reason": "", "figures": {}}
     )
     monkeypatch.setattr(gpu, "table", lambda found: "")
     file = tmp_path / "out.json"
