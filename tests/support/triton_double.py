@@ -29,7 +29,12 @@ class Block:
             return Block(self.values.view(kind) if bitcast else self.values.astype(kind))
 
     def __bool__(self) -> bool:
-        raise TypeError("a kernel cannot branch on a block")
+        if self.values.ndim:
+            raise TypeError("a kernel cannot branch on a block")
+        return bool(self.values)
+
+    def __getitem__(self, places: Any) -> Block:
+        return Block(self.values[places])
 
 
 def _operate(name: str) -> None:
@@ -47,7 +52,7 @@ def _operate(name: str) -> None:
     setattr(Block, f"__r{name.strip('_')}__", backward)
 
 
-for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "lt", "le", "gt", "ge"):
+for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "or_", "eq", "lt", "le", "gt", "ge"):
     _operate(_name)
 
 
@@ -82,7 +87,8 @@ class Kernel:
 
 def _pointer(tensor: torch.Tensor) -> Block:
     assert tensor.is_contiguous()
-    return Block(0, tensor.view(-1).numpy())
+    readable = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # numpy has no bfloat16
+    return Block(0, readable.view(-1).numpy())
 
 
 def _load(pointer: Block, mask: Any = True, other: Any = 0) -> Block:
@@ -98,6 +104,11 @@ def _store(pointer: Block, value: Any) -> None:
     value = np.asarray(_plain(value))
     assert value.dtype == pointer.memory.dtype
     pointer.memory[pointer.values] = value
+
+
+def _atomic_add(pointer: Block, value: Block, mask: Block, sem: str) -> None:
+    assert pointer.memory is not None and sem == "relaxed" and value.values.dtype == pointer.memory.dtype
+    np.add.at(pointer.memory, pointer.values[mask.values], value.values[mask.values])
 
 
 def _of(function: Callable[..., Any]) -> Callable[..., Block]:
@@ -125,10 +136,13 @@ def triton() -> Iterator[None]:
         "arange": lambda start, end: Block(np.arange(start, end, dtype=np.int32)),
         "load": _load,
         "store": _store,
+        "atomic_add": _atomic_add,
         "max": _of(lambda block, axis: block.max(axis)),
+        "min": _of(lambda block, axis: block.min(axis)),
         "sum": _of(lambda block, axis: block.sum(axis, dtype=block.dtype)),
         "cumsum": _of(lambda block, axis: block.cumsum(axis, dtype=block.dtype)),
         "minimum": _of(lambda one, other: np.minimum(one, other)),
+        "maximum": _of(lambda one, other: np.maximum(one, other)),
         "where": _of(lambda which, one, other: np.where(which, one, other)),
         "div_rn": _of(lambda one, other: one / other),
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
