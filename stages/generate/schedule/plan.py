@@ -81,6 +81,11 @@ class Sample:
     """
     ahead: int = 0
     """Number of drafts among the tokens before `position`. A sample that has some comes after one that has fewer."""
+    changes_logits: bool = field(init=False)
+    """Whether the token is chosen from other logits than the model's own. Most requests keep their samples."""
+
+    def __post_init__(self) -> None:
+        self.changes_logits = bool(self.forbidden) or self.allowed is not None or self.params.shapes
 
     def settled(self) -> Sample:
         """Return the sample with what depends on the tokens before `position`, which are all known now."""
@@ -95,11 +100,6 @@ class Sample:
             seen = (seen.ahead if self.ahead else seen.follow)(self.token_ids, self.position)
         allowed = None if self.matcher is None else self.matcher.allowed(self.ahead)
         return Sample(self.params, self.position, forbidden, (), self.prompt_length, allowed=allowed, seen=seen)
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the token is chosen from other logits than the model's own."""
-        return bool(self.forbidden) or self.allowed is not None or self.params.shapes
 
     @property
     def is_best_of_allowed(self) -> bool:
