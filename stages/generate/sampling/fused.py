@@ -91,7 +91,7 @@ def _logits(logits, numbers, size, tile):
 
 @triton.jit
 def _bits(distances):
-    """Return the bits of distances, which are in their order, without the sign of -0."""
+    """Return the bits of distances without the sign of -0: a larger distance has larger bits."""
     return distances.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -126,7 +126,7 @@ def _find_most(logits, numbers, most, size, num_tiles):
 
 @triton.jit
 def _bound(numbers, most, num_tiles, tiles: tl.constexpr):
-    """Keep the tokens that are as near as the largest one of the top_k-th tile. So few tiles are read for a top_k."""
+    """Keep what is as near as the top_k-th of the largest logits of tiles: at least top_k tokens, in few tiles."""
     row, every = tl.program_id(0), tl.arange(0, tiles)
     numbers, wanted = numbers + row * NUMBERS, tl.load(numbers + row * NUMBERS + WANTED)
     if (wanted > 0) & (wanted <= num_tiles):
