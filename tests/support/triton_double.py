@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+
+KERNELS: Final = "stages.generate.sampling.fused"
 
 
 class Block:
@@ -121,7 +123,7 @@ def _of(function: Callable[..., Any]) -> Callable[..., Block]:
 
 @contextmanager
 def triton() -> Iterator[None]:
-    """Let `import triton` find the double."""
+    """Let `import triton` find the double, also for our kernels. Afterwards they are imported anew."""
     module, language = ModuleType("triton"), ModuleType("triton.language")
     for name, value in {
         "jit": jit,
@@ -148,13 +150,12 @@ def triton() -> Iterator[None]:
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
     }.items():
         setattr(language, name, value)
-    before = {name: sys.modules.get(name) for name in ("triton", "triton.language")}
+    before = {name: sys.modules.pop(name, None) for name in ("triton", "triton.language", KERNELS)}
     sys.modules.update({"triton": module, "triton.language": language})
     try:
         yield
     finally:
         for name, known in before.items():
-            if known is None:
-                del sys.modules[name]
-            else:
+            sys.modules.pop(name, None)
+            if known is not None:
                 sys.modules[name] = known
