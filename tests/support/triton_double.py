@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+
+KERNELS: Final = ("stages.generate.sampling.fused",)
 
 
 class Block:
@@ -30,7 +32,12 @@ class Block:
             return Block(self.values.view(kind) if bitcast else self.values.astype(kind))
 
     def __bool__(self) -> bool:
-        raise TypeError("a kernel cannot branch on a block")
+        if self.values.ndim:
+            raise TypeError("a kernel cannot branch on a block")
+        return bool(self.values)
+
+    def __getitem__(self, places: Any) -> Block:
+        return Block(self.values[places])
 
 
 def _operate(name: str) -> None:
@@ -48,7 +55,7 @@ def _operate(name: str) -> None:
     setattr(Block, f"__r{name.strip('_')}__", backward)
 
 
-for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "lt", "le", "gt", "ge"):
+for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "or_", "eq", "lt", "le", "gt", "ge"):
     _operate(_name)
 
 
@@ -84,7 +91,8 @@ class Kernel:
 def _pointer(tensor: torch.Tensor) -> Block:
     tensor = getattr(tensor, "held", tensor)  # of a pretended device
     assert tensor.is_contiguous()
-    return Block(0, tensor.view(-1).numpy())
+    readable = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # numpy has no bfloat16
+    return Block(0, readable.view(-1).numpy())
 
 
 def _load(pointer: Block, mask: Any = True, other: Any = 0) -> Block:
@@ -100,6 +108,11 @@ def _store(pointer: Block, value: Any) -> None:
     value = np.asarray(_plain(value))
     assert value.dtype == pointer.memory.dtype
     pointer.memory[pointer.values] = value
+
+
+def _atomic_add(pointer: Block, value: Block, mask: Block, sem: str) -> None:
+    assert pointer.memory is not None and sem == "relaxed" and value.values.dtype == pointer.memory.dtype
+    np.add.at(pointer.memory, pointer.values[mask.values], value.values[mask.values])
 
 
 def _of(function: Callable[..., Any]) -> Callable[..., Block]:
@@ -126,10 +139,13 @@ def modules() -> dict[str, ModuleType]:
         "arange": lambda start, end: Block(np.arange(start, end, dtype=np.int32)),
         "load": _load,
         "store": _store,
-        "max": _of(lambda block, axis: block.max(axis)),
+        "atomic_add": _atomic_add,
+        "max": _of(lambda block, axis: np.fmax.reduce(block, axis)),  # ignores NaN
+        "min": _of(lambda block, axis: np.fmin.reduce(block, axis)),
         "sum": _of(lambda block, axis: block.sum(axis, dtype=block.dtype)),
         "cumsum": _of(lambda block, axis: block.cumsum(axis, dtype=block.dtype)),
-        "minimum": _of(lambda one, other: np.minimum(one, other)),
+        "minimum": _of(lambda one, other: np.fmin(one, other)),
+        "maximum": _of(lambda one, other: np.fmax(one, other)),
         "where": _of(lambda which, one, other: np.where(which, one, other)),
         "div_rn": _of(lambda one, other: one / other),
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
@@ -141,15 +157,14 @@ def modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def triton() -> Iterator[None]:
-    """Let `import triton` find the double."""
+    """Let `import triton` find the double, also for our kernels. Afterwards they are imported anew."""
     made = modules()
-    before = {name: sys.modules.get(name) for name in made}
+    before = {name: sys.modules.pop(name, None) for name in (*made, *KERNELS)}
     sys.modules.update(made)
     try:
         yield
     finally:
         for name, known in before.items():
-            if known is None:
-                del sys.modules[name]
-            else:
+            sys.modules.pop(name, None)
+            if known is not None:
                 sys.modules[name] = known

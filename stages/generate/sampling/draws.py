@@ -20,6 +20,8 @@ MOST_WEIGHT: Final = 2**40
 """Weight of the most probable token, see `sampler.weights`."""
 HALF_BITS: Final = 30
 """Bits of each of the two numbers of a fraction, so that its products with sums of weights fit into 64 bits."""
+FIRST_F1: Final = np.array([[0], [2**HALF_BITS], [0], [MOST_WEIGHT], [0], [0]])
+"""`Draws.numbers_FR` of a greedy row. Its divisor is the smallest: only logits that equal the largest weigh so much."""
 
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -36,21 +38,20 @@ class Draws:
     weights that lies before the drawn token: `Draw` of sample.h.
     """
 
-    def of(self, which_R: npt.NDArray[np.bool_]) -> Draws:
-        """Return the numbers of some rows."""
-        return Draws(self.divisors_R[which_R], self.numbers_FR[:, which_R])
-
 
 def make_draws(samples: Sequence[Sample]) -> Draws:
-    """Return the arrays of rows that are drawn (their temperature is not 0)."""
-    params = [how.params for how in samples]
+    """Return the arrays of rows. With temperature 0, the first of the tokens with the largest logit is drawn."""
+    params = [how.params for how in samples]  # with a dtype, numpy makes arrays of lists in half the time
     numbers_FR = np.empty((6, len(samples)), np.int64)
-    numbers_FR[0] = [min(each.top_k, 2**31) for each in params]
-    numbers_FR[3] = np.ceil(np.array([each.min_p for each in params]) * MOST_WEIGHT)
+    numbers_FR[0] = [each.top_k if each.top_k < 2**31 else 2**31 for each in params]
+    numbers_FR[3] = np.ceil(np.array([each.min_p for each in params], np.float64) * MOST_WEIGHT)
     seeds_R = np.array([each.seed for each in params], np.int64)
-    shares_R = uniform(seeds_R, np.array([how.position for how in samples]))
-    numbers_FR[1::3], numbers_FR[2::3] = fractions(np.array([[each.top_p for each in params], shares_R]))
-    divisors_R = np.maximum(np.array([each.temperature for each in params]) * LN2, SMALLEST)
+    shares_R = uniform(seeds_R, np.array([how.position for how in samples], np.int64))
+    top_p_R = np.array([each.top_p for each in params], np.float64)
+    numbers_FR[1::3], numbers_FR[2::3] = fractions(np.stack((top_p_R, shares_R)))
+    temperatures_R = np.array([each.temperature for each in params], np.float64)
+    numbers_FR[:, temperatures_R == 0] = FIRST_F1
+    divisors_R = np.maximum(temperatures_R * LN2, SMALLEST)
     return Draws(divisors_R.astype(np.float32), numbers_FR)
 
 

@@ -1,15 +1,18 @@
-"""The draw of rows without top_k and top_p, for a GPU: three Triton kernels that choose the tokens of `sampler`.
+"""The tokens of a step on a GPU: Triton kernels that choose the tokens of `sampler`, also with top_k, top_p and min_p.
 
-Only with --gpu-new: no GPU has run it yet. The logits are read twice, and nothing of their size is written.
+Only with --gpu-new: no GPU has run it yet. Nothing of the size of the logits is written. A greedy row reads them once,
+a drawn one twice, one with top_p five times, and one with a small top_k little more than once.
 
 The arithmetic is that of `sampler.weights`, operation by operation: products are not fused with sums, quotients are
-rounded to nearest, and only integers are summed, so the order of a sum does not matter.
+rounded to nearest, and only integers are summed, so the order of a sum does not matter. A greedy row is drawn like all
+others, see `make_draws`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import numpy as np
@@ -21,13 +24,20 @@ from torch import Tensor
 from stages.generate.batch import on_device
 from stages.generate.sampling.draws import HALF_BITS, Draws
 
-# R = rows of the logits, X = rows that are drawn, V = vocabulary, T = tiles of a row
+# R = rows of the logits, X = rows that get a token, V = vocabulary, T = tiles of a row, B = bins, N = numbers of a row
 
-TILE: Final = 2048
+HALF = tl.constexpr(HALF_BITS)
+TILE = tl.constexpr(2048)
 """Number of logits that one program reads."""
-WARPS: Final = 8
-LEAST, HIGH, LOW, ROW, DIVISOR = (tl.constexpr(place) for place in (3, 4, 5, 6, 7))
-"""Places in the numbers of a row: those of `Draws.numbers_FR`, its row in the logits, and the bits of its divisor."""
+BINS = tl.constexpr(2048)
+LEVELS: Final = ((31, 20), (20, 10), (10, 0))
+"""Passes of the radix select that finds the largest kept distance: how many of its lowest bits are unknown before and
+after each.
+"""
+WANTED, PART, REST, LEAST, HIGH, LOW, ROW, DIVISOR, LAST, FOUND, NUMBERS = (tl.constexpr(place) for place in range(11))
+"""Places in the numbers of a row: those of `Draws.numbers_FR`, its row in the logits, the bits of its divisor, the bits
+of the largest kept distance, and those found so far. WANTED or PART is -1 if there is no top_k or top_p.
+"""
 
 
 @triton.jit
@@ -53,95 +63,164 @@ def _weights(distances, divisor):
 
 
 @triton.jit
-def _share(total, high, low, half: tl.constexpr):
-    """Return the fraction high / 2**half + low / 4**half of a sum, rounded down: `sampler.share`."""
-    upper = total >> half
-    lower = total & ((1 << half) - 1)
-    return upper * high + ((upper * low + lower * high + ((lower * low) >> half)) >> half)
+def _share(total, high, low):
+    """Return the fraction high / 2**HALF + low / 4**HALF of a sum, rounded down: `sampler.share`."""
+    upper = total >> HALF
+    lower = total - (upper << HALF)
+    return upper * high + ((upper * low + lower * high + ((lower * low) >> HALF)) >> HALF)
 
 
 @triton.jit
-def _divisor(numbers, num_rows, row):
-    return tl.load(numbers + DIVISOR * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
+def _divisor(numbers):
+    return tl.load(numbers + DIVISOR).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _find_most(logits, numbers, most, size, num_rows, num_tiles, tile_size: tl.constexpr):
-    """most[X, T]: the largest logit of each tile."""
-    row, tile = tl.program_id(0), tl.program_id(1)
-    places = tile * tile_size + tl.arange(0, tile_size)
-    at = tl.load(numbers + ROW * num_rows + row) * size
-    found = tl.load(logits + at + places, mask=places < size, other=float("-inf")).to(tl.float32)
-    tl.store(most + row * num_tiles + tile, tl.max(found, 0))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _sum_tiles(logits, numbers, most, sums, size, num_rows, num_tiles, tile_size: tl.constexpr, tiles: tl.constexpr):
-    """sums[X, T]: the weights of each tile."""
-    row, tile = tl.program_id(0), tl.program_id(1)
+@triton.jit
+def _largest(most, num_tiles, tiles: tl.constexpr):
     every = tl.arange(0, tiles)
-    largest = tl.max(tl.load(most + row * num_tiles + every, mask=every < num_tiles, other=float("-inf")), 0)
-    places = tile * tile_size + tl.arange(0, tile_size)
-    at = tl.load(numbers + ROW * num_rows + row) * size
-    found = tl.load(logits + at + places, mask=places < size, other=float("-inf")).to(tl.float32)
-    weights = _weights(largest - found, _divisor(numbers, num_rows, row))
-    least = tl.load(numbers + LEAST * num_rows + row)
-    tl.store(sums + row * num_tiles + tile, tl.sum(tl.where(weights >= least, weights, 0), 0))
+    return tl.max(tl.load(most + every, mask=every < num_tiles, other=float("-inf")), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _choose(
-    logits,
-    numbers,
-    most,
-    sums,
-    tokens,
-    size,
-    num_rows,
-    num_tiles,
-    tile_size: tl.constexpr,
-    tiles: tl.constexpr,
-    half: tl.constexpr,
-):
-    """tokens[R]: where the running sum of the weights first passes the row's share of all of them."""
-    row = tl.program_id(0)
-    every = tl.arange(0, tiles)
-    is_tile = every < num_tiles
+@triton.jit
+def _logits(logits, numbers, size, tile):
+    """Return the logits of a tile of a row, -inf beyond the end."""
+    places = tile * TILE + tl.arange(0, TILE)
+    at = logits + tl.load(numbers + ROW) * size
+    return tl.load(at + places, mask=places < size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _bits(distances):
+    """Return the bits of distances without the sign of -0: a larger distance has larger bits."""
+    return distances.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _weighed(logits, numbers, size, tile, largest):
+    """Return the bits of a tile's distances, and the weights."""
+    distances = largest - _logits(logits, numbers, size, tile)
+    return _bits(distances), _weights(distances, _divisor(numbers))
+
+
+@triton.jit
+def _kept(logits, numbers, size, tile, largest):
+    """Return the weights of a tile, 0 where top_k, top_p or min_p drop the token."""
+    bits, weights = _weighed(logits, numbers, size, tile, largest)
+    return tl.where((bits <= tl.load(numbers + LAST)) & (weights >= tl.load(numbers + LEAST)), weights, 0)
+
+
+@triton.jit
+def _is_near(numbers, most, tile, largest):
+    """Return whether a tile may have kept tokens of some weight. In greedy rows and with top_k few tiles have them."""
+    near = largest - tl.load(most + tile)
+    return (near <= 50.0 * _divisor(numbers)) & (_bits(near) <= tl.load(numbers + LAST))
+
+
+@triton.jit
+def _find_most(logits, numbers, most, size, num_tiles):
+    """most[X, T]: the largest logit of each tile; inf if one is NaN, which `tl.max` would ignore."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    found = _logits(logits, numbers + row * NUMBERS, size, tile)
+    tl.store(most + row * num_tiles + tile, tl.max(tl.where(found == found, found, float("inf")), 0))
+
+
+@triton.jit
+def _bound(numbers, most, num_tiles, tiles: tl.constexpr):
+    """Keep what is as near as the top_k-th of the largest logits of tiles: at least top_k tokens, in few tiles."""
+    row, every = tl.program_id(0), tl.arange(0, tiles)
+    numbers, wanted = numbers + row * NUMBERS, tl.load(numbers + row * NUMBERS + WANTED)
+    if (wanted > 0) & (wanted <= num_tiles):
+        found = tl.load(most + row * num_tiles + every, mask=every < num_tiles, other=float("-inf"))
+        num_larger = tl.sum((found[None, :] > found[:, None]).to(tl.int32), 1)
+        distance = tl.max(found, 0) - tl.min(tl.where(num_larger < wanted, found, float("inf")), 0)
+        tl.store(numbers + LAST, _bits(distance).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["before", "after"])
+def _fill_bins(logits, numbers, most, bins, size, num_tiles, before, after, limit: tl.constexpr, tiles: tl.constexpr):
+    """bins[X, B], 0 before: the weights of the kept tokens whose distances begin with the bits found so far and go on
+    with those of the bin. For top_k their number; tokens of weight 0 do not count, because no draw can choose them.
+    """
+    row, tile = tl.program_id(0), tl.program_id(1)
+    numbers, most = numbers + row * NUMBERS, most + row * num_tiles
+    largest = _largest(most, num_tiles, tiles)
+    if (tl.load(numbers + limit) >= 0) & _is_near(numbers, most, tile, largest):
+        bits, weights = _weighed(logits, numbers, size, tile, largest)
+        is_in = (bits <= tl.load(numbers + LAST)) & (bits >> before == tl.load(numbers + FOUND)) & (weights > 0)
+        places = row * BINS + (bits >> after & (BINS - 1))
+        tl.atomic_add(bins + places, weights if limit == PART else is_in.to(tl.int64), mask=is_in, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["before", "after"])
+def _pick_bin(numbers, bins, before, after, limit: tl.constexpr):
+    """Go on with the bits of the bin in which the nearest tokens reach what is wanted of them."""
+    row, every = tl.program_id(0), tl.arange(0, BINS)
+    numbers += row * NUMBERS
+    if tl.load(numbers + limit) >= 0:
+        amounts, wanted = tl.load(bins + row * BINS + every), tl.load(numbers + WANTED)
+        if limit == PART:
+            share = _share(tl.sum(amounts, 0), tl.load(numbers + PART), tl.load(numbers + REST))
+            wanted = tl.where(before == 31, tl.maximum(share, 1), wanted)
+        place = tl.minimum(tl.sum((tl.cumsum(amounts, 0) < wanted).to(tl.int32), 0), BINS - 1)
+        found = tl.load(numbers + FOUND) << (before - after) | place
+        tl.store(numbers + WANTED, wanted - tl.sum(tl.where(every < place, amounts, 0), 0))
+        tl.store(numbers + FOUND, tl.where(after == 0, 0, found))
+        tl.store(numbers + LAST, tl.where(after == 0, found, tl.load(numbers + LAST)))
+
+
+@triton.jit
+def _sum_tiles(logits, numbers, most, sums, size, num_tiles, tiles: tl.constexpr):
+    """sums[X, T], 0 before: the kept weights of each tile."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    numbers, most = numbers + row * NUMBERS, most + row * num_tiles
+    largest = _largest(most, num_tiles, tiles)
+    if _is_near(numbers, most, tile, largest):
+        tl.store(sums + row * num_tiles + tile, tl.sum(_kept(logits, numbers, size, tile, largest), 0))
+
+
+@triton.jit
+def _choose(logits, numbers, most, sums, tokens, size, num_tiles, tiles: tl.constexpr):
+    """tokens[R]: where the running sum of the kept weights first passes the row's share of all of them."""
+    row, every = tl.program_id(0), tl.arange(0, tiles)
+    numbers, is_tile = numbers + row * NUMBERS, every < num_tiles
     sums_T = tl.load(sums + row * num_tiles + every, mask=is_tile, other=0)
-    high, low = tl.load(numbers + HIGH * num_rows + row), tl.load(numbers + LOW * num_rows + row)
-    before = _share(tl.sum(sums_T, 0), high, low, half)
+    before = _share(tl.sum(sums_T, 0), tl.load(numbers + HIGH), tl.load(numbers + LOW))
     passed = (tl.cumsum(sums_T, 0) <= before) & is_tile
     tile = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_tiles - 1)
     before -= tl.sum(tl.where(every < tile, sums_T, 0), 0)
 
-    largest = tl.max(tl.load(most + row * num_tiles + every, mask=is_tile, other=float("-inf")), 0)
-    inside = tl.arange(0, tile_size)
-    places = tile * tile_size + inside
-    its_row = tl.load(numbers + ROW * num_rows + row)
-    found = tl.load(logits + its_row * size + places, mask=places < size, other=float("-inf")).to(tl.float32)
-    weights = _weights(largest - found, _divisor(numbers, num_rows, row))
-    weights = tl.where(weights >= tl.load(numbers + LEAST * num_rows + row), weights, 0)
-    ends = tl.cumsum(weights, 0)
-    place = tl.minimum(tl.sum((ends <= before).to(tl.int32), 0), tile_size - 1)
-    token = tl.minimum(tile * tile_size + place, size - 1).to(tl.int64)
+    largest = _largest(most + row * num_tiles, num_tiles, tiles)
+    ends = tl.cumsum(_kept(logits, numbers, size, tile, largest), 0)
+    place = tl.minimum(tl.sum((ends <= before).to(tl.int32), 0), TILE - 1)
+    token = tl.minimum(tile * TILE + place, size - 1).to(tl.int64)
     is_finite = (largest > float("-inf")) & (largest < float("inf"))
-    tl.store(tokens + its_row, tl.where(is_finite, token, -1))
+    tl.store(tokens + tl.load(numbers + ROW), tl.where(is_finite, token, -1))
 
 
-def draw_by_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: np.ndarray, draws: Draws) -> None:
-    """Write the tokens, int64, of the rows *rows_X*, int64, which *draws* is about: NOT_A_NUMBER where the largest
-    logit is infinite; a NaN gives any token. There is one copy to the device.
+def choose_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: np.ndarray, draws: Draws) -> None:
+    """Write the tokens, int64, of the rows *rows_X*, which *draws* is about: NOT_A_NUMBER where a logit is NaN or the
+    largest one is infinite. There is one copy to the device.
     """
-    num_rows, size = len(rows_X), logits_RV.shape[1]
-    numbers_8X = np.empty((8, num_rows), np.int64)
-    numbers_8X[:6], numbers_8X[6], numbers_8X[7] = draws.numbers_FR, rows_X, draws.divisors_R.view(np.int32)
-    numbers = on_device(numbers_8X, logits_RV.device)
-    num_tiles = triton.cdiv(size, TILE)
-    most_XT = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits_RV.device)
-    sums_XT = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits_RV.device)
-    sizes, tiles = (size, num_rows, num_tiles), triton.next_power_of_2(num_tiles)
-    how = {"tile_size": TILE, "num_warps": WARPS, "enable_fp_fusion": False}
-    each = (num_rows, num_tiles)
-    _find_most[each](logits_RV, numbers, most_XT, *sizes, **how)
-    _sum_tiles[each](logits_RV, numbers, most_XT, sums_XT, *sizes, tiles=tiles, **how)
-    _choose[(num_rows,)](logits_RV, numbers, most_XT, sums_XT, tokens_R, *sizes, tiles=tiles, half=HALF_BITS, **how)
+    assert logits_RV.is_contiguous()
+    device, (num_rows, size) = logits_RV.device, (len(rows_X), logits_RV.shape[1])
+    numbers_XN = np.zeros((num_rows, int(NUMBERS)), np.int64)
+    numbers_XN[:, :6], numbers_XN[:, 6] = draws.numbers_FR.T, rows_X
+    numbers_XN[:, 7], numbers_XN[:, 8] = draws.divisors_R.view(np.int32), 2**31 - 1
+    top_k_X, top_p_X = numbers_XN[:, 0], numbers_XN[:, 1]
+    top_k_X[(top_k_X == 0) | (top_k_X >= size)] = -1
+    top_p_X[top_p_X == 2**HALF_BITS] = -1
+    limits = [limit for limit, of_X in enumerate((top_k_X, top_p_X)) if (of_X >= 0).any()]
+    numbers, num_tiles = on_device(numbers_XN, device), triton.cdiv(size, int(TILE))
+    most_XT = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
+    sums_XT = torch.zeros(num_rows, num_tiles, dtype=torch.int64, device=device)
+    bins_PXB = torch.zeros(len(limits) * len(LEVELS), num_rows, int(BINS), dtype=torch.int64, device=device)
+    each, alone, how = (num_rows, num_tiles), (num_rows,), {"num_warps": 8, "enable_fp_fusion": False}
+    tiled = {"tiles": triton.next_power_of_2(num_tiles), **how}
+    _find_most[each](logits_RV, numbers, most_XT, size, num_tiles, **how)
+    if 0 in limits:
+        _bound[alone](numbers, most_XT, num_tiles, **tiled)
+    for bins_XB, (limit, level) in zip(bins_PXB, itertools.product(limits, LEVELS), strict=True):
+        _fill_bins[each](logits_RV, numbers, most_XT, bins_XB, size, num_tiles, *level, limit=limit, **tiled)
+        _pick_bin[alone](numbers, bins_XB, *level, limit=limit, **how)
+    _sum_tiles[each](logits_RV, numbers, most_XT, sums_XT, size, num_tiles, **tiled)
+    _choose[alone](logits_RV, numbers, most_XT, sums_XT, tokens_R, size, num_tiles, **tiled)

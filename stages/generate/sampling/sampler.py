@@ -25,6 +25,7 @@ from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 
 VERSION: Final = 2
 """Increase this with every change that may choose another token. It is part of an engine's numerics."""
+GREEDY: Final = SamplingParams(temperature=0)
 AGAIN: Final = -2
 """Stands for a token: the row must be drawn again, alone."""
 FEW: Final = 1024
@@ -44,7 +45,7 @@ SLOPE: Final = 0.6931470036506653
 """2**f is 1 + f (SLOPE + f (.. + f POLYNOMIAL[0])) for f in [-0.5, 0.5], with an error of 2e-7: a minimax fit."""
 
 
-def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1, fused: bool = False) -> list[int]:
+def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) -> list[int]:
     """Return one token id per row, or NOT_A_NUMBER, and leave the logits as they are.
 
     Temperature 0 takes the argmax of the shaped logits and ignores top_p and so on.
@@ -55,8 +56,39 @@ def sample(logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1, fu
     if any(how.changes_logits for how in samples):
         logits_RV = logits_RV.clone()
     tokens_R = best(logits_RV)
-    draw(tokens_R, logits_RV, samples, threads=threads, fused=fused)
+    draw(tokens_R, logits_RV, samples, threads=threads)
     return draw_again(tokens_R.tolist(), logits_RV, samples)
+
+
+def choose(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Return the token of each row, int64, or NOT_A_NUMBER: on a GPU, by Triton's kernels. None of them is AGAIN.
+
+    *logits_RV*: the model's own, contiguous, float32, float16 or bfloat16; they stay as they are. Only rows whose
+    requests change the logits are copied as float32. Only a row with typical_p waits for the device.
+    """
+    changed = [row for row, how in enumerate(samples) if how.changes_logits]
+    own = list(samples)
+    for row in changed:
+        own[row] = Sample(GREEDY, 0, ())  # tells whether its own logits are numbers
+    tokens_R = _chosen(logits_RV, own)
+    if not changed:
+        return tokens_R
+    rows_X, samples_X = on_device(changed, logits_RV.device), [samples[row] for row in changed]
+    logits_XV = logits_RV[rows_X].float()
+    shape(logits_XV, range(len(changed)), samples_X)
+    tokens_R[rows_X] = _chosen(logits_XV, samples_X).masked_fill_(tokens_R[rows_X] < 0, NOT_A_NUMBER)
+    return tokens_R
+
+
+def _chosen(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    from stages.generate.sampling.fused import choose_all
+
+    tokens_R = torch.empty(len(samples), dtype=torch.int64, device=logits_RV.device)
+    choose_all(tokens_R, logits_RV, np.arange(len(samples)), make_draws(samples))
+    for row, how in enumerate(samples):
+        if how.params.typical_p < 1 and how.params.temperature > 0:
+            tokens_R[row] = _draw_alone(logits_RV[row].float(), how)
+    return tokens_R
 
 
 def best(logits_RV: Tensor) -> Tensor:
@@ -75,7 +107,7 @@ def draw(
 
     Nothing waits for the device. Only the logits of those rows are read; they are changed in place. Tokens may become
     AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows. *fused*: on a GPU, Triton's
-    kernels draw rows without top_k and top_p.
+    kernels draw the rows.
     """
     changed = [row for row, how in enumerate(samples) if how.changes_logits]
     drawn = [row for row, how in enumerate(samples) if how.params.temperature > 0]
@@ -149,18 +181,18 @@ def _draw(
         if odd.any():
             tokens_R.index_fill_(0, torch.from_numpy(drawn[odd]), AGAIN)
         return
+    if fused:
+        from stages.generate.sampling.fused import choose_all
+
+        choose_all(tokens_R, logits_RV, drawn, draws)
+        if odd.any():
+            tokens_R.index_fill_(0, on_device(drawn[odd], device), AGAIN)
+        return
     top_k, top_p_high = draws.numbers_FR[:2]
     limited = (top_k > 0) & (top_k < vocab_size)
     alone = odd | (limited & (top_k > FEW))
     nucleus = ~limited & (top_p_high < 2**HALF_BITS) & ~alone
     whole = ~(limited | nucleus | alone)
-    if fused and whole.any():
-        from stages.generate.sampling.fused import draw_by_all
-
-        draw_by_all(tokens_R, logits_RV, drawn[whole], draws.of(whole))
-        if whole.all():
-            return
-        whole[:] = False
     divisors_X1 = on_device(draws.divisors_R, device)[:, None]
     numbers_FX = on_device(draws.numbers_FR, device)
     rows_X = on_device(drawn, device)

@@ -81,11 +81,11 @@ class Sample:
     """
     ahead: int = 0
     """Number of drafts among the tokens before `position`. A sample that has some comes after one that has fewer."""
-    shapes: bool = field(init=False)
-    """`params.shapes`, which every step asks for, of every row."""
+    changes_logits: bool = field(init=False)
+    """Whether the token is chosen from other logits than the model's own. Most requests keep their samples."""
 
     def __post_init__(self) -> None:
-        self.shapes = self.params.shapes
+        self.changes_logits = bool(self.forbidden) or self.allowed is not None or self.params.shapes
 
     def settled(self) -> Sample:
         """Return the sample with what depends on the tokens before `position`, which are all known now."""
@@ -102,14 +102,9 @@ class Sample:
         return Sample(self.params, self.position, forbidden, (), self.prompt_length, allowed=allowed, seen=seen)
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether the token is chosen from other logits than the model's own."""
-        return bool(self.forbidden) or self.allowed is not None or self.shapes
-
-    @property
     def is_best_of_allowed(self) -> bool:
         """Whether the token is the one with the model's largest logit, among those that its grammar allows."""
-        return self.allowed is not None and self.params.temperature == 0 and not self.shapes
+        return self.allowed is not None and self.params.temperature == 0 and not self.params.shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import triton_double
 from support.devices import DEVICES
 from support.selection import by_night
 
 from pipeline.events import SamplingParams
 from stages.generate.kernels import library
 from stages.generate.sampling import compiled as sampling
-from stages.generate.sampling.sampler import sample
+from stages.generate.sampling.sampler import choose, sample
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 from stages.generate.schedule.seen import Seen
 
@@ -200,17 +202,26 @@ def test_rows_get_the_tokens_of_the_plain_sampler_alone_and_together(seed: int, 
             assert sample(logits_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["by torch", "fused"])
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16), (True, torch.float16)],
+    ids=["by torch", "fused", "fused bfloat16", "fused float16"],
+)
 @pytest.mark.parametrize("size", [1000, 151_936])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_device_draws_what_a_cpu_draws_alone_and_together(device: torch.device, size: int, fused: bool) -> None:
+def test_a_device_draws_what_a_cpu_draws_alone_and_together(
+    device: torch.device, size: int, fused: bool, dtype: torch.dtype
+) -> None:
     """On a GPU of far more rows than the plain sampler has time for: a sum that rounds in another way shows seldom."""
-    draw, rows_at_once = random.Random(size), 256 if size == 1000 else 4
-    for number in range(80 if device.type == "cuda" else 1):
-        samples = [some_sample(draw, size) for _ in range(rows_at_once)]
-        logits_RV = torch.from_numpy(np.stack([some_logits(draw, size) for _ in samples]))
-        expected = sample(logits_RV, samples, threads=torch.get_num_threads())
-        there_RV = logits_RV.to(device)
-        assert sample(there_RV, samples, fused=fused) == expected, number
-        for n in range(8) if number == 0 else ():
-            assert sample(there_RV[n : n + 1], samples[n : n + 1], fused=fused) == expected[n : n + 1], n
+    draw, on_gpu = random.Random(size), device.type == "cuda"
+    rows_at_once = (256 if size == 1000 else 4) if on_gpu or not fused else 40_000 // size + 1
+    with nullcontext() if on_gpu or not fused else triton_double.triton():
+        by = (lambda logits_RV, samples: choose(logits_RV, samples).tolist()) if fused else sample
+        for number in range(80 if on_gpu else 1):
+            samples = [some_sample(draw, size) for _ in range(rows_at_once)]
+            logits_RV = torch.from_numpy(np.stack([some_logits(draw, size) for _ in samples])).to(dtype)
+            expected = sample(logits_RV, samples, threads=torch.get_num_threads())
+            there_RV = logits_RV.to(device)
+            assert by(there_RV, samples) == expected, number
+            for n in range(8) if number == 0 else ():
+                assert by(there_RV[n : n + 1], samples[n : n + 1]) == expected[n : n + 1], n
