@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -56,10 +56,13 @@ class Decoder:
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        *block_rows*: compute all but attention for this many tokens at a time (`by_rows`).
+        *block_rows*: compute all but attention for this many tokens at a time (`by_rows`), if there is no `product`.
         """
 
         operations = suited_to(spec, operations)
+        block_rows = block_rows if operations.product is None else 0
+        if block_rows:  # the rows that pad a block have no slots
+            operations = replace(operations, place_heads=None)
 
         def norm(name: str) -> Tensor:
             weight_E = weights.pop(f"{name}.weight")
@@ -69,7 +72,7 @@ class Decoder:
             return norm(name) if spec.norms_after else None
 
         def linear(name: str) -> Linear:
-            return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+            return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None), operations.product)
 
         def mlp(name: str) -> Mlp:
             return Mlp(linear(f"{name}.gate_up_proj"), linear(f"{name}.down_proj"), operations.gated)
@@ -106,7 +109,8 @@ class Decoder:
             for layer, (prefix, next_norm_E) in enumerate(zip(prefixes, [*input_norms[1:], None], strict=True))
         ]
         self._norm_E = norm("model.norm")
-        self._head = linear("lm_head") if "lm_head.weight" in weights else Linear(self._embedding_VE, None)
+        tied = Linear(self._embedding_VE, None, operations.product)
+        self._head = linear("lm_head") if "lm_head.weight" in weights else tied
         device = self._embedding_VE.device
         self._ropes = [
             None if kind.rope is None else make_rope(kind.rope, spec.rotary_dim, device) for kind in spec.kinds
@@ -129,11 +133,18 @@ class Decoder:
             x_TE = x_TE * self._scale
         ropes = [self._tables(rope, batch.positions_T, x_TE.dtype) for rope in self._ropes]
         (y_TE,) = by_rows(self._block_rows, partial(self._norm, self._first_norm_E), x_TE)
+        spec, place_heads = self._spec, self._operations.place_heads
         for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
-            project = partial(self._project, layer)
-            q_THD, k_TKD, v_TKD = by_rows(self._block_rows, project, y_TE, *ropes[layer.kind])
-            o_TX = attends[layer.kind](q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1)
-            x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_TX)
+            if place_heads is None:
+                project = partial(self._project, layer)
+                q_THD, k_TKD, v_TKD = by_rows(self._block_rows, project, y_TE, *ropes[layer.kind])
+                o_THD = attends[layer.kind](q_THD, k_TKD, v_TKD, kv_2PKSD)
+            else:
+                heads_TMD = layer.qkv(y_TE).view(len(y_TE), -1, spec.head_dim)
+                table_TD = next(iter(ropes[layer.kind]), None)
+                q_THD = place_heads(heads_TMD, layer.qk_norm_ND, spec.norm_eps, table_TD, batch.slots_T, kv_2PKSD)
+                o_THD = attends[layer.kind](q_THD, None, None, kv_2PKSD)
+            x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_THD.flatten(1))
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
