@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import triton_double
 from support.checkpoints import Family, make_checkpoint
 from support.devices import CPU, DEVICES, flashinfer_double, need_flashinfer
 from support.flashinfer_double import Double
@@ -22,12 +24,16 @@ from torch import Tensor
 from ops.bench.models import Shape, write_config
 from pipeline.events import SamplingParams
 from stages.generate.attention import flashinfer
+from stages.generate.collectives import Collectives
 from stages.generate.forward import engine as engine_module
 from stages.generate.forward.engine import Engine
+from stages.generate.forward.weights import load_weights
 from stages.generate.model.config import read_spec
+from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers import linear
 from stages.generate.model.layers.blocks import BLOCK_ROWS
-from stages.generate.model.spec import Loading
+from stages.generate.model.layers.operations import Operations
+from stages.generate.model.spec import Loading, ModelSpec
 from stages.generate.schedule.request import NewRequest
 
 PAGE_SIZE, CONTEXT = 16, 1024
@@ -114,6 +120,55 @@ def test_a_request_has_its_bits_in_any_company(
     assert (compared, differ) == (3 * 8 * 16 if on_gpu else 27, [])
     _, differ_without = differences(tmp_path, deterministic=False, **load, **how)
     assert differ_without or (attention == "fi" and not on_gpu), "it could not fail"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_has_its_bits_with_the_products_of_gpu_new(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        pytest.importorskip("triton")
+        need_flashinfer(device, monkeypatch, head_dim=128)
+    products = triton_double.load("stages.generate.model.layers.fixed_products", device)
+    sizes: list[int] = []
+
+    def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        sizes.append(len(x_TI))
+        y_TO: Tensor = products.product(x_TI, weight_OI, bias_O)
+        return y_TO
+
+    def decoder(
+        spec: ModelSpec, weights: Any, collectives: Collectives, block_rows: int, operations: Operations
+    ) -> Decoder:
+        assert block_rows == BLOCK_ROWS
+        return Decoder(spec, weights, collectives, block_rows, replace(operations, product=product))
+
+    monkeypatch.setattr(engine_module, "Decoder", decoder)
+    monkeypatch.setattr(engine_module, "packs", lambda *_: False)
+    write_config(LARGE if on_gpu else SMALL, tmp_path)
+    load: dict[str, Any] = {"lengths": (5, 700, 40, 301, 64, 17, 129, 1), "num_tokens": 16} if on_gpu else {}
+    dtype = torch.bfloat16 if on_gpu else torch.float16
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "attention": "fi" if on_gpu else "torch"}
+    compared, differ = differences(tmp_path, deterministic=True, **load, **how)
+    assert (compared, differ) == (3 * 8 * 16 if on_gpu else 27, [])
+    assert {1, 3, 7} <= set(sizes), "not the numbers of rows that there are"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+def test_models_with_experts_keep_blocks_of_rows(family: Family, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    spec = read_spec(folder)
+    weights = load_weights(spec, folder, dtype=torch.float32, device=CPU)
+    calls: list[int] = []
+
+    def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        calls.append(len(x_TI))
+        return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+
+    decoder = Decoder(spec, weights, block_rows=BLOCK_ROWS, operations=Operations(product=product))
+    assert decoder.logits(torch.ones(3, spec.hidden_size)).shape == (3, spec.vocab_size)
+    assert calls == ([3] if family == "qwen3" else [])
 
 
 @pytest.fixture
