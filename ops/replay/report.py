@@ -199,6 +199,7 @@ NAMED: Final[Mapping[str, str]] = {
     "sampler": "sampler-1",
     "llguidance": "",
     "deterministic": "deterministic-no",
+    "new": "new-no",
     "fused": "fused-no",
     "transformers": "transformers-no",
     "rope": "rope-none",

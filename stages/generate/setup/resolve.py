@@ -22,6 +22,7 @@ from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 from stages.generate.model.attention import attention_shape
 from stages.generate.model.gguf import BLOCKS
+from stages.generate.model.layers import operations
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ROUNDED, ModelSpec
@@ -104,8 +105,8 @@ class Settings:
         With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal numerics
         compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance. These guarantee
         equal bits only if torch is deterministic; then the page size and the GPU are added. FlashInfer's operations in
-        the layers add the names of their modules. LongRoPE adds whether it is long or short, several ranks their
-        number at the end.
+        the layers add the names of their modules, and --gpu-new its version. LongRoPE adds whether it is long or short,
+        several ranks their number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -117,6 +118,8 @@ class Settings:
         parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
         if self.deterministic and self.kernels == "torch":
             parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
+        if self.gpu_new:
+            parts.append(f"new-{operations.VERSION}")
         if self.fused:
             parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
         if self.rope:
