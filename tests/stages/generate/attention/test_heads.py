@@ -93,7 +93,7 @@ TOKENS = random.Random(3).choices(range(4, 480), k=60)
 
 
 @torch.inference_mode()
-def logits_of(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, place_heads: Any) -> Tensor:
+def logits_of(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, place_heads: Any, **how: Any) -> Tensor:
     """Return the logits of a chunk, decode rows, and both in a step."""
 
     def decoder(
@@ -102,7 +102,7 @@ def logits_of(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, place_h
         return Decoder(spec, weights, collectives, block_rows, replace(operations, place_heads=place_heads))
 
     monkeypatch.setattr(engine_module, "Decoder", decoder)
-    engine = make_engine(folder, dtype, attention="fi", kernels="torch")
+    engine = make_engine(folder, dtype, attention="fi", kernels="torch", **how)
     pages = shuffled_pages()
     first, second = (Request(table, list(TOKENS[10 * table :]), pages) for table in range(2))
     found = [engine.logits(plan(first.row(99)))]
@@ -137,6 +137,13 @@ def test_models_that_it_does_not_suit_do_without(
 ) -> None:
     place_heads, calls = counting(kernel(CPU).place_heads)
     assert logits_of(make_checkpoint(tmp_path, family), "float16", monkeypatch, place_heads).isfinite().all()
+    assert calls == []
+
+
+def test_blocks_of_rows_do_without(library: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place_heads, calls = counting(kernel(CPU).place_heads)
+    folder = make_checkpoint(tmp_path, "qwen3", head_dim=32)
+    assert logits_of(folder, "float16", monkeypatch, place_heads, deterministic=True).isfinite().all()
     assert calls == []
 
 
