@@ -28,8 +28,9 @@ from stages.generate.model.spec import ModelSpec
 
 EPS, PAGE_SIZE, NUM_PAGES = 1e-6, 8, 12
 DTYPES = {"cpu": (torch.float16,), "cuda": (torch.float16, torch.bfloat16)}
-FEW_BITS = 5e-4
-"""The largest part of results that may differ by their last bit: sums of squares have another order."""
+FEW_BITS = 2e-3
+"""The largest part of results that may differ by a last bit: sums of squares have another order, and a GPU's inverse
+square root is not exact. Without the rounding after the norm, a third would."""
 
 
 def kernel(device: torch.device) -> ModuleType:
@@ -71,6 +72,7 @@ def test_heads_are_those_of_torch_and_no_other_slot_changes(
         return torch.randn(sizes, generator=generator)
 
     for dtype in DTYPES[device.type]:
+        eps = torch.finfo(dtype).eps
         heads_TMD = normal(num_tokens, num_q + 2 * num_kv, head_dim).to(device, dtype)
         weights_ND = (1 + 0.3 * normal(num_q + num_kv, head_dim)).to(device, dtype)
         angle_TF = 50 * normal(num_tokens, head_dim // 2)
@@ -84,7 +86,7 @@ def test_heads_are_those_of_torch_and_no_other_slot_changes(
                 expected_THD = in_torch(heads_TMD, weight_ND, cos_sin_TD, slots_T, theirs)
                 assert q_THD.is_contiguous() and torch.equal(ours.isnan(), theirs.isnan())
                 for mine, other in ((q_THD, expected_THD), (ours.nan_to_num(), theirs.nan_to_num())):
-                    torch.testing.assert_close(mine, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+                    torch.testing.assert_close(mine, other, rtol=2 * eps, atol=8 * eps)
                     differ = int((mine != other).sum())
                     assert differ <= (weight_ND is not None or device.type == "cuda") * (2 + FEW_BITS * mine.numel())
 
