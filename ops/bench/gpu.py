@@ -44,7 +44,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
     "attention": ("tests/stages/generate/attention",),  # its first test compiles what the others use
     "models": (f"{FORWARD}/test_engine.py", f"{MODEL}/test_decoder.py", f"{MODEL}/test_families.py"),
     "engine": (f"{FORWARD}/test_on_each_device.py",),
-    "deterministic": (f"{FORWARD}/test_deterministic.py",),
+    "deterministic": (f"{MODEL}/layers/test_fixed_products.py", f"{FORWARD}/test_deterministic.py"),
     "sampling": ("tests/stages/generate/sampling/test_exact_sampling.py",),
     "server": ("tests/end_to_end/test_each_device.py",),
     "ranks": (f"{FORWARD}/test_collectives.py",),

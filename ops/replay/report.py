@@ -200,6 +200,7 @@ NAMED: Final[Mapping[str, str]] = {
     "llguidance": "",
     "deterministic": "deterministic-no",
     "fused": "fused-no",
+    "new": "new-no",
     "transformers": "transformers-no",
     "rope": "rope-none",
     "ranks": "ranks-1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Final
 
 import pytest
@@ -29,8 +30,11 @@ def flashinfer_double(monkeypatch: pytest.MonkeyPatch, version: str = VERSIONS[0
 def need_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a double of Triton compute on a CPU."""
     if device.type == "cpu":
-        for name, module in triton_double.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
+        made = triton_double.modules()
+        for name in (*made, *triton_double.KERNELS):  # so that they are forgotten after the test
+            monkeypatch.setitem(sys.modules, name, made.get(name, ModuleType(name)))
+        for name in triton_double.KERNELS:
+            del sys.modules[name]
 
 
 def need_flashinfer(

@@ -68,7 +68,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As while weights are loaded."""
     num_replays = 0
     num_operations = 0
-    """On the device, beside replays; those that only make a view are no operations."""
+    """On the device, beside replays; a view and memory are no operations."""
     _tape: list[Callable[[], object]] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
@@ -79,7 +79,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._tape is not None and (name in PINNING or named.get("pin_memory")):
             raise RuntimeError("memory of the host is allocated in a recording")
         result = _computed(function, arguments, dict(named), may_wait=self.may_wait)
-        self.num_operations += isinstance(result, OnDevice) and not function.is_view
+        self.num_operations += isinstance(result, OnDevice) and not (function.is_view or name.startswith("empty"))
         is_theirs = any(isinstance(each, OnDevice) for each in arguments[-2:])
         if name in ("_to_copy", "copy_") and isinstance(result, OnDevice) and not (is_theirs and name == "_to_copy"):
             from_host = not isinstance(arguments[1 if name == "copy_" else 0], OnDevice)

@@ -1,4 +1,5 @@
 """A double of Triton for CPUs without it: the part that our kernels use, one program after the other, with numpy.
+It has no bfloat16, because numpy has none.
 
 Numpy fuses no products with sums and rounds quotients to nearest, as our kernels want of Triton. Types follow numpy's
 rules, which for these kernels are Triton's: a Python number takes the type of what it meets.
@@ -6,19 +7,26 @@ rules, which for these kernels are Triton's: a Python number takes the type of w
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-KERNELS: Final = ("stages.generate.sampling.fused",)
+KERNELS: Final = (
+    "stages.generate.attention.heads",
+    "stages.generate.model.layers.fixed_products",
+    "stages.generate.sampling.fused",
+)
+"""Our modules with kernels."""
 
 
 class Block:
@@ -31,13 +39,20 @@ class Block:
         with np.errstate(all="ignore"):
             return Block(self.values.view(kind) if bitcast else self.values.astype(kind))
 
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype if self.memory is None else SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __getitem__(self, where: Any) -> Block:
+        return Block(self.values[where], self.memory)
+
+    def __index__(self) -> int:
+        return int(self.values)
+
     def __bool__(self) -> bool:
         if self.values.ndim:
             raise TypeError("a kernel cannot branch on a block")
         return bool(self.values)
-
-    def __getitem__(self, places: Any) -> Block:
-        return Block(self.values[places])
 
 
 def _operate(name: str) -> None:
@@ -55,7 +70,9 @@ def _operate(name: str) -> None:
     setattr(Block, f"__r{name.strip('_')}__", backward)
 
 
-for _name in ("add", "sub", "mul", "lshift", "rshift", "and_", "or_", "eq", "lt", "le", "gt", "ge"):
+for _name in (
+    *("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and_", "or_", "eq", "lt", "le", "gt", "ge"),
+):
     _operate(_name)
 
 
@@ -79,7 +96,9 @@ class Kernel:
         return self._function(*words)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*words: Any, num_warps: int = 4, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        def launch(
+            *words: Any, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: Any
+        ) -> None:
             assert not enable_fp_fusion, "products fused with sums round once, and choose other tokens"
             given = [_pointer(word) if isinstance(word, torch.Tensor) else word for word in words]
             for Kernel.programs in itertools.product(*map(range, grid)):
@@ -103,11 +122,19 @@ def _load(pointer: Block, mask: Any = True, other: Any = 0) -> Block:
     return Block(np.where(is_read, read, np.asarray(other, read.dtype)))
 
 
-def _store(pointer: Block, value: Any) -> None:
-    assert pointer.memory is not None and (0 <= pointer.values < len(pointer.memory)).all(), "a write outside"
-    value = np.asarray(_plain(value))
+def _store(pointer: Block, value: Any, mask: Any = True) -> None:
+    assert pointer.memory is not None
+    places, value, is_written = np.broadcast_arrays(pointer.values, _plain(value), _plain(mask))
+    assert ((places >= 0) & (places < len(pointer.memory)))[is_written].all(), "a write outside of the tensor"
     assert value.dtype == pointer.memory.dtype
-    pointer.memory[pointer.values] = value
+    pointer.memory[places[is_written]] = value[is_written]
+
+
+def _dot(one: np.ndarray, other: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Add one product after the other. With numpy's `matmul`, the bits of a row depend on its place."""
+    for part, row in zip(one.astype(np.float32).T, other.astype(np.float32), strict=True):
+        total = total + part[:, None] * row
+    return total
 
 
 def _atomic_add(pointer: Block, value: Block, mask: Block, sem: str) -> None:
@@ -121,6 +148,16 @@ def _of(function: Callable[..., Any]) -> Callable[..., Block]:
             return Block(function(*map(_plain, words)))
 
     return call
+
+
+def load(name: str, device: torch.device) -> ModuleType:
+    """Return the module *name* with this double if it computes on a CPU, with Triton on a GPU. No other module sees it
+    with the double.
+    """
+    if device.type != "cpu":
+        return importlib.import_module(name)
+    with triton():
+        return importlib.import_module(name)
 
 
 def modules() -> dict[str, ModuleType]:
@@ -148,6 +185,10 @@ def modules() -> dict[str, ModuleType]:
         "maximum": _of(lambda one, other: np.fmax(one, other)),
         "where": _of(lambda which, one, other: np.where(which, one, other)),
         "div_rn": _of(lambda one, other: one / other),
+        "rsqrt": _of(lambda block: 1 / np.sqrt(block)),
+        "zeros": lambda shape, kind: Block(np.zeros(shape, kind)),
+        "dot": _of(_dot),
+        "static_range": range,
         **{name: getattr(np, name) for name in ("float32", "int32", "int64")},
     }.items():
         setattr(language, name, value)

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -130,13 +131,18 @@ class FlashInferAttention:
         return arrays_in(self._indices_X, num_rows, 0).inputs.view(3, num_rows)
 
     def attending(self, run: Run, slots_T: Tensor) -> Attend:
-        """Return the function that the layers call; it writes to *slots_T*."""
-        write = self.beside.writing(slots_T, self._shape.page_size)
+        """Return the function that the layers call; it writes to *slots_T* what is not there already."""
+        write = cache(lambda: self.beside.writing(slots_T, self._shape.page_size))
 
         def attend(
-            q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor, out_THD: Tensor | None = None
+            q_THD: Tensor,
+            k_TKD: Tensor | None,
+            v_TKD: Tensor | None,
+            kv_2PKSD: Tensor,
+            out_THD: Tensor | None = None,
         ) -> Tensor:
-            write(kv_2PKSD, k_TKD, v_TKD)
+            if k_TKD is not None and v_TKD is not None:
+                write()(kv_2PKSD, k_TKD, v_TKD)
             return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]), out_THD)
 
         return attend

@@ -70,27 +70,27 @@ class Part(Protocol):
 class Norms:
     """See `Part`; module `norm`. The last argument of its functions is whether a kernel may begin early."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module  # its functions live as long as it
+    def __init__(self, module: Any, early: bool) -> None:
+        self._module, self._early = module, early  # its functions live as long as it
         self._rmsnorm, self._fused_add_rmsnorm = module.rmsnorm, module.fused_add_rmsnorm
 
     def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Operations`."""
         y_TE = torch.empty_like(x_TE)
         if len(x_TE):  # a step in which no row samples has none, and a kernel cannot have an empty grid
-            self._rmsnorm(y_TE, x_TE, weight_E, eps, False)
+            self._rmsnorm(y_TE, x_TE, weight_E, eps, self._early)
         return y_TE
 
     def add_norm(self, x_TE: Tensor, added_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Operations`. Both results replace the arguments."""
-        self._fused_add_rmsnorm(added_TE, x_TE, weight_E, eps, False)
+        self._fused_add_rmsnorm(added_TE, x_TE, weight_E, eps, self._early)
         return x_TE, added_TE
 
     def norm_heads(self, qk_TND: Tensor, weight_ND: Tensor, num_heads: int, eps: float) -> Tensor:
         """See `Operations`. The kernel takes the weights of one head, so query heads and kv heads need one each."""
         out_TND = torch.empty(qk_TND.shape, dtype=qk_TND.dtype, device=qk_TND.device)
         for heads in (slice(num_heads), slice(num_heads, None)):
-            self._rmsnorm(out_TND[:, heads], qk_TND[:, heads], weight_ND[heads.start or 0], eps, False)
+            self._rmsnorm(out_TND[:, heads], qk_TND[:, heads], weight_ND[heads.start or 0], eps, self._early)
         return out_TND
 
     def into(self, beside: Beside) -> Beside:
@@ -129,10 +129,10 @@ class Rotation:
 
 
 class Gate:
-    """See `Part`; module `silu_and_mul`."""
+    """See `Part`; module `silu_and_mul`. The last argument of its function is that of `Norms`."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._silu_and_mul = module, module.silu_and_mul
+    def __init__(self, module: Any, early: bool) -> None:
+        self._module, self._early, self._silu_and_mul = module, early, module.silu_and_mul
 
     def gated(self, gate_up_TO: Tensor) -> Tensor:
         """See `Operations`."""
@@ -140,7 +140,7 @@ class Gate:
         if num_gates % VECTOR:
             return TORCH.gated(gate_up_TO)
         y_TI = torch.empty((len(gate_up_TO), num_gates), dtype=gate_up_TO.dtype, device=gate_up_TO.device)
-        self._silu_and_mul(y_TI, gate_up_TO.contiguous(), False)
+        self._silu_and_mul(y_TI, gate_up_TO.contiguous(), self._early)
         return y_TI
 
     def into(self, beside: Beside) -> Beside:
@@ -174,12 +174,14 @@ class Pages:
         return replace(beside, writing=self.writing)
 
 
-MODULES: Final[Mapping[str, Callable[[Any], Part]]] = {
+MODULES: Final[Mapping[str, Callable[[Any, bool], Part]]] = {
     "norm": Norms,
-    "page": Pages,
-    "rope": Rotation,
+    "page": lambda module, _: Pages(module),
+    "rope": lambda module, _: Rotation(module),
     "silu_and_mul": Gate,
 }
+EARLY_CAPABILITY: Final = (9, 0)
+"""Older GPUs begin no kernel early, and FlashInfer's code for them does not wait."""
 
 
 def descriptions(library: Any) -> dict[str, Any]:
@@ -202,10 +204,11 @@ def load(described: Mapping[str, Any], shape: AttentionShape) -> Beside:
     A module that does not compile, raises or computes something else is left out, and one log line says so.
     """
     beside, reasons = IN_TORCH, []
+    can_begin_early = shape.device.type == "cuda" and torch.cuda.get_device_capability(shape.device) >= EARLY_CAPABILITY
     sample = make_sample(shape, num_tokens=3, hidden_size=shape.num_heads * shape.head_dim, num_gates=8 * VECTOR)
     for name, description in described.items():
         try:
-            with_it = extended(beside, name, description)
+            with_it = extended(beside, name, description, shape.new and can_begin_early)
             for operation in (each for each in TRIES if TRIES[each].module == name):
                 ours, theirs = (TRIES[operation].prepared(each, sample)() for each in (with_it, IN_TORCH))
                 if not (error := distance(ours, theirs)) <= TOLERANCE:
@@ -342,9 +345,9 @@ TRIES: Final[Mapping[str, Try]] = {
 }
 
 
-def extended(beside: Beside, name: str, description: Any) -> Beside:
+def extended(beside: Beside, name: str, description: Any, early: bool = False) -> Beside:
     """Return *beside* with the functions of the module *name*; compile the module if necessary, and load it."""
-    beside = MODULES[name](description.build_and_load()).into(beside)
+    beside = MODULES[name](description.build_and_load(), early).into(beside)
     return replace(beside, modules=(*beside.modules, name))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, WITH_SINKS, Attention
 from stages.generate.attention.flashinfer import FlashInferAttention
-from stages.generate.attention.fused import IN_TORCH
+from stages.generate.attention.fused import IN_TORCH, Beside
 from stages.generate.batch import HostBatch, PageTables, build_batch, copied, fill_in, host_batch, on_device, parted
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.gguf_weights import load_blocks, load_gguf
@@ -38,9 +38,10 @@ from stages.generate.model.compiled import KernelDecoder
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.linear import can_pack, pack
+from stages.generate.model.layers.operations import Operations
 from stages.generate.model.spec import ROUNDED, Loading, ModelSpec
 from stages.generate.sampling.masks import mask_of
-from stages.generate.sampling.sampler import AGAIN, best, draw, draw_again, is_drawn_again
+from stages.generate.sampling.sampler import AGAIN, best, choose, draw, draw_again, is_drawn_again
 from stages.generate.sampling.scores import blocks_of, score
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample, Words
 
@@ -131,9 +132,14 @@ class TorchComputer:
     ) -> tuple[Tensor, Tensor]:
         """See `Computer`. All rows may be read."""
         assert not masks_R, "`takes_masks` says so"
-        are_all = len(rows_R) == len(x_TE)  # as in a step of decode rows
-        logits_RV = self.logits(x_TE if are_all else x_TE[on_device(np.array(rows_R, np.int64), self._device)])
+        logits_RV = self.head_logits(x_TE, rows_R).float()
         return best(logits_RV), logits_RV
+
+    def head_logits(self, x_TE: Tensor, rows_R: Sequence[int]) -> Tensor:
+        """Return logits_RV after *rows_R* of x_TE, in the dtype in which the head computes them."""
+        are_all = len(rows_R) == len(x_TE)  # as in a step of decode rows
+        x_RE = x_TE if are_all else x_TE[on_device(np.array(rows_R, np.int64), self._device)]
+        return self._decoder.head_logits(x_RE)
 
     def logits(self, x_NE: Tensor) -> Tensor:
         """See `Computer`."""
@@ -306,7 +312,8 @@ class Engine:
             backend = backends[0]
             beside = backend.beside if isinstance(backend, FlashInferAttention) else IN_TORCH
             self.fused = beside.modules
-            decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, beside.operations)
+            operations = _new_operations(beside, dtype if fixed_products else None) if gpu_new else beside.operations
+            decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, operations)
             self._computer = TorchComputer(decoder, backends, device)
             if measure is not None:
                 self._measure(shard, measure, graphs=graph > 0)
@@ -522,6 +529,11 @@ class Engine:
         if launched.told_R is not None and launched.logits_RV is not None:
             return launched.told_R, launched.logits_RV
         rows_R, samples = _sampling(launched)
+        if self._gpu_new and isinstance(self._computer, TorchComputer):
+            logits_RV = self._computer.head_logits(launched.x_TE, rows_R)
+            tokens_R = choose(logits_RV, samples)
+            launched.tokens_R, launched.logits_RV, launched.told_R = tokens_R, logits_RV, ToHost(tokens_R)
+            return launched.told_R, logits_RV
         masks_R, samples = self._masks(samples)
         scored_R = [how.params.logprobs is not None for how in samples]
         drawn_R = [how.changes_logits or how.params.temperature > 0 for how in samples]
@@ -531,7 +543,7 @@ class Engine:
         if any(scored_R) and any(how.changes_logits for how in samples):
             launched.own_RV = logits_RV.clone()
         if any(drawn_R):
-            draw(tokens_R, logits_RV, samples, threads=self._threads, fused=self._gpu_new)
+            draw(tokens_R, logits_RV, samples, threads=self._threads)
         launched.tokens_R, launched.logits_RV, launched.told_R = tokens_R, logits_RV, ToHost(tokens_R)
         return launched.told_R, logits_RV
 
@@ -545,6 +557,15 @@ class Engine:
             for how, mask in zip(samples, masks_R, strict=True)
         ]
         return masks_R, rest
+
+
+def _new_operations(beside: Beside, dtype: torch.dtype | None) -> Operations:
+    """Return the operations of *beside*, and Triton's; *dtype*: that of products whose bits depend on no other row."""
+    from stages.generate.attention.heads import with_heads
+    from stages.generate.model.layers.fixed_products import with_products
+
+    operations = with_heads(beside)
+    return operations if dtype is None else with_products(operations, dtype)
 
 
 def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:

@@ -26,9 +26,6 @@ PROMPT_SIZES: Final = (256, 512, 1024, 2048)
 MOST_DRAWN: Final = 2**16
 """Largest number of tokens that a step draws."""
 
-VERSION: Final = 1
-"""Increase this with every change of what --gpu-new does that may change a bit. It is part of an engine's numerics."""
-
 logger = structlog.get_logger()
 
 
@@ -37,13 +34,14 @@ class Places(NamedTuple):
 
     x_TE: Tensor
     q_THD: Tensor
-    k_TKD: Tensor
-    v_TKD: Tensor
+    k_TKD: Tensor | None
+    """None, as v_TKD: a recorded part stores keys and values in the pages itself."""
+    v_TKD: Tensor | None
     o_THD: Tensor
 
     def of(self, num_tokens: int) -> Places:
         """Return the places of the first tokens."""
-        return Places(*(place[:num_tokens] for place in self))
+        return Places(*(None if place is None else place[:num_tokens] for place in self))  # type: ignore[arg-type]
 
 
 class StepGraphs(DecodeGraphs):
@@ -63,7 +61,7 @@ class StepGraphs(DecodeGraphs):
         super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows)
         began_s, sizes = time.monotonic(), sorted(PROMPT_SIZES, reverse=True)
         self._kv_of_layers = list(kv_L2PKSD)
-        self._places = make_places(decoder, torch.zeros(sizes[0], dtype=torch.int32, device=self._device))
+        self._places = make_places(decoder, self._padding_31.repeat(1, sizes[0]), self._kv_of_layers[0])
         self._prompts = {size: self._parts(decoder, size) for size in sizes}
         seconds = round(time.monotonic() - began_s, 2)
         logger.info("prompts_recorded", sizes=sizes, seconds=seconds)
@@ -113,8 +111,10 @@ class StepGraphs(DecodeGraphs):
             if x_TE is not at.x_TE:
                 at.x_TE.copy_(x_TE)
             if number < len(decoder.layers):
-                for place, made in zip(at[1:4], decoder.project(decoder.layers[number], y_TE, ropes[0]), strict=True):
-                    place.copy_(made)
+                made = decoder.project(decoder.layers[number], y_TE, ropes[0], inputs_3T[2], self._kv_of_layers[number])
+                for place, each in zip((at.q_THD, at.k_TKD, at.v_TKD), made, strict=True):
+                    if place is not None and each is not None:
+                        place.copy_(each)
 
         for number in range(len(decoder.layers) + 1):
             replay, _, self._pool = graphs.record(partial(part, number), self._device, self._pool)
@@ -136,9 +136,14 @@ class StepGraphs(DecodeGraphs):
         return x_NE.clone()
 
 
-def make_places(decoder: Decoder, zeros_T: Tensor) -> Places:
-    """Return places for so many tokens."""
-    x_TE, y_TE, ropes = decoder.begin(zeros_T, zeros_T)
-    q_THD, *kv = decoder.project(decoder.layers[0], y_TE, ropes)
-    made = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in (x_TE, q_THD, *kv, q_THD)]
-    return Places(*made)
+def make_places(decoder: Decoder, inputs_3T: Tensor, kv_2PKSD: Tensor) -> Places:
+    """Return places for the results of so many tokens."""
+    token_ids_T, positions_T, slots_T = inputs_3T
+    x_TE, y_TE, ropes = decoder.begin(token_ids_T, positions_T)
+    q_THD, k_TKD, v_TKD = decoder.project(decoder.layers[0], y_TE, ropes, slots_T, kv_2PKSD)
+
+    def like(made: Tensor) -> Tensor:
+        return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
+
+    k_place, v_place = (None if each is None else like(each) for each in (k_TKD, v_TKD))
+    return Places(like(x_TE), like(q_THD), k_place, v_place, like(q_THD))

@@ -18,7 +18,8 @@ Attend: TypeAlias = Callable[..., Tensor]
 """(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer, sinks_H) -> o_THD.
 
 Writes all k and v to the batch's slots before it reads any page: a row may read what another row writes in the same
-step. Only the positions below a row's length matter. The rest of its pages may hold anything, even NaN.
+step. Only the positions below a row's length matter. The rest of its pages may hold anything, even NaN. FlashInfer's
+takes None for k and v if they are in the pages already (`Operations.place_heads`).
 
 *sinks_H*, which some backends know: for each query head a score that counts in the sum of a softmax and adds no value.
 """
@@ -41,7 +42,9 @@ class AttentionShape:
     deterministic: bool = False
     """Whether the bits of a token must not depend on the batch, nor on how its prompt is divided."""
     new: bool = False
-    """Whether FlashInfer may be used as on no GPU yet (`--gpu-new`)."""
+    """Whether FlashInfer may be used as on no GPU yet (`--gpu-new`): deterministic plans for graphs, and kernels of
+    `fused.py` that begin before the kernel before them ends. They wait before they read.
+    """
     fused: bool = False
     """Whether FlashInfer, if it computes attention, also computes what it can of the rest of a layer (`fused.py`)."""
     given_scale: float = 0.0

@@ -341,6 +341,8 @@ class ForeignDecoder:
             self._given = None
         return found[:, : self._spec.vocab_size].float().contiguous()
 
+    head_logits = logits
+
     def _forward_or_given(self, compute: Any, *arguments: Any, **named: Any) -> Any:
         """Stand in for the layers: `logits` lets the whole model run, which has factors and caps behind its head."""
         if self._given is None:

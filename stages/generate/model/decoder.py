@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -48,6 +48,10 @@ Ropes: TypeAlias = Sequence[tuple[Tensor, ...]]
 """For each kind of layer what `Operations.rotate` needs; nothing without a rope."""
 
 
+Heads: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+"""q_THD, k_TKD and v_TKD."""
+
+
 class Decoder:
     """A spec and its weights. With several ranks they are a rank's part, and all ranks compute the same steps."""
 
@@ -61,10 +65,13 @@ class Decoder:
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is then empty.
 
-        *block_rows*: compute all but attention for this many tokens at a time (`by_rows`).
+        *block_rows*: compute all but attention for this many tokens at a time (`by_rows`), if there is no `product`.
         """
 
         operations = suited_to(spec, operations)
+        block_rows = block_rows if operations.product is None else 0
+        if block_rows:  # the rows that pad a block have no slots
+            operations = replace(operations, place_heads=None)
 
         def norm(name: str) -> Tensor:
             weight_E = weights.pop(f"{name}.weight")
@@ -74,7 +81,7 @@ class Decoder:
             return norm(name) if spec.norms_after else None
 
         def linear(name: str) -> Linear:
-            return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+            return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None), operations.product)
 
         def mlp(name: str) -> Mlp:
             return Mlp(linear(f"{name}.gate_up_proj"), linear(f"{name}.down_proj"), operations.gated)
@@ -111,7 +118,8 @@ class Decoder:
             for layer, (prefix, next_norm_E) in enumerate(zip(prefixes, [*input_norms[1:], None], strict=True))
         ]
         self._norm_E = norm("model.norm")
-        self._head = linear("lm_head") if "lm_head.weight" in weights else Linear(self._embedding_VE, None)
+        tied = Linear(self._embedding_VE, None, operations.product)
+        self._head = linear("lm_head") if "lm_head.weight" in weights else tied
         device = self._embedding_VE.device
         self._ropes = [
             None if kind.rope is None else make_rope(kind.rope, spec.rotary_dim, device) for kind in spec.kinds
@@ -131,7 +139,8 @@ class Decoder:
         """
         x_TE, y_TE, ropes = self.begin(batch.token_ids_T, batch.positions_T)
         for layer, kv_2PKSD in zip(self.layers, kv_L2PKSD, strict=True):
-            o_THD = attends[layer.kind](*self.project(layer, y_TE, ropes), kv_2PKSD)
+            heads = self.project(layer, y_TE, ropes, batch.slots_T, kv_2PKSD)
+            o_THD = attends[layer.kind](*heads, kv_2PKSD)
             x_TE, y_TE = self.finish(layer, x_TE, o_THD)
         return x_TE
 
@@ -143,10 +152,15 @@ class Decoder:
         (y_TE,) = by_rows(self._block_rows, partial(self._norm, self._first_norm_E), x_TE)
         return x_TE, y_TE, [self._tables(rope, positions_T, x_TE.dtype) for rope in self._ropes]
 
-    def project(self, layer: Layer, y_TE: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q_THD, k_TKD and v_TKD of a layer."""
-        q_THD, k_TKD, v_TKD = by_rows(self._block_rows, partial(self._project, layer), y_TE, *ropes[layer.kind])
-        return q_THD, k_TKD, v_TKD
+    def project(self, layer: Layer, y_TE: Tensor, ropes: Ropes, slots_T: Tensor, kv_2PKSD: Tensor) -> Heads:
+        """Return q_THD, k_TKD and v_TKD of a layer; None for the latter two if they are in the pages."""
+        spec, place_heads = self._spec, self._operations.place_heads
+        if place_heads is None:
+            q_THD, k_TKD, v_TKD = by_rows(self._block_rows, partial(self._project, layer), y_TE, *ropes[layer.kind])
+            return q_THD, k_TKD, v_TKD
+        heads_TMD = layer.qkv(y_TE).view(len(y_TE), -1, spec.head_dim)
+        table_TD = next(iter(ropes[layer.kind]), None)
+        return place_heads(heads_TMD, layer.qk_norm_ND, spec.norm_eps, table_TD, slots_T, kv_2PKSD), None, None
 
     def finish(self, layer: Layer, x_TE: Tensor, o_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return x_TE after the layer, maybe in its old place, and y_TE, its norm for the next layer."""
@@ -155,10 +169,13 @@ class Decoder:
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return logits_RV in float32 for some of the tokens that `forward` returned; only rank 0's are complete."""
+        return self.head_logits(x_RE).float()
+
+    def head_logits(self, x_RE: Tensor) -> Tensor:
+        """Return the same in the dtype in which they are computed."""
         (logits_RV,) = by_rows(self._block_rows, self._logits, x_RE)
-        cap, logits_RV = self._spec.logits_cap, logits_RV.float()
-        if cap:
-            logits_RV = (logits_RV / cap).tanh() * cap
+        if cap := self._spec.logits_cap:
+            logits_RV = (logits_RV.float() / cap).tanh() * cap
         return self._collectives.gather_to_0(logits_RV)[:, : self._spec.vocab_size].contiguous()
 
     def _logits(self, x_RE: Tensor) -> tuple[Tensor]:

@@ -100,14 +100,11 @@ def best(logits_RV: Tensor) -> Tensor:
     return tokens_R.masked_fill_(~most_R.isfinite(), NOT_A_NUMBER)
 
 
-def draw(
-    tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1, fused: bool = False
-) -> None:
+def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, threads: int = 1) -> None:
     """Replace the `best` tokens, int64, of rows that are drawn, or whose requests change the logits.
 
     Nothing waits for the device. Only the logits of those rows are read; they are changed in place. Tokens may become
-    AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows. *fused*: on a GPU, Triton's
-    kernels draw the rows.
+    AGAIN: once they are on the host, call `draw_again`. On a CPU, *threads* share the rows.
     """
     changed = [row for row, how in enumerate(samples) if how.changes_logits]
     drawn = [row for row, how in enumerate(samples) if how.params.temperature > 0]
@@ -123,7 +120,7 @@ def draw(
     if drawn:
         draws = make_draws([samples[row] for row in drawn])
         odd = np.array([samples[row].params.typical_p < 1 for row in drawn])
-        _draw(tokens_R, logits_RV, np.array(drawn), draws, odd, threads, fused)
+        _draw(tokens_R, logits_RV, np.array(drawn), draws, odd, threads)
     tokens_R.masked_fill_(wrong_R, NOT_A_NUMBER)
 
 
@@ -172,7 +169,6 @@ def _draw(
     draws: Draws,
     odd: np.ndarray,
     threads: int,
-    fused: bool,
 ) -> None:
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     kernels = sampling.functions() if device.type == "cpu" else None
@@ -180,13 +176,6 @@ def _draw(
         sampling.draw(kernels, tokens_R.numpy(), logits_RV.numpy(), drawn, draws, threads)
         if odd.any():
             tokens_R.index_fill_(0, torch.from_numpy(drawn[odd]), AGAIN)
-        return
-    if fused:
-        from stages.generate.sampling.fused import choose_all
-
-        choose_all(tokens_R, logits_RV, drawn, draws)
-        if odd.any():
-            tokens_R.index_fill_(0, on_device(drawn[odd], device), AGAIN)
         return
     top_k, top_p_high = draws.numbers_FR[:2]
     limited = (top_k > 0) & (top_k < vocab_size)

@@ -16,13 +16,13 @@ import torch
 from pipeline.errors import ConfigError
 from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
-from stages.generate.forward import step_graphs
 from stages.generate.forward.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.kvcache.base import NO_LOCAL_LAYERS, LocalLayers
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 from stages.generate.model.attention import attention_shape
 from stages.generate.model.gguf import BLOCKS
+from stages.generate.model.layers import operations
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ROUNDED, ModelSpec
@@ -107,8 +107,8 @@ class Settings:
         With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal numerics
         compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance. These guarantee
         equal bits only if torch is deterministic; then the page size and the GPU are added. FlashInfer's operations in
-        the layers add the names of their modules. LongRoPE adds whether it is long or short, several ranks their
-        number at the end.
+        the layers add the names of their modules, and --gpu-new its version. LongRoPE adds whether it is long or short,
+        several ranks their number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -124,7 +124,7 @@ class Settings:
         if self.fused:
             parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
         if self.gpu_new:
-            parts.append(f"new-{step_graphs.VERSION}")
+            parts.append(f"new-{operations.VERSION}")
         if self.rope:
             parts.append(f"rope-{self.rope}")
         if self.num_ranks > 1:

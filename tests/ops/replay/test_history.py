@@ -186,6 +186,7 @@ def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") ->
         (made(TORCH), made(TORCH), [BATCH]),
         (made(f"{TORCH}/{MODE}"), made(f"{TORCH}/{MODE}"), []),
         (made(TORCH), made(f"{TORCH}/{MODE}"), [f"deterministic: recorded deterministic-no, now {MODE}"]),
+        (made(f"{TORCH}/{MODE}"), made(f"{TORCH}/{MODE}/new-1"), ["new: recorded new-no, now new-1"]),
         (made(), made(f"{KERNELS}/llguidance-1.9.0"), []),
         (
             made(f"{KERNELS}/llguidance-1.9.0"),

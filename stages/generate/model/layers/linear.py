@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
@@ -14,6 +16,9 @@ ROUNDED = ((32, 1), (128, 8), (512, 32))
 """(rows, step): up to this number of rows, the number is rounded up to a multiple of the step."""
 LARGEST_STEP = 128
 
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x_TI, weight_OI, bias_O) -> y_TO."""
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -21,11 +26,13 @@ class Linear:
 
     weight_OI: Tensor
     bias_O: Tensor | None
+    product: Product | None = None
+    """Multiplies in place of torch where the weight is not packed."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return y_TO."""
         if not self.weight_OI.is_mkldnn:
-            return F.linear(x_TI, self.weight_OI, self.bias_O)
+            return (self.product or F.linear)(x_TI, self.weight_OI, self.bias_O)
         num_rows = len(x_TI)
         more = computed_rows(num_rows) - num_rows
         if more:

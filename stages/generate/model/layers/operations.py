@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
+from stages.generate.model.layers.linear import Product
 from stages.generate.model.layers.mlp import gated, gated_by_gelu
 from stages.generate.model.layers.rope import Rope, apply_rope, rope_tables
 from stages.generate.model.spec import ModelSpec
@@ -66,9 +67,17 @@ class Operations:
     """(qk_TND, H, ..) -> (q_THD, k_TKD)."""
     gated: Callable[[Tensor], Tensor] = gated
     """gate_up_TO -> y_TI, the input of the last matrix of an MLP."""
+    place_heads: Callable[[Tensor, Tensor | None, float, Tensor | None, Tensor, Tensor], Tensor] | None = None
+    """(heads_TMD, weight_ND, eps, table_TD, slots_T, kv_2PKSD) -> q_THD, with M = H + 2 K: normalise, rotate, and write
+    keys and values. table_TD: `fused.Rotation.tables`. None: the functions above, and attention writes."""
+    product: Product | None = None
+    """Computes the same bits for a row in any company, and replaces `by_rows`; None: torch's. See `Linear`."""
 
 
 TORCH: Final = Operations()
+
+VERSION: Final = 1
+"""Increase this with every change of what --gpu-new computes in the layers. It is part of such an engine's numerics."""
 
 
 def suited_to(spec: ModelSpec, operations: Operations) -> Operations:
@@ -79,4 +88,8 @@ def suited_to(spec: ModelSpec, operations: Operations) -> Operations:
         operations = replace(operations, gated=gated_by_gelu)
     if spec.rotary_dim < spec.head_dim:
         operations = replace(operations, rope_tables=TORCH.rope_tables, rotate=TORCH.rotate)
+    if spec.norm_offset or spec.rotary_dim < spec.head_dim or spec.head_dim & (spec.head_dim - 1):
+        operations = replace(operations, place_heads=None)
+    if spec.experts.layers:
+        operations = replace(operations, product=None)
     return operations

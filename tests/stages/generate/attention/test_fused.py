@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from support.devices import DEVICES, need_flashinfer
 from support.flashinfer_double import FUNCTIONS, Double
 from support.flashinfer_signatures import VERSIONS
 from support.plans import Request, plan, shuffled_pages
+from support.pretend_cuda import CUDA, pretend_cuda
 from support.ranks import Ranks
 from torch import Tensor
 
@@ -179,6 +181,26 @@ def test_an_operation_computes_what_torch_computes(
     beside = fused.extended(fused.IN_TORCH, tried.module, description)
     ours, theirs = (tried.prepared(each, sample)() for each in (beside, fused.IN_TORCH))
     assert fused.distance(ours, theirs) <= fused.TOLERANCE
+
+
+def test_kernels_begin_early_only_on_gpus_that_can_do_so(library: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The double checks what each kernel is told."""
+    described = fused.descriptions(library)
+    on_gpu = replace(SHAPE, device=CUDA, new=True)
+    for shape, capability, expected in (
+        (on_gpu, (9, 0), True),
+        (on_gpu, (10, 0), True),
+        (on_gpu, (8, 9), False),
+        (replace(on_gpu, new=False), (9, 0), False),
+    ):
+        library.modules.early = expected
+        with pretend_cuda(monkeypatch) as device:
+            monkeypatch.setattr(library.stream, "launch", device.launch)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, seen=capability: seen)
+            device.may_wait = True  # each try is compared on the host
+            assert fused.load(described, shape).modules == ALL
+    library.modules.early = False
+    assert fused.load(described, replace(SHAPE, new=True)).modules == ALL
 
 
 def scaled(name: str) -> Callable[[SimpleNamespace], None]:

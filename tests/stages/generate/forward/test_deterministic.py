@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Family, make_checkpoint
-from support.devices import CPU, DEVICES, flashinfer_double, need_flashinfer
+from support.devices import CPU, DEVICES, flashinfer_double, need_flashinfer, need_triton
 from support.flashinfer_double import Double
 from support.flashinfer_signatures import VERSIONS
 from support.pretend_cuda import CUDA, Pretended, pretend_cuda
@@ -23,10 +23,14 @@ from ops.bench.models import Shape, write_config
 from pipeline.events import SamplingParams
 from stages.generate.attention import flashinfer
 from stages.generate.forward import engine as engine_module
+from stages.generate.forward import step_graphs
 from stages.generate.forward.engine import Engine
+from stages.generate.forward.weights import load_weights
 from stages.generate.model.config import read_spec
+from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers import linear
 from stages.generate.model.layers.blocks import BLOCK_ROWS
+from stages.generate.model.layers.operations import Operations
 from stages.generate.model.spec import Loading
 from stages.generate.schedule.request import NewRequest
 
@@ -114,6 +118,40 @@ def test_a_request_has_its_bits_in_any_company(
     assert (compared, differ) == (3 * 8 * 16 if on_gpu else 27, [])
     _, differ_without = differences(tmp_path, deterministic=False, **load, **how)
     assert differ_without or (attention == "fi" and not on_gpu), "it could not fail"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_has_its_bits_with_products_of_fixed_shapes_in_graphs(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What --gpu-new does: also with recorded steps, where few rows and prompts are padded."""
+    need_flashinfer(device, monkeypatch, head_dim=128)
+    need_triton(device, monkeypatch)
+    if on_cpu := device.type == "cpu":
+        monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (8, 32))
+        monkeypatch.setattr(engine_module, "packs", lambda *_: False)
+    write_config(SMALL if on_cpu else LARGE, tmp_path)
+    load: dict[str, Any] = {} if on_cpu else {"lengths": (5, 700, 40, 301, 64, 17, 129, 1), "num_tokens": 16}
+    dtype = torch.float16 if on_cpu else torch.bfloat16  # numpy has no bfloat16
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "attention": "fi", "graph": 2}
+    compared, differ = differences(tmp_path, deterministic=True, gpu_new=True, fixed_products=True, **load, **how)
+    assert (compared, differ) == (27 if on_cpu else 3 * 8 * 16, [])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+def test_models_with_experts_keep_blocks_of_rows(family: Family, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    spec = read_spec(folder)
+    weights = load_weights(spec, folder, dtype=torch.float32, device=CPU)
+    calls: list[int] = []
+
+    def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        calls.append(len(x_TI))
+        return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+
+    decoder = Decoder(spec, weights, block_rows=BLOCK_ROWS, operations=Operations(product=product))
+    assert decoder.logits(torch.ones(3, spec.hidden_size)).shape == (3, spec.vocab_size)
+    assert calls == ([3] if family == "qwen3" else [])
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def test_a_recorded_decode_step_is_the_eager_step(
         need_triton(device, monkeypatch)
         monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (32, 256, 2048))
     how: dict[str, Any] = {"attention": "fi", "gpu_new": gpu_new}
+    how["dtype"] = "float16" if gpu_new and device.type == "cpu" else "bfloat16"  # numpy has no bfloat16
     eager, recorded = (engine_on(device, folder, graph=graph, **how) for graph in (0, 8))
     assert recorded.graph == 8 and recorded.fused == eager.fused
     draw, pool = random.Random(0), shuffled_pages()
@@ -68,7 +69,7 @@ def test_a_recorded_decode_step_is_the_eager_step(
     for num_rows in (1, 2, 4, 8, 3, 7, 8, 1):
         recorded_RV, eager_RV = both(*[1] * num_rows)
         assert len(eager_RV) == num_rows
-        if padded_rows(num_rows) == num_rows:
+        if not gpu_new and padded_rows(num_rows) == num_rows:  # prompts that were padded are in other pages
             assert torch.equal(recorded_RV, eager_RV), num_rows
         assert distance(recorded_RV, eager_RV) <= PADDED, num_rows
 

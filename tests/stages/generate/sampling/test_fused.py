@@ -14,7 +14,7 @@ from support import triton_double
 from pipeline.events import SamplingParams
 from stages.generate.sampling import compiled
 from stages.generate.sampling.draws import make_draws
-from stages.generate.sampling.sampler import best, choose, draw, draw_again, sample
+from stages.generate.sampling.sampler import choose, sample
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 
 
@@ -172,7 +172,5 @@ def test_rows_of_every_kind_in_one_step(fused: ModuleType, monkeypatch: pytest.M
     logits_RV[0, 5] = float("nan")
     expected = sample(logits_RV, samples)
     assert chosen(logits_RV, samples) == expected
-    monkeypatch.setattr(compiled, "functions", lambda: None)  # as on a GPU, torch draws the others
-    tokens_R = best(logits_RV)
-    draw(tokens_R, logits_RV, samples, fused=True)
-    assert draw_again(tokens_R.tolist(), logits_RV, samples) == expected
+    monkeypatch.setattr(compiled, "functions", lambda: None)  # as on a GPU
+    assert chosen(logits_RV, samples) == sample(logits_RV, samples) == expected

@@ -185,6 +185,7 @@ def test_deterministic_on_a_gpu_is_batch_invariant_and_its_numerics_name_what_it
     assert plain.targets is None
     assert (plain.batch_invariant, plain.numerics) == (False, f"float32/none/{by}/fi/{last}/{fused}")
     assert plain.with_fused(()).numerics == f"float32/none/{by}/fi/{last}"
+    assert replace(plain, gpu_new=True).numerics == f"float32/none/{by}/fi/{last}/{fused}/new-1"
 
 
 def test_the_kernels_of_a_cpu_are_deterministic_with_the_flag_and_without(spec: ModelSpec, kernels: Kernels) -> None:
