@@ -50,10 +50,12 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
     "ranks": (f"{FORWARD}/test_collectives.py",),
     HOPPER: ("tests/stages/generate/attention/test_on_pages.py", "-k", HOPPER, "--timeout", "0"),
     NEW: (
+        "tests/stages/generate/attention/test_heads.py",
+        f"{MODEL}/layers/test_fixed_products.py",
         f"{FORWARD}/test_on_each_device.py",
         f"{FORWARD}/test_deterministic.py",
         "tests/stages/generate/sampling/test_exact_sampling.py",
-        *("-k", NEW),
+        *("-k", "heads or product or new or fused"),
     ),
 }
 TIMINGS: Final = "timings"
