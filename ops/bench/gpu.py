@@ -282,12 +282,15 @@ def table(found: Mapping[str, Any]) -> str:
     tests = [test for group in found["groups"] for test in group["tests"]]
     lines += [f"failed: {test['test']}: {test['why']}" for test in tests if test["outcome"] == "failed"]
     lines += sorted({f"skipped: {test['why']}" for test in tests if test["outcome"] == "skipped"})
-    shares_and_times = ("read bandwidth", "matrix rate", "decode ms", "of the host", "prefill ms", "of the host")
+    times = ("draw ms", "decode ms", "of the host", "prefill ms", "of the host")
+    shares_and_times = ("read bandwidth", "matrix rate", *times)
     timings: list[tuple[str, ...]] = [("output tokens/s, shares, times of steps", "", *shares_and_times)]
     for one in found["timings"]:
         rate = f"{one['figures']['output_tokens_per_s']:,.0f}" if one["figures"] else one["status"]
         shares = (one["figures"].get(name) for name in ("decode_share", "prefill_share"))
+        drawing_s = one["figures"].get("drawing_s")
         shown = [f"{share:.0%}" if share else "-" for share in shares]
+        shown.append(f"{1000 * drawing_s:.2f}" if drawing_s else "-")
         for phase in (run["phases"][name] for run in one["figures"].get("runs", ()) for name in ("decode", "prefill")):
             steps = phase["steps"]
             shown += [f"{1000 * phase[name] / steps:.2f}" if steps else "-" for name in ("seconds", "launch_s")]

@@ -66,6 +66,7 @@ LEAST_BYTES: Final = 512 * MIB
 GEMM_SIZE: Final = 2048
 """Rows and columns of a weight."""
 GEMM_TOKENS: Final = 512
+DRAWN_ROWS: Final = 256
 ROUNDS: Final = 3
 """The best round counts: other programs may use the machine, too."""
 
@@ -264,6 +265,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux
     bandwidth = read_bandwidth(settings.device, settings.threads)
     gemm = gemm_rate(settings.device, settings.dtype, settings.threads)
+    drawing = {}
+    if settings.device.type == "cuda":
+        drawing["drawing_s"] = drawing_s(
+            settings.device, settings.dtype, settings.limits.vocab_size, is_new=settings.gpu_new
+        )
     spec = check_folder(llm.folder, engine.loading)
     cost = cost_of(spec, settings.dtype.itemsize)
     cost = replace(cost, weight_bytes=bytes_per_weight(spec, settings.dtype, settings.quantization))
@@ -288,6 +294,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "prefill_share": prefill_share(steps, cost, best(gemm)),
         "read_bandwidth": bandwidth,
         "gemm_rate": gemm,
+        **drawing,
         "runs": [row for row, _ in runs],
     }
     print(table(document))
@@ -483,6 +490,27 @@ def gemm_rate(
 
 def _multiply(linears: Sequence[Linear], x_TI: torch.Tensor, index: int) -> torch.Tensor:
     return linears[index](x_TI)
+
+
+def drawing_s(
+    device: torch.device, dtype: torch.dtype, vocab_size: int, *, is_new: bool, num_rows: int = DRAWN_ROWS
+) -> float:
+    """Return the seconds in which the tokens of a step are drawn from random logits; *is_new*: as with --gpu-new."""
+    import torch
+
+    from stages.generate.sampling.sampler import best, choose
+    from stages.generate.sampling.sampler import draw as draw_tokens
+    from stages.generate.schedule.plan import Sample
+
+    samples = [Sample(SamplingParams(temperature=TEMPERATURE, seed=row), row, ()) for row in range(num_rows)]
+    logits = [torch.randn(num_rows, vocab_size, device=device).to(dtype) for _ in range(NUM_BUFFERS)]
+
+    def as_before(index: int) -> None:
+        logits_RV = logits[index].float()
+        draw_tokens(best(logits_RV), logits_RV, samples)
+
+    with torch.inference_mode():
+        return seconds_each((lambda index: choose(logits[index], samples)) if is_new else as_before, device)
 
 
 def seconds_each(method: Callable[[int], object], device: torch.device) -> float:

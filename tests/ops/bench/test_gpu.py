@@ -24,7 +24,13 @@ STUBS: Mapping[str, str] = {
     "hangs": "def test_a(): pass\ndef test_b(): time.sleep(600)",
 }
 PHASES = {"decode": {"steps": 4, "seconds": 0.012, "launch_s": 0.002}, "prefill": {"steps": 0}}
-RATES = {"output_tokens_per_s": 12_521.0, "decode_share": 0.5, "prefill_share": None, "runs": [{"phases": PHASES}]}
+RATES = {
+    "output_tokens_per_s": 12_521.0,
+    "decode_share": 0.5,
+    "prefill_share": None,
+    "drawing_s": 0.0003,
+    "runs": [{"phases": PHASES}],
+}
 TIMING = f"import json, sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write(json.dumps({RATES}))"
 
 
@@ -96,7 +102,7 @@ def test_the_engine_is_timed_with_random_weights(
     assert (code, [timing["name"] for timing in found["timings"]]) == (0, list(gpu.TIMED[gpu.TIMINGS]))
     assert all(timing["figures"] == RATES for timing in found["timings"])
     table = capsys.readouterr().out
-    assert "12,521" in table and re.search(r"50% +- +3\.00 +0\.50 +- +-", table)
+    assert "12,521" in table and re.search(r"50% +- +0\.30 +3\.00 +0\.50 +- +-", table)
 
 
 @pytest.mark.parametrize("lacks", ["GPU", "checkout", "package"])

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.calls import noted
+from support.devices import need_triton
 from support.selection import AT_NIGHT
 
 from ops.bench import offline
@@ -36,6 +38,7 @@ from ops.bench.offline import (
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.model.config import read_spec
+from stages.generate.sampling import sampler
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
 
 RUNS = 2
@@ -224,6 +227,19 @@ def test_each_round_goes_over_all_buffers_and_the_first_only_warms_up() -> None:
     seen: list[int] = []
     assert offline.seconds_each(seen.append, CPU) > 0
     assert seen == list(range(offline.NUM_BUFFERS)) * (1 + offline.ROUNDS)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_drawing_is_timed_as_the_engine_draws(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_triton(CPU, monkeypatch)
+    ways = {
+        name: noted(monkeypatch, sampler, name, lambda logits, *_: tuple(logits.shape)) for name in ("best", "choose")
+    }
+    took_s = offline.drawing_s(CPU, torch.bfloat16, 300, is_new=is_new, num_rows=2)
+    assert took_s > 0 and {name: set(seen) for name, seen in ways.items()} == {
+        "best": set() if is_new else {(2, 300)},
+        "choose": {(2, 300)} if is_new else set(),
+    }
 
 
 def test_the_number_of_threads_is_given_back() -> None:
