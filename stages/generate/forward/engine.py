@@ -507,8 +507,8 @@ class Engine:
         """Return whether to wait for a step's tokens before the next step begins: on a CPU they are here, and if some
         must be AGAIN, waiting costs less than computing the next step twice.
         """
-        if self.device.type == "cpu":
-            return True
+        if self.device.type == "cpu" or self._gpu_new:  # `choose` writes no AGAIN
+            return self.device.type == "cpu"
         samples = (row.sample for row in launched.plan.rows)
         return any(how is not None and is_drawn_again(how.params, self._vocab_size) for how in samples)
 

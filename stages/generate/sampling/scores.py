@@ -39,15 +39,16 @@ def score(
     found: dict[int, RowScores] = {}
     sampled = iter(range(len(token_ids)))
     for index, row in enumerate(plan.rows):
+        sample = next(sampled) if row.sample is not None else 0
+        params = row.sample.params if row.sample is not None and row.sample.params.logprobs is not None else None
+        if params is None and row.scoring is None:
+            continue  # as nearly all rows
         before = found.get(row.table, RowScores()) if row.is_draft else RowScores()
         tokens = before.tokens
         prompt: tuple[Score, ...] = ()
-        if row.sample is not None:
-            sample = next(sampled)
-            params = row.sample.params
-            if params.logprobs is not None and token_ids[sample] != NOT_A_NUMBER:
-                drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
-                tokens += tuple(scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids))
+        if params is not None and params.logprobs is not None and token_ids[sample] != NOT_A_NUMBER:
+            drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
+            tokens += tuple(scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids))
         if row.scoring is not None:
             prompt = tuple(
                 one

@@ -248,8 +248,8 @@ class EngineConfig:
         parse=yes_or_no,
         help=(
             "on a GPU, also use what has only been tested on CPUs so far: recorded prompts, decode steps with less "
-            "work for the host, fewer kernels in a layer, a faster way to draw tokens, and products of fixed shapes with "
-            "--deterministic"
+            "work for the host, fewer kernels in a layer, a faster way to draw tokens, and products of fixed shapes "
+            "with --deterministic"
         ),
     )
     page_size: int = flag(
