@@ -213,7 +213,7 @@ class DetokenizeFold:
             prompt_tokens=len(tokenized.token_ids),
             prompt_ids=tokenized.token_ids if tells_prompt else (),
             markup=None if tokenized.markup == Markup() else tokenized.markup,
-            text=IncrementalText(decode, tokenized.token_ids),
+            text=IncrementalText(decode, tokenized.token_ids, self._decoder.fixed),
             stops=StopStrings(self._automaton_of(sampling.stop), include=sampling.include_stop_str_in_output),
             stop_tokens=stop_tokens,
             n=0,
