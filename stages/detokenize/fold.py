@@ -256,7 +256,8 @@ class DetokenizeFold:
             more |= {"drafted": first.drafted, "accepted": accepted, "predicted": bool(first.predicted)}
         if made > 1:
             more["count"] = made
-        tokens = TokensProduced(tokens=tuple([row.token for row in rows[:made]]), text=text, step=step_id, **more)
+        taken = (first.token,) if made == 1 else tuple([row.token for row in rows[:made]])
+        tokens = TokensProduced(tokens=taken, text=text, step=step_id, **more)
         request.count_drafts(tokens)
         frontend = request.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
