@@ -42,7 +42,7 @@ class Spelling:
     @classmethod
     def of(cls, decoder: Mapping[str, Any] | None) -> Spelling:
         """Return the spelling that the `decoder` of a tokenizer.json reads."""
-        steps = tuple(_steps(decoder or {}))
+        steps = tuple(steps_of(decoder or {}))
         kinds = {step.get("type") for step in steps}
         replaced = []
         for step in steps:
@@ -67,11 +67,11 @@ class Spelling:
         return piece.encode()
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def steps_of(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the steps of a decoder, in order."""
     if decoder.get("type") == "Sequence":
         for step in decoder["decoders"]:
-            yield from _steps(step)
+            yield from steps_of(step)
     else:
         yield decoder
 

@@ -48,6 +48,9 @@ class _Request:
     """State of a running request."""
 
     submitted: Submitted
+    frontend: str
+    min_tokens: int
+    """This and `frontend` are in `submitted`, too, where finding them takes long for each token."""
     prompt_tokens: int
     prompt_ids: tuple[int, ...]
     """Token ids of the prompt, until the first token's event has what the client asks of its prompt; else empty."""
@@ -82,7 +85,7 @@ class _Request:
         self.marks = 0
         if ends and not self.submitted.sampling.include_stop_str_in_output:
             return "", False
-        armed = self.n >= self.submitted.sampling.min_tokens
+        armed = self.n >= self.min_tokens
         if armed and token in self.stop_tokens:
             return self.stops.end(self.text.flush(), self.stop_tokens[token]), True
         return self.stops.push(self.text.push(token), armed=armed)
@@ -210,10 +213,12 @@ class DetokenizeFold:
         tells_prompt = submitted.presentation.tells_prompt or sampling.prompt_logprobs is not None
         return _Request(
             submitted=submitted if tells_prompt else submitted.model_copy(update={"prompt": "", "prompt_ids": ()}),
+            frontend=submitted.frontend,
+            min_tokens=sampling.min_tokens,
             prompt_tokens=len(tokenized.token_ids),
             prompt_ids=tokenized.token_ids if tells_prompt else (),
             markup=None if tokenized.markup == Markup() else tokenized.markup,
-            text=IncrementalText(decode, tokenized.token_ids),
+            text=IncrementalText(decode, tokenized.token_ids, self._decoder.fixed),
             stops=StopStrings(self._automaton_of(sampling.stop), include=sampling.include_stop_str_in_output),
             stop_tokens=stop_tokens,
             n=0,
@@ -251,9 +256,10 @@ class DetokenizeFold:
             more |= {"drafted": first.drafted, "accepted": accepted, "predicted": bool(first.predicted)}
         if made > 1:
             more["count"] = made
-        tokens = TokensProduced(tokens=tuple([row.token for row in rows[:made]]), text=text, step=step_id, **more)
+        taken = (first.token,) if made == 1 else tuple([row.token for row in rows[:made]])
+        tokens = TokensProduced(tokens=taken, text=text, step=step_id, **more)
         request.count_drafts(tokens)
-        frontend = request.submitted.frontend
+        frontend = request.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
         if reason is not None:
             # Only this stage finds stop strings: the engine goes on until `control` ends the request.
@@ -298,10 +304,10 @@ class DetokenizeFold:
         message = f"The log lost {word} {numbers} of this request; send it again."
         event = Failed(n=request.n, status=500, code="log_lost", message=message)
         self._requests[row.uid] = None
-        return Produced(row.uid, SEAL, request.n, event, request.submitted.frontend, tell_engine=True)
+        return Produced(row.uid, SEAL, request.n, event, request.frontend, tell_engine=True)
 
     def _mark(self, request: _Request, row: EventRow, step: StepCompleted) -> Produced:
-        frontend = request.submitted.frontend
+        frontend = request.frontend
         if isinstance(row.event, Failed):
             self._requests[row.uid] = None
             return Produced(row.uid, SEAL, row.n, row.event.model_copy(update={"n": row.n}), frontend)

@@ -34,7 +34,7 @@ from pipeline.walk import NOT_COMPUTED, Moment, walk
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
-from stages.detokenize.text import Decoder, token_text_of
+from stages.detokenize.text import Decoder, fixed_text_of, token_text_of
 
 logger = structlog.get_logger()
 T = TypeVar("T")
@@ -383,7 +383,8 @@ def load_decoder(folder: Path) -> Decoder:
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
     tokenizer.add_tokens([AddedToken(**dataclasses.asdict(token)) for token in vocabulary.beside])
     plain, special = (functools.partial(tokenizer.decode, skip_special_tokens=skip) for skip in (True, False))
-    return Decoder(plain, special, token_text_of(tokenizer), vocabulary.added.special)
+    pieces = token_text_of(tokenizer)
+    return Decoder(plain, special, pieces, vocabulary.added.special, fixed_text_of(tokenizer))
 
 
 def serve(log: RedisLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None) -> None:

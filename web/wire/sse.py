@@ -57,7 +57,7 @@ def frame_pieces(pieces: Iterable[bytes], event_id: str = "") -> Iterator[bytes]
 
 
 def _in_one_line(data: bytes) -> bytes:
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+    if not data.isascii():
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
     return data

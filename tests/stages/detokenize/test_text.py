@@ -15,7 +15,16 @@ from support.measured import lines_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import stages.detokenize.text
-from stages.detokenize.text import PROMPT_TAIL, Decode, IncrementalText, StopAutomaton, StopStrings
+from stages.detokenize.text import (
+    PROMPT_TAIL,
+    Decode,
+    IncrementalText,
+    StopAutomaton,
+    StopStrings,
+    TokenText,
+    fixed_text_of,
+    no_text,
+)
 
 SPECIAL = "<|im_end|>"
 WORDS = ("▁", "▁the", "▁a", "a", "b", "\ufffd")
@@ -65,9 +74,23 @@ def byte_pieces(data: bytes) -> list[int]:
     return pieces(*(f"<0x{byte:02X}>" for byte in data))
 
 
+FIXED = {
+    decode: functools.cache(lambda: fixed_text_of(byte_tokenizer())),
+    decode_pieces: functools.cache(lambda: fixed_text_of(piece_tokenizer())),
+}
+"""Decoders in which most tokens have a fixed text, and what returns the function that knows it."""
+
+
 def deltas(token_ids: Sequence[int], prompt: Sequence[int] = (), decode: Decode = decode) -> list[str]:
-    text = IncrementalText(decode, prompt)
-    return [*(text.push(token) for token in token_ids), text.flush()]
+    """Return what each token shows, and the rest. Fixed texts must not change that."""
+
+    def shown(fixed: TokenText) -> list[str]:
+        text = IncrementalText(decode, prompt, fixed)
+        return [*(text.push(token) for token in token_ids), text.flush()]
+
+    found = shown(no_text)
+    assert decode not in FIXED or shown(FIXED[decode]()) == found
+    return found
 
 
 def test_a_character_of_several_tokens_appears_with_its_last_one() -> None:
@@ -94,6 +117,40 @@ def test_a_text_cut_into_tokens_anywhere_comes_back_whole(data: st.DataObject, t
     chunks = [content[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(content)], strict=True)]
     shown = deltas(range(len(chunks)), decode=decode_chunks(chunks))
     assert "".join(shown) == content.decode("utf-8", "replace")
+
+
+def test_a_token_with_a_fixed_text_is_not_decoded_with_those_before_it() -> None:
+    asked: list[Sequence[int]] = []
+
+    def measured(token_ids: Sequence[int]) -> str:
+        asked.append(token_ids)
+        return decode(token_ids)
+
+    text = IncrementalText(measured, [], fixed_text_of(byte_tokenizer()))
+    assert "".join(map(text.push, encode("ab" * 50))) == "ab" * 50
+    assert len(asked) == 2, "the first token alone"
+    fixed = fixed_text_of(piece_tokenizer())
+    assert [fixed(token) for token in pieces("▁", "▁the", "a")] == [" ", " the", "a"]
+    assert {fixed(token) for token in pieces(SPECIAL, "<0x41>", "<0xE4>", "\ufffd")} == {""}
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Replace("aa", "b")]),
+        decoders.Sequence(
+            [decoders.Replace("a", "b"), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip("b", 0, 1)]
+        ),
+    ],
+)
+def test_no_text_is_fixed_where_it_may_depend_on_the_tokens_beside_it(decoder: decoders.Decoder | None) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.decoder = decoder
+    assert fixed_text_of(tokenizer)(0) == ""
 
 
 def test_half_a_character_at_the_end_is_flushed_and_not_lost() -> None:
@@ -169,6 +226,7 @@ def test_bytes_that_are_no_text_are_told_as_their_decoder_tells_them_however_man
     """One wrong byte spoils all bytes beside it here, also if what follows would be text on its own."""
     spoilt = [*pieces("a"), *byte_pieces(b"\x80" + "你".encode() * 200), *pieces("b")]
     assert "".join(deltas(spoilt, decode=decode_pieces)) == decode_pieces(spoilt) == "a" + "\ufffd" * 601 + "b"
+    assert deltas(byte_pieces(b"\x81>\0"), byte_pieces(b"<\xcc"), decode_pieces) == ["", ">", "", "\ufffd"]
     broken = encode("a") + encode("你")[1:] * 200 + encode("🙂b")
     assert "".join(deltas(broken)) == decode(broken)
 

@@ -111,7 +111,8 @@ class Choice:
         if self.shown.prompt_only:
             return AnswerPart("")
         self.token_ids.extend(event.tokens)
-        self.scores.extend(event.scores)
+        if event.scores:
+            self.scores.extend(event.scores)
         if event.markup is not None and self.reader is None and self.chat is not None:
             self.reader = reader_for(event.markup, self.chat.request, self.chat.tools)
         if self.reader is None:
