@@ -341,8 +341,8 @@ class Modules:
         """The functions that were called."""
         self.broken: dict[str, str] = {}
         """By the name of a module that does not compile: what the compiler says."""
-        self.early = False
-        """What kernels must be told of whether they may begin early."""
+        self.early: bool | None = None
+        """What kernels must be told of whether they may begin early; None: anything."""
         self.changes: dict[str, Callable[[SimpleNamespace], None]] = {}
         """By the name of a function: what changes its arguments, so that it computes something else."""
 
@@ -384,13 +384,13 @@ class Modules:
 
     def _rmsnorm(self, given: SimpleNamespace) -> Callable[[SimpleNamespace], object]:
         assert given.input.dim() in (2, 3) and given.out.shape == given.input.shape
-        assert given.weight.shape == given.input.shape[-1:] and given.enable_pdl is self.early
+        assert given.weight.shape == given.input.shape[-1:] and self.early in (None, given.enable_pdl)
         assert given.input.dtype == given.weight.dtype == given.out.dtype
         return lambda at: at.out.copy_(normed(at.input.float(), at.weight, at.eps))
 
     def _fused_add_rmsnorm(self, given: SimpleNamespace) -> Callable[[SimpleNamespace], object]:
         assert given.input.dim() == 2 and given.residual.shape == given.input.shape
-        assert given.weight.shape == given.input.shape[-1:] and given.enable_pdl is self.early
+        assert given.weight.shape == given.input.shape[-1:] and self.early in (None, given.enable_pdl)
         assert given.input.dtype == given.weight.dtype == given.residual.dtype
         assert here(given.input).data_ptr() != here(given.residual).data_ptr()
 
@@ -441,7 +441,7 @@ class Modules:
         return compute
 
     def _silu_and_mul(self, given: SimpleNamespace) -> Callable[[SimpleNamespace], object]:
-        assert given.input.is_contiguous() and given.out.is_contiguous() and given.enable_pdl is self.early
+        assert given.input.is_contiguous() and given.out.is_contiguous() and self.early in (None, given.enable_pdl)
         assert given.input.shape == (*given.out.shape[:-1], 2 * given.out.shape[-1])
         assert given.out.shape[-1] % 8 == 0, "a thread of 0.6.13 would load from an address that is not aligned"
         assert given.input.dtype == given.out.dtype

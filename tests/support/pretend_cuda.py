@@ -69,7 +69,15 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
     num_replays = 0
     num_operations = 0
     """On the device, beside replays; a view and memory are no operations."""
+    num_launched = 0
+    """Kernels of libraries."""
+    recorded: list[int]
+    """Operations and kernels of each recording."""
     _tape: list[Callable[[], object]] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorded = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         name, named = function.__name__.partition(".")[0], dict(named or {})
@@ -93,6 +101,7 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def launch(self, work: Callable[[], object]) -> None:
         """Do what a library does on the device."""
         tape, self._tape = self._tape, None
+        self.num_launched += 1
         work()
         if tape is not None:
             tape.append(work)
@@ -103,12 +112,15 @@ class Pretended(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> tuple[Callable[[], object], Tensor, object]:
         """As `graphs.record`: the operations of *call* are done again on the tensors that they had."""
         call()
+        before = self.num_operations + self.num_launched
         may_wait, self.may_wait = self.may_wait, False
         self._tape = tape = list[Callable[[], object]]()
         try:
             result = call()
         finally:
             self._tape, self.may_wait = None, may_wait
+
+        self.recorded.append(self.num_operations + self.num_launched - before)
 
         def replay() -> None:
             self.num_replays += 1
@@ -137,7 +149,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with torch.no_grad(), Pretended() as device:  # type: ignore[no-untyped-call]
+    with torch.no_grad(), Pretended() as device:
         yield device
 
 

@@ -88,6 +88,8 @@ class Kernel:
     """A function that other kernels call, or that is launched for each program of a grid: `kernel[grid](..)`."""
 
     programs: Sequence[int] = ()
+    enqueue: Callable[[Callable[[], None]], None] = staticmethod(lambda compute: compute())
+    """What a device does with a launched kernel."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -101,8 +103,12 @@ class Kernel:
         ) -> None:
             assert not enable_fp_fusion, "products fused with sums round once, and choose other tokens"
             given = [_pointer(word) if isinstance(word, torch.Tensor) else word for word in words]
-            for Kernel.programs in itertools.product(*map(range, grid)):
-                self._function(*given, **constants)
+
+            def compute() -> None:
+                for Kernel.programs in itertools.product(*map(range, grid)):
+                    self._function(*given, **constants)
+
+            Kernel.enqueue(compute)
 
         return launch
 

@@ -39,9 +39,10 @@ SIZES: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_ru
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
+    made = {
         family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3moe", "mistral")
     }
+    return made | {"large heads": make_checkpoint(tmp_path_factory.mktemp("large"), "qwen3", head_dim=32)}
 
 
 @pytest.fixture
@@ -93,9 +94,10 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def new(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def new(device: Pretended, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What is behind --gpu-new: prompts of up to 16 tokens are recorded."""
     monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (16, 8))
+    monkeypatch.setattr(triton_double.Kernel, "enqueue", device.launch)
     with triton_double.triton():
         yield {"gpu_new": True}
 
@@ -119,7 +121,7 @@ def test_nothing_waits_for_the_device_and_the_tokens_are_those_of_a_cpu(
     assert device.num_replays > 0 if graph else device.num_replays == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3moe", marks=pytest.mark.night), "mistral"])
+@pytest.mark.parametrize("family", ["large heads", pytest.param("qwen3moe", marks=pytest.mark.night), "mistral"])
 def test_with_recorded_prompts_the_tokens_are_the_same(
     folders: dict[str, Path], device: Pretended, new: dict[str, Any], family: str
 ) -> None:
@@ -136,7 +138,7 @@ def test_a_recorded_prompt_has_its_own_bits_and_leaves_other_pages_alone(
     folders: dict[str, Path], device: Pretended, new: dict[str, Any]
 ) -> None:
     """Whatever the recordings computed before: the rows that pad it are left out."""
-    engine = engine_on(device, folders["qwen3"], "fi", 2, **new)
+    engine = engine_on(device, folders["large heads"], "fi", 2, **new)
     pages = shuffled_pages()
     requests = [Request(table, [*range(5, 5 + size)], pages, page_size=PAGE_SIZE) for table, size in enumerate((9, 16))]
     alone, other = ([engine.launch(plan(request.row(64)), None).x_TE] for request in requests)
@@ -153,7 +155,7 @@ def test_a_decode_step_launches_little_beside_its_replay(
     folders: dict[str, Path], device: Pretended, new: dict[str, Any]
 ) -> None:
     def launched(**how: Any) -> int:
-        engine = engine_on(device, folders["qwen3"], "fi", 2, **how)
+        engine = engine_on(device, folders["large heads"], "fi", 2, **how)
         request = Request(0, [5, 6, 7, 8, 9], shuffled_pages(), page_size=PAGE_SIZE)
         step, counts = None, []
         for token in (-1, -1, -1, -1):
@@ -164,6 +166,23 @@ def test_a_decode_step_launches_little_beside_its_replay(
         return counts[-1]
 
     assert 0 < launched(**new) <= launched() / 2
+
+
+def test_a_recorded_layer_has_one_kernel_in_place_of_four(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two norms, the rope and what writes pages."""
+    one_layer = make_checkpoint(tmp_path, "qwen3", head_dim=32, num_layers=1)
+
+    def kernels_of_a_layer(**how: Any) -> int:
+        found = []
+        for folder in (one_layer, folders["large heads"]):
+            device.recorded.clear()
+            engine_on(device, folder, "fi", 1, **how)
+            found.append(device.recorded[0])  # a decode step of one row
+        return found[1] - found[0]
+
+    assert kernels_of_a_layer() - kernels_of_a_layer(fused=True, **new) == 3
 
 
 def places_outside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:
