@@ -119,13 +119,17 @@ def copied(batch: HostBatch, device: torch.device) -> ForwardBatch:
     else:
         parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])
         tensors = [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    token_ids_T, positions_T, slots_T, page_table_BN = tensors
     return ForwardBatch(
         inputs_3T=batch.inputs_3T,
         query_starts=batch.query_starts,
         seq_lens=batch.seq_lens,
         host_table_BN=batch.host_table_BN,
         num_decode_rows=batch.num_decode_rows,
-        **dict(zip(("token_ids_T", "positions_T", "slots_T", "page_table_BN"), tensors, strict=True)),
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slots_T=slots_T,
+        page_table_BN=page_table_BN,
     )
 
 

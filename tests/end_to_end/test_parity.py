@@ -44,7 +44,7 @@ from pipeline.events import (
     new_uid,
 )
 from pipeline.names import SEAL, sibling_uids
-from stages.generate.batch import ForwardBatch, build_batch
+from stages.generate.batch import ForwardBatch, copied
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
@@ -628,11 +628,11 @@ def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: 
     """Of the output only: rotary positions are relative, so that prompt and output shifted alike change nothing."""
 
     def shifted(*arguments: Any) -> ForwardBatch:
-        batch = build_batch(*arguments)
+        batch = copied(*arguments)
         decoding_T = torch.arange(len(batch.positions_T)) < batch.num_decode_rows
         return replace(batch, positions_T=batch.positions_T + decoding_T)
 
-    monkeypatch.setattr(engine_module, "build_batch", shifted)
+    monkeypatch.setattr(engine_module, "copied", shifted)
     assert num_differing(asked, run_here(asked, asked.prompts, ALONE).tokens) >= 15
 
 

@@ -98,6 +98,8 @@ class FlashInferAttention:
         }
         self._indices_X = torch.empty(0, dtype=torch.int32, device=shape.device)
         """Indices that the kernels of decode rows read; `starts` has their places."""
+        self.is_recorded = False
+        """Whether recordings know the place of `_indices_X`."""
         self._num_pages = 0
         """Number of pages that fit into `_indices_X` beside the rows."""
         chunks = [self._wrapper("prefill", prefill_wrapper, backend=prefill) for _ in range(2)]
@@ -113,7 +115,7 @@ class FlashInferAttention:
     def prepare(self, batch: HostBatch, inputs_3R: np.ndarray | None = None) -> Run:
         """Do the part of `plan` on the host; the result reads pages that are already written.
 
-        *inputs_3R*, int32: for decode rows that were planned before; it is at `inputs` when the device begins the step.
+        *inputs_3R*, int32: ids, positions and slots of decode rows; with the indices they are copied to `inputs`.
         """
         self._turns.reverse()
         turn = self._turns[0]
@@ -126,13 +128,22 @@ class FlashInferAttention:
         turn.planned()
         return run
 
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self._shape.num_heads
+
+    def writing(self, slots_T: Tensor) -> fused.Write:
+        """Return a function that stores keys and values at *slots_T*."""
+        return self.beside.writing(slots_T, self._shape.page_size)
+
     def inputs(self, num_rows: int) -> Tensor:
         """Return the place of ids, positions and slots of so many decode rows on the device, [3, R]."""
         return arrays_in(self._indices_X, num_rows, 0).inputs.view(3, num_rows)
 
     def attending(self, run: Run, slots_T: Tensor) -> Attend:
         """Return the function that the layers call; it writes to *slots_T* what is not there already."""
-        write = cache(lambda: self.beside.writing(slots_T, self._shape.page_size))
+        write = cache(lambda: self.writing(slots_T))
 
         def attend(
             q_THD: Tensor,
@@ -183,6 +194,7 @@ class FlashInferAttention:
         """Make room for the indices of so many decode rows and pages. Forget wrappers that use the old place."""
         if num_pages <= self._num_pages and starts(num_rows, self._num_pages)[NUM_SENT] <= len(self._indices_X):
             return
+        assert not self.is_recorded, f"{num_rows} rows and {num_pages} pages: recordings would read the old place"
         if num_pages > self._num_pages:
             self._num_pages = max(num_pages, 2 * self._num_pages)
         size = max(starts(num_rows, self._num_pages)[NUM_SENT], 2 * len(self._indices_X))
@@ -210,7 +222,7 @@ class FlashInferAttention:
     def _give_workspaces(self, kind: str, wrapper: Any) -> None:
         wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
         if kind == "decode" and self._shape.deterministic:
-            wrapper._pin_memory_int_workspace_buffer.zero_()
+            wrapper._pin_memory_int_workspace_buffer.zero_()  # FlashInfer has no public way to it
 
     def _grow_until(self, kind: str, wrapper: Any, plan: Callable[[], None]) -> None:
         """Plan; if FlashInfer finds the workspaces too small, try again, first with the same ones, then with larger."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, product
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, DeviceFull
+from pipeline.events import SamplingParams
 from stages.generate.attention import ATTENTION, WITH_SINKS, Attention
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.fused import IN_TORCH, Beside
@@ -29,7 +30,7 @@ from stages.generate.forward.gguf_weights import load_blocks, load_gguf
 from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
-from stages.generate.forward.step_graphs import PROMPT_SIZES, StepGraphs
+from stages.generate.forward.step_graphs import StepGraphs, prompt_sizes
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.model.attention import attention_shape, plan_all
 from stages.generate.model.by_transformers import ForeignDecoder, tried_tokens
@@ -47,6 +48,8 @@ from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample, 
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
 
+LIMITS: Final[Sequence[dict[str, Any]]] = ({}, {"top_k": 2}, {"top_k": 1000}, {"top_p": 0.5})
+"""Parameters for which drawing needs all its kernels."""
 ERROR_CHARS: Final = 300
 """Largest length of CUDA's message in an error: it may be a page."""
 
@@ -110,7 +113,7 @@ class TorchComputer:
         if self._graphs is not None and 0 < batch.num_decode_rows < len(batch.seq_lens):
             decode, chunks = parted(batch)
             if self._graphs.records(decode):
-                parts = [self._layers(each, kv_L2PKSD, last_R) for each in (decode, chunks)]
+                parts = (self._layers(decode, kv_L2PKSD, last_R), self._layers(chunks, kv_L2PKSD, None))
                 return torch.cat(parts), batch.query_starts
         return self._layers(batch, kv_L2PKSD, last_R), batch.query_starts
 
@@ -215,6 +218,8 @@ class Engine:
         page_size: int,
         max_running_requests: int,
         max_seq_len: int,
+        max_prefill_length: int = 8192,
+        most_drafts: int = 0,
         attention: str = "reference",
         kernels: str = "torch",
         quantization: str = "none",
@@ -240,6 +245,8 @@ class Engine:
         *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
         most *num_pages*. `num_pages` has the result.
 
+        *max_prefill_length*, *most_drafts*: of a step, and of a request in it; only recordings depend on them.
+
         *graph*: record decode steps of up to this many rows as CUDA graphs; *attention* must be FlashInfer's. If that
         fails, the steps are computed without graphs, unless the engine *needs_graph*. `graph` has the result.
 
@@ -261,7 +268,8 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         self._threads = threads = torch.get_num_threads()
-        self._gpu_new = gpu_new
+        self._most_drafts = most_drafts
+        self._gpu_new, self._prompt_sizes = gpu_new, prompt_sizes(max_prefill_length)
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         spec = spec.at(max_seq_len)
@@ -312,7 +320,10 @@ class Engine:
             backend = backends[0]
             beside = backend.beside if isinstance(backend, FlashInferAttention) else IN_TORCH
             self.fused = beside.modules
-            operations = _new_operations(beside, dtype if fixed_products else None) if gpu_new else beside.operations
+            operations = beside.operations
+            if gpu_new:
+                self._try_drawing()
+                operations = _new_operations(beside, dtype if fixed_products else None)
             decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, operations)
             self._computer = TorchComputer(decoder, backends, device)
             if measure is not None:
@@ -362,13 +373,24 @@ class Engine:
         foreign.check_against_transformers(attentions, batches, kv_L2PKSD)
 
     @torch.inference_mode()
+    def _try_drawing(self) -> None:
+        """Let Triton compile the kernels that draw tokens: later, all streams would wait for that."""
+        logits_RV = torch.zeros((1, self._vocab_size), dtype=self.dtype, device=self.device)
+        try:
+            for limits, forbidden in product(LIMITS, ((), (0,))):
+                choose(logits_RV, [Sample(SamplingParams(**limits), 1, forbidden)])
+        except Exception as error:  # of a compiler or a driver
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[-ERROR_CHARS:]
+            raise ConfigError(f"--gpu-new: Triton's kernels do not run here ({reason}); leave it out") from error
+
+    @torch.inference_mode()
     def _recorded(
         self, decoder: Decoder, attention: FlashInferAttention, graph: int, *, needed: bool
     ) -> DecodeGraphs | None:
         """Record the decode steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
         try:
-            graphs = StepGraphs if self._gpu_new else DecodeGraphs
-            return graphs(decoder, attention, self.kv_L2PKSD, self._tables, graph)
+            given = (decoder, attention, self.kv_L2PKSD, self._tables, graph, self._most_drafts)
+            return StepGraphs(*given, self._prompt_sizes) if self._gpu_new else DecodeGraphs(*given)
         except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
             if needed:
@@ -395,7 +417,7 @@ class Engine:
         del self.kv_L2PKSD
         graph_bytes = decode_bytes if graphs else 0
         if graphs and self._gpu_new:
-            graph_bytes += prefill_bytes * max(PROMPT_SIZES) // num_tokens
+            graph_bytes += prefill_bytes * self._prompt_sizes[-1] // num_tokens
         fitting = fitting_pages(
             measure,
             page_bytes(spec, page_size, self.dtype),

@@ -18,7 +18,7 @@ REMEDY: Final = (
     "lower --max-prefill-length or --max-running-requests, pass --graph 0, free memory or take a smaller model"
 )
 DRAWN: Final = SamplingParams(temperature=1.0, top_p=0.5)
-"""Parameters with which drawing takes the most memory."""
+"""Parameters with which drawing takes the most memory, if a token is forbidden, too."""
 
 logger = structlog.get_logger()
 
@@ -35,12 +35,12 @@ class Measure:
 def largest_prefill(num_tokens: int, page_size: int) -> BatchPlan:
     """Return a step with one chunk, on the first pages."""
     pages = tuple(range(-(-num_tokens // page_size)))
-    return BatchPlan(0, (PlanRow(0, 0, (0,) * num_tokens, pages, 0, Sample(DRAWN, num_tokens, ())),), 0)
+    return BatchPlan(0, (PlanRow(0, 0, (0,) * num_tokens, pages, 0, Sample(DRAWN, num_tokens, (0,))),), 0)
 
 
 def largest_decode(num_rows: int) -> BatchPlan:
     """Return a step of decode rows, all on the first page."""
-    rows = tuple(PlanRow(row, 0, (0,), (0,), 0, Sample(DRAWN, 1, ())) for row in range(num_rows))
+    rows = tuple(PlanRow(row, 0, (0,), (0,), 0, Sample(DRAWN, 1, (0,))) for row in range(num_rows))
     return BatchPlan(0, rows, num_rows)
 
 

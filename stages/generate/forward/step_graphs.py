@@ -1,9 +1,9 @@
-"""CUDA graphs of prompts, and of decode steps with less beside a replay: with --gpu-new, as no GPU has run them yet."""
+"""CUDA graphs of --gpu-new, which no GPU has run yet: of prompts, and of decode steps with few operations around."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -21,9 +21,11 @@ from stages.generate.model.decoder import Decoder, Ropes
 # T = tokens of a recording, N = tokens of a step, R = rows of a recording, B = decode rows of a step, E = hidden size,
 # L = layers, P = pages, K = kv heads, S = slots of a page, H = query heads, D = head dim
 
-PROMPT_SIZES: Final = (256, 512, 1024, 2048)
-"""Numbers of tokens for which prompts are recorded. More tokens keep a GPU busy for longer than the host launches."""
-MOST_DRAWN: Final = 2**16
+PROMPT_STEP: Final = 256
+"""Prompts are padded to a multiple of this number of tokens."""
+MOST_PROMPT_TOKENS: Final = 2048
+"""More tokens keep a GPU busy for longer than the host takes to launch a step."""
+MOST_DRAWN: Final = 4096
 """Largest number of tokens that a step draws."""
 
 logger = structlog.get_logger()
@@ -34,41 +36,45 @@ class Places(NamedTuple):
 
     x_TE: Tensor
     q_THD: Tensor
-    k_TKD: Tensor | None
-    """None, as v_TKD: a recorded part stores keys and values in the pages itself."""
-    v_TKD: Tensor | None
     o_THD: Tensor
 
     def of(self, num_tokens: int) -> Places:
         """Return the places of the first tokens."""
-        return Places(*(None if place is None else place[:num_tokens] for place in self))  # type: ignore[arg-type]
+        return Places(*(place[:num_tokens] for place in self))
 
 
 class StepGraphs(DecodeGraphs):
     """See `DecodeGraphs`; the numbers of a decode step go to the device with FlashInfer's indices, in one copy, and the
     recording of a step replaces the placeholders.
 
-    A step of prompts is padded to one of `PROMPT_SIZES`. Recorded are its parts between two attentions; FlashInfer
-    plans the attention for the tokens of the step, and it is launched between the replays.
+    A step of prompts is padded to one of some sizes. Its parts between two attentions are recorded. FlashInfer plans
+    the attention for the tokens of the step, and it is launched between the replays.
     """
 
     def __init__(
-        self, decoder: Decoder, attention: FlashInferAttention, kv_L2PKSD: Tensor, tables: PageTables, most_rows: int
+        self,
+        decoder: Decoder,
+        attention: FlashInferAttention,
+        kv_L2PKSD: Tensor,
+        tables: PageTables,
+        most_rows: int,
+        most_drafts: int,
+        sizes: Sequence[int],
     ) -> None:
-        """Record decode steps, then prompts."""
+        """Record decode steps, then prompts of *sizes*, which ascend. *most_drafts*: see `DecodeGraphs`."""
         self._last_R = torch.zeros(MOST_DRAWN, dtype=torch.int64, device=kv_L2PKSD.device)
         self._spare_slot = (kv_L2PKSD.shape[2] - 1) * kv_L2PKSD.shape[4]
-        super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows)
-        began_s, sizes = time.monotonic(), sorted(PROMPT_SIZES, reverse=True)
-        self._kv_of_layers = list(kv_L2PKSD)
-        self._places = make_places(decoder, self._padding_31.repeat(1, sizes[0]), self._kv_of_layers[0])
-        self._prompts = {size: self._parts(decoder, size) for size in sizes}
+        super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows, most_drafts)
+        began_s, self._sizes, self._kv_of_layers = time.monotonic(), sizes, list(kv_L2PKSD)
+        hidden, heads = (sizes[-1], decoder.hidden_size), (sizes[-1], attention.num_heads, kv_L2PKSD.shape[-1])
+        self._places = Places(*(kv_L2PKSD.new_zeros(shape) for shape in (hidden, heads, heads)))
+        self._prompts = {size: self._parts(decoder, size) for size in reversed(sizes)}
         seconds = round(time.monotonic() - began_s, 2)
         logger.info("prompts_recorded", sizes=sizes, seconds=seconds)
 
     def records(self, batch: HostBatch) -> bool:
         """See `DecodeGraphs`."""
-        is_prompt = not batch.num_decode_rows and batch.inputs_3T.shape[1] <= max(self._prompts)
+        is_prompt = not batch.num_decode_rows and batch.inputs_3T.shape[1] <= self._sizes[-1]
         return is_prompt or super().records(batch)
 
     def forward(self, batch: HostBatch, last_R: Tensor | None) -> Tensor:
@@ -99,7 +105,7 @@ class StepGraphs(DecodeGraphs):
 
     def _parts(self, decoder: Decoder, num_tokens: int) -> tuple[Tensor, list[Callable[[], object]]]:
         """Record the parts of a prompt: up to the first attention, between two, and after the last one."""
-        inputs_3T = self._padding_31.repeat(1, num_tokens)
+        token_ids_T, positions_T, slots_T = inputs_3T = self._padding_31.repeat(1, num_tokens)
         at, replays = self._places.of(num_tokens), list[Callable[[], object]]()
         ropes: list[Ropes] = [()]
 
@@ -107,14 +113,15 @@ class StepGraphs(DecodeGraphs):
             if number:
                 x_TE, y_TE = decoder.finish(decoder.layers[number - 1], at.x_TE, at.o_THD)
             else:
-                x_TE, y_TE, ropes[0] = decoder.begin(inputs_3T[0], inputs_3T[1])
+                x_TE, y_TE, ropes[0] = decoder.begin(token_ids_T, positions_T)
             if x_TE is not at.x_TE:
                 at.x_TE.copy_(x_TE)
             if number < len(decoder.layers):
-                made = decoder.project(decoder.layers[number], y_TE, ropes[0], inputs_3T[2], self._kv_of_layers[number])
-                for place, each in zip((at.q_THD, at.k_TKD, at.v_TKD), made, strict=True):
-                    if place is not None and each is not None:
-                        place.copy_(each)
+                kv_2PKSD = self._kv_of_layers[number]
+                q_THD, k_TKD, v_TKD = decoder.project(decoder.layers[number], y_TE, ropes[0], slots_T, kv_2PKSD)
+                at.q_THD.copy_(q_THD)
+                if k_TKD is not None and v_TKD is not None:
+                    self._attention.writing(slots_T)(kv_2PKSD, k_TKD, v_TKD)
 
         for number in range(len(decoder.layers) + 1):
             replay, _, self._pool = graphs.record(partial(part, number), self._device, self._pool)
@@ -124,26 +131,19 @@ class StepGraphs(DecodeGraphs):
     def _prompt(self, batch: HostBatch) -> Tensor:
         """Compute prompts alone; return x_NE."""
         num_tokens = batch.inputs_3T.shape[1]
-        size = min(size for size in self._prompts if size >= num_tokens)
+        size = next(size for size in self._sizes if size >= num_tokens)
         inputs_3T, (first, *others) = self._prompts[size]
         inputs_3T.copy_(on_device(self._padded(batch.inputs_3T, size), self._device))
-        attend = self._attention.attending(self._attention.prepare(batch), inputs_3T[2, :num_tokens])
-        x_NE, q_NHD, k_NKD, v_NKD, o_NHD = self._places.of(num_tokens)
+        attend = self._attention.attending(self._attention.prepare(batch), inputs_3T[2])
+        x_NE, q_NHD, o_NHD = self._places.of(num_tokens)
         first()
         for kv_2PKSD, replay in zip(self._kv_of_layers, others, strict=True):
-            attend(q_NHD, k_NKD, v_NKD, kv_2PKSD, o_NHD)
+            attend(q_NHD, None, None, kv_2PKSD, o_NHD)
             replay()
         return x_NE.clone()
 
 
-def make_places(decoder: Decoder, inputs_3T: Tensor, kv_2PKSD: Tensor) -> Places:
-    """Return places for the results of so many tokens."""
-    token_ids_T, positions_T, slots_T = inputs_3T
-    x_TE, y_TE, ropes = decoder.begin(token_ids_T, positions_T)
-    q_THD, k_TKD, v_TKD = decoder.project(decoder.layers[0], y_TE, ropes, slots_T, kv_2PKSD)
-
-    def like(made: Tensor) -> Tensor:
-        return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
-
-    k_place, v_place = (None if each is None else like(each) for each in (k_TKD, v_TKD))
-    return Places(like(x_TE), like(q_THD), k_place, v_place, like(q_THD))
+def prompt_sizes(max_prefill_length: int) -> list[int]:
+    """Return the numbers of tokens for which prompts are recorded, if a step has at most *max_prefill_length*."""
+    most = min(MOST_PROMPT_TOKENS, -(-max_prefill_length // PROMPT_STEP) * PROMPT_STEP)
+    return list(range(PROMPT_STEP, most + 1, PROMPT_STEP))

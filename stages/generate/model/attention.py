@@ -42,8 +42,8 @@ class AttentionShape:
     deterministic: bool = False
     """Whether the bits of a token must not depend on the batch, nor on how its prompt is divided."""
     new: bool = False
-    """Whether FlashInfer may be used as on no GPU yet (`--gpu-new`): deterministic plans for graphs, and kernels of
-    `fused.py` that begin before the kernel before them ends. They wait before they read.
+    """Whether FlashInfer is used in ways that no GPU has run yet (`--gpu-new`): deterministic plans for graphs, and
+    kernels of `fused.py` that begin before the kernel before them ends. They wait before they read.
     """
     fused: bool = False
     """Whether FlashInfer, if it computes attention, also computes what it can of the rest of a layer (`fused.py`)."""

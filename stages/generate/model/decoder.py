@@ -128,6 +128,11 @@ class Decoder:
         assert not weights, f"unused weights: {', '.join(weights)}"
 
     @property
+    def hidden_size(self) -> int:
+        """E."""
+        return self._spec.hidden_size
+
+    @property
     def num_kinds(self) -> int:
         """Number of kinds of layers."""
         return len(self._ropes)
@@ -163,7 +168,7 @@ class Decoder:
         return place_heads(heads_TMD, layer.qk_norm_ND, spec.norm_eps, table_TD, slots_T, kv_2PKSD), None, None
 
     def finish(self, layer: Layer, x_TE: Tensor, o_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x_TE after the layer, maybe in its old place, and y_TE, its norm for the next layer."""
+        """Return x_TE after the layer, which may replace the argument, and y_TE, its norm for the next layer."""
         x_TE, y_TE = by_rows(self._block_rows, partial(self._after_attention, layer), x_TE, o_THD.flatten(1))
         return x_TE, y_TE
 

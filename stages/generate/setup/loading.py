@@ -62,6 +62,8 @@ def load_engine(
         needs_graph=config.engine.graph > 0,
         deterministic=settings.deterministic,
         gpu_new=settings.gpu_new,
+        max_prefill_length=settings.limits.max_prefill_length,
+        most_drafts=settings.limits.most_drafts,
         fixed_products=settings.fixed_products,
         has_parts=settings.local.num_parts > 0,
         measure=measure,

@@ -128,7 +128,8 @@ def test_a_request_has_its_bits_with_products_of_fixed_shapes_in_graphs(
     need_flashinfer(device, monkeypatch, head_dim=128)
     need_triton(device, monkeypatch)
     if on_cpu := device.type == "cpu":
-        monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (8, 32))
+        monkeypatch.setattr(step_graphs, "PROMPT_STEP", 8)
+        monkeypatch.setattr(step_graphs, "MOST_PROMPT_TOKENS", 32)
         monkeypatch.setattr(engine_module, "packs", lambda *_: False)
     write_config(SMALL if on_cpu else LARGE, tmp_path)
     load: dict[str, Any] = {} if on_cpu else {"lengths": (5, 700, 40, 301, 64, 17, 129, 1), "num_tokens": 16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, TokenRow
-from stages.generate.attention import flashinfer
+from stages.generate.attention import flashinfer, fused
 from stages.generate.attention.flashinfer import FlashInferAttention, Run
 from stages.generate.batch import PageTables, on_device
-from stages.generate.forward import engine as engine_module
 from stages.generate.forward import graphs, step_graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.gpu_memory import REMEDY, Measure
 from stages.generate.model.attention import Attend, places_of, write_pages
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 from stages.generate.schedule.request import NewRequest
 
 NUM_PAGES, PAGE_SIZE = 128, 4
@@ -96,7 +97,8 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
 @pytest.fixture
 def new(device: Pretended, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What is behind --gpu-new: prompts of up to 16 tokens are recorded."""
-    monkeypatch.setattr(step_graphs, "PROMPT_SIZES", (16, 8))
+    monkeypatch.setattr(step_graphs, "PROMPT_STEP", 8)
+    monkeypatch.setattr(step_graphs, "MOST_PROMPT_TOKENS", 16)
     monkeypatch.setattr(triton_double.Kernel, "enqueue", device.launch)
     with triton_double.triton():
         yield {"gpu_new": True}
@@ -128,6 +130,7 @@ def test_with_recorded_prompts_the_tokens_are_the_same(
     """Also where prompts are beside decode rows, longer than any recording, and begin on pages of another request."""
     on_cpu = tokens_of(make_engine(folders[family], kernels="torch", attention="reference", **SIZES))
     engine = engine_on(device, folders[family], "fi", 2, **new)
+    assert engine.fused == tuple(fused.MODULES)
     assert tokens_of(engine) == on_cpu
     replays = device.num_replays
     assert tokens_of(engine_on(device, folders[family], "fi", 2)) == on_cpu
@@ -149,6 +152,51 @@ def test_a_recorded_prompt_has_its_own_bits_and_leaves_other_pages_alone(
     assert torch.equal(x_TE.held, alone[0].held) and len(x_TE) == 9 and len(other[0]) == 16  # type: ignore[attr-defined]
     changed = (kv.held.nan_to_num() != before).any(dim=(0, 1, 3, 4, 5)).nonzero()[:, 0].tolist()
     assert set(again.pages) <= set(changed) <= {*again.pages, engine.num_pages}
+
+
+def test_a_step_with_more_rows_than_any_recording_leaves_the_recordings_alone(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any]
+) -> None:
+    """As one with drafts, which is computed without a recording: recorded kernels know where their indices are."""
+
+    def tokens(num_drafts: int, graph: int) -> list[int]:
+        engine = engine_on(device, folders["qwen3"], "fi", graph, most_drafts=num_drafts, **new)
+        pages, greedy = shuffled_pages(), SamplingParams(temperature=0)
+        requests = [Request(table, [5 + table, *range(6, 12)], pages, page_size=PAGE_SIZE) for table in range(3)]
+
+        def step(num_requests: int) -> int:
+            some = requests[:num_requests]
+            token_ids = engine.wait(engine.launch(plan(*(each.row(64) for each in some)), None)).token_ids
+            for request, token in zip(some, token_ids, strict=True):
+                request.tokens.append(token)
+            return token_ids[0]
+
+        found, rows = [step(3), step(3)], list[PlanRow]()
+        for request in requests:
+            row = request.row(1)
+            missing = -(-(row.start + 1 + num_drafts) // PAGE_SIZE) - len(request.pages)
+            more = tuple(request.pool.pop() for _ in range(missing))
+            request.pages += more
+            rows.append(replace(row, new_pages=row.new_pages + more))
+            for place in range(row.start + 1, row.start + 1 + num_drafts):
+                rows.append(PlanRow(row.table, place, (7,), (), 0, Sample(greedy, place + 1, ()), is_draft=True))
+        told = engine.wait(engine.launch(BatchPlan(0, tuple(rows), len(rows), 3 * num_drafts), None)).token_ids
+        for request, token in zip(requests, told[:: 1 + num_drafts], strict=True):  # no draft was right
+            request.tokens.append(token)
+        return [*found, told[0], *(step(1) for _ in range(6))]
+
+    assert tokens(8, graph=2) == tokens(0, graph=0)
+
+
+def test_if_tritons_kernels_do_not_compile_the_flag_is_named(
+    folders: dict[str, Path], device: Pretended, new: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(compute: object) -> None:
+        raise RuntimeError("gcc: fatal error: Python.h: no such file")
+
+    monkeypatch.setattr(triton_double.Kernel, "enqueue", broken)
+    with pytest.raises(ConfigError, match=r"--gpu-new.*Python\.h.*leave it out"):
+        engine_on(device, folders["qwen3"], "fi", 2, **new)
 
 
 def test_a_decode_step_launches_little_beside_its_replay(
@@ -305,7 +353,6 @@ def test_the_pages_are_what_fits_beside_the_largest_steps(
     num_pages: int,
     new: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(engine_module, "PROMPT_SIZES", step_graphs.PROMPT_SIZES)
     Memory(monkeypatch, free_bytes, (900_000, 2000))
     begun = noted(monkeypatch, PageTables, "update", lambda _, rows: rows)
     engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5), **new if is_new else {})
