@@ -85,7 +85,7 @@ def place_heads(
     sizes = {"num_q": num_q, "num_kv": num_kv, "page_size": page_size, "half": head_dim // 2}
     tensors = (heads_TMD, weight_ND, table_TD, slots_T, kv_2PKSD, q_THD)
     grid, how = (num_tokens, triton.cdiv(num_heads, WARPS)), {"num_warps": WARPS, "enable_fp_fusion": False}
-    _place[grid](*tensors, eps, kv_2PKSD[0].numel(), **sizes, **how)
+    _place[grid](*tensors, eps, kv_2PKSD.stride(0), **sizes, **how)
     return q_THD
 
 

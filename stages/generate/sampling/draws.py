@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from stages.generate.schedule.plan import Sample
 # R = rows
 
 GOLDEN64: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+OF_PARAMS: Final = attrgetter("top_k", "seed", "temperature", "top_p", "min_p")
 LN2: Final = 0.6931471805599453
 SMALLEST: Final = float(np.finfo(np.float32).tiny)
 MOST_WEIGHT: Final = 2**40
@@ -41,15 +43,15 @@ class Draws:
 
 def make_draws(samples: Sequence[Sample]) -> Draws:
     """Return the arrays of rows. With temperature 0, the first of the tokens with the largest logit is drawn."""
-    params = [how.params for how in samples]  # with a dtype, numpy makes arrays of lists in half the time
+    of_rows = [OF_PARAMS(how.params) for how in samples]  # faster than one list for each of them
+    top_k, seeds, *floats = zip(*of_rows, strict=True) if of_rows else [()] * 5
+    temperatures_R, top_p_R, min_p_R = np.array(floats, np.float64)
+    positions_R = np.array([how.position for how in samples], np.int64)
+    shares_R = uniform(np.array(seeds, np.int64), positions_R)
     numbers_FR = np.empty((6, len(samples)), np.int64)
-    numbers_FR[0] = [each.top_k if each.top_k < 2**31 else 2**31 for each in params]
-    numbers_FR[3] = np.ceil(np.array([each.min_p for each in params], np.float64) * MOST_WEIGHT)
-    seeds_R = np.array([each.seed for each in params], np.int64)
-    shares_R = uniform(seeds_R, np.array([how.position for how in samples], np.int64))
-    top_p_R = np.array([each.top_p for each in params], np.float64)
+    numbers_FR[0] = [each if each < 2**31 else 2**31 for each in top_k]
+    numbers_FR[3] = np.ceil(min_p_R * MOST_WEIGHT)
     numbers_FR[1::3], numbers_FR[2::3] = fractions(np.stack((top_p_R, shares_R)))
-    temperatures_R = np.array([each.temperature for each in params], np.float64)
     numbers_FR[:, temperatures_R == 0] = FIRST_F1
     divisors_R = np.maximum(temperatures_R * LN2, SMALLEST)
     return Draws(divisors_R.astype(np.float32), numbers_FR)

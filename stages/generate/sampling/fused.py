@@ -24,19 +24,21 @@ from torch import Tensor
 from stages.generate.batch import on_device
 from stages.generate.sampling.draws import HALF_BITS, Draws
 
-# R = rows of the logits, X = rows that get a token, V = vocabulary, T = tiles of a row, B = bins, N = numbers of a row
+# R = rows, V = vocabulary, T = tiles of a row, B = bins, N = numbers of a row
 
 HALF = tl.constexpr(HALF_BITS)
 TILE = tl.constexpr(2048)
 """Number of logits that one program reads."""
 BINS = tl.constexpr(2048)
+MOST_BOUNDED: Final = 256
+"""Largest number of tiles for which `_bound` compares all with all."""
 LEVELS: Final = ((31, 20), (20, 10), (10, 0))
 """Passes of the radix select that finds the largest kept distance: how many of its lowest bits are unknown before and
 after each.
 """
-WANTED, PART, REST, LEAST, HIGH, LOW, ROW, DIVISOR, LAST, FOUND, NUMBERS = (tl.constexpr(place) for place in range(11))
-"""Places in the numbers of a row: those of `Draws.numbers_FR`, its row in the logits, the bits of its divisor, the bits
-of the largest kept distance, and those found so far. WANTED or PART is -1 if there is no top_k or top_p.
+WANTED, PART, REST, LEAST, HIGH, LOW, DIVISOR, LAST, FOUND, NUMBERS = (tl.constexpr(place) for place in range(10))
+"""Places in the numbers of a row: those of `Draws.numbers_FR`, the bits of its divisor, the bits of the largest kept
+distance, and those found so far. WANTED or PART is -1 if there is no top_k or top_p.
 """
 
 
@@ -82,10 +84,10 @@ def _largest(most, num_tiles, tiles: tl.constexpr):
 
 
 @triton.jit
-def _logits(logits, numbers, size, tile):
-    """Return the logits of a tile of a row, -inf beyond the end."""
+def _logits(logits, size, tile):
+    """Return the logits of a tile of this program's row, -inf beyond the end."""
     places = tile * TILE + tl.arange(0, TILE)
-    at = logits + tl.load(numbers + ROW) * size
+    at = logits + tl.program_id(0).to(tl.int64) * size
     return tl.load(at + places, mask=places < size, other=float("-inf")).to(tl.float32)
 
 
@@ -98,7 +100,7 @@ def _bits(distances):
 @triton.jit
 def _weighed(logits, numbers, size, tile, largest):
     """Return the bits of a tile's distances, and the weights."""
-    distances = largest - _logits(logits, numbers, size, tile)
+    distances = largest - _logits(logits, size, tile)
     return _bits(distances), _weights(distances, _divisor(numbers))
 
 
@@ -117,10 +119,10 @@ def _is_near(numbers, most, tile, largest):
 
 
 @triton.jit
-def _find_most(logits, numbers, most, size, num_tiles):
-    """most[X, T]: the largest logit of each tile; inf if one is NaN, which `tl.max` would ignore."""
+def _find_most(logits, most, size, num_tiles):
+    """most[R, T]: the largest logit of each tile; inf if one is NaN, which `tl.max` would ignore."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    found = _logits(logits, numbers + row * NUMBERS, size, tile)
+    found = _logits(logits, size, tile)
     tl.store(most + row * num_tiles + tile, tl.max(tl.where(found == found, found, float("inf")), 0))
 
 
@@ -138,7 +140,7 @@ def _bound(numbers, most, num_tiles, tiles: tl.constexpr):
 
 @triton.jit(do_not_specialize=["before", "after"])
 def _fill_bins(logits, numbers, most, bins, size, num_tiles, before, after, limit: tl.constexpr, tiles: tl.constexpr):
-    """bins[X, B], 0 before: the weights of the kept tokens whose distances begin with the bits found so far and go on
+    """bins[R, B], 0 before: the weights of the kept tokens whose distances begin with the bits found so far and go on
     with those of the bin. For top_k their number; tokens of weight 0 do not count, because no draw can choose them.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -160,7 +162,7 @@ def _pick_bin(numbers, bins, before, after, limit: tl.constexpr):
         amounts, wanted = tl.load(bins + row * BINS + every), tl.load(numbers + WANTED)
         if limit == PART:
             share = _share(tl.sum(amounts, 0), tl.load(numbers + PART), tl.load(numbers + REST))
-            wanted = tl.where(before == 31, tl.maximum(share, 1), wanted)
+            wanted = tl.where(before == 31, share, wanted)
         place = tl.minimum(tl.sum((tl.cumsum(amounts, 0) < wanted).to(tl.int32), 0), BINS - 1)
         found = tl.load(numbers + FOUND) << (before - after) | place
         tl.store(numbers + WANTED, wanted - tl.sum(tl.where(every < place, amounts, 0), 0))
@@ -170,10 +172,11 @@ def _pick_bin(numbers, bins, before, after, limit: tl.constexpr):
 
 @triton.jit
 def _sum_tiles(logits, numbers, most, sums, size, num_tiles, tiles: tl.constexpr):
-    """sums[X, T], 0 before: the kept weights of each tile."""
+    """sums[R, T]: the kept weights of each tile."""
     row, tile = tl.program_id(0), tl.program_id(1)
     numbers, most = numbers + row * NUMBERS, most + row * num_tiles
     largest = _largest(most, num_tiles, tiles)
+    tl.store(sums + row * num_tiles + tile, 0)
     if _is_near(numbers, most, tile, largest):
         tl.store(sums + row * num_tiles + tile, tl.sum(_kept(logits, numbers, size, tile, largest), 0))
 
@@ -186,41 +189,40 @@ def _choose(logits, numbers, most, sums, tokens, size, num_tiles, tiles: tl.cons
     sums_T = tl.load(sums + row * num_tiles + every, mask=is_tile, other=0)
     before = _share(tl.sum(sums_T, 0), tl.load(numbers + HIGH), tl.load(numbers + LOW))
     passed = (tl.cumsum(sums_T, 0) <= before) & is_tile
-    tile = tl.minimum(tl.sum(passed.to(tl.int32), 0), num_tiles - 1)
+    tile = tl.sum(passed.to(tl.int32), 0)
     before -= tl.sum(tl.where(every < tile, sums_T, 0), 0)
 
     largest = _largest(most + row * num_tiles, num_tiles, tiles)
     ends = tl.cumsum(_kept(logits, numbers, size, tile, largest), 0)
-    place = tl.minimum(tl.sum((ends <= before).to(tl.int32), 0), TILE - 1)
-    token = tl.minimum(tile * TILE + place, size - 1).to(tl.int64)
+    token = tile * TILE + tl.sum((ends <= before).to(tl.int32), 0)
     is_finite = (largest > float("-inf")) & (largest < float("inf"))
-    tl.store(tokens + tl.load(numbers + ROW), tl.where(is_finite, token, -1))
+    tl.store(tokens + row, tl.where(is_finite, token.to(tl.int64), -1))
 
 
-def choose_all(tokens_R: Tensor, logits_RV: Tensor, rows_X: np.ndarray, draws: Draws) -> None:
-    """Write the tokens, int64, of the rows *rows_X*, which *draws* is about: NOT_A_NUMBER where a logit is NaN or the
-    largest one is infinite. There is one copy to the device.
-    """
+def choose_all(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Return tokens_R, int64: NOT_A_NUMBER where a logit is NaN or the largest one is infinite."""
     assert logits_RV.is_contiguous()
-    device, (num_rows, size) = logits_RV.device, (len(rows_X), logits_RV.shape[1])
-    numbers_XN = np.zeros((num_rows, int(NUMBERS)), np.int64)
-    numbers_XN[:, :6], numbers_XN[:, 6] = draws.numbers_FR.T, rows_X
-    numbers_XN[:, 7], numbers_XN[:, 8] = draws.divisors_R.view(np.int32), 2**31 - 1
-    top_k_X, top_p_X = numbers_XN[:, 0], numbers_XN[:, 1]
-    top_k_X[(top_k_X == 0) | (top_k_X >= size)] = -1
-    top_p_X[top_p_X == 2**HALF_BITS] = -1
-    limits = [limit for limit, of_X in enumerate((top_k_X, top_p_X)) if (of_X >= 0).any()]
-    numbers, num_tiles = on_device(numbers_XN, device), triton.cdiv(size, int(TILE))
-    most_XT = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
-    sums_XT = torch.zeros(num_rows, num_tiles, dtype=torch.int64, device=device)
-    bins_PXB = torch.zeros(len(limits) * len(LEVELS), num_rows, int(BINS), dtype=torch.int64, device=device)
+    device, (num_rows, size) = logits_RV.device, logits_RV.shape
+    numbers_RN = np.zeros((num_rows, int(NUMBERS)), np.int64)
+    numbers_RN[:, :6], numbers_RN[:, 6] = draws.numbers_FR.T, draws.divisors_R.view(np.int32)
+    numbers_RN[:, 7] = 2**31 - 1
+    top_k_R, top_p_R = numbers_RN[:, 0], numbers_RN[:, 1]
+    top_k_R[(top_k_R == 0) | (top_k_R >= size)] = -1
+    top_p_R[top_p_R == 2**HALF_BITS] = -1
+    limits = [limit for limit, of_R in enumerate((top_k_R, top_p_R)) if (of_R >= 0).any()]
+    numbers, num_tiles = on_device(numbers_RN, device), triton.cdiv(size, int(TILE))
+    tokens_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    most_RT = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
+    sums_RT = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
+    bins_PRB = torch.zeros(len(limits) * len(LEVELS), num_rows, int(BINS), dtype=torch.int64, device=device)
     each, alone, how = (num_rows, num_tiles), (num_rows,), {"num_warps": 8, "enable_fp_fusion": False}
     tiled = {"tiles": triton.next_power_of_2(num_tiles), **how}
-    _find_most[each](logits_RV, numbers, most_XT, size, num_tiles, **how)
-    if 0 in limits:
-        _bound[alone](numbers, most_XT, num_tiles, **tiled)
-    for bins_XB, (limit, level) in zip(bins_PXB, itertools.product(limits, LEVELS), strict=True):
-        _fill_bins[each](logits_RV, numbers, most_XT, bins_XB, size, num_tiles, *level, limit=limit, **tiled)
-        _pick_bin[alone](numbers, bins_XB, *level, limit=limit, **how)
-    _sum_tiles[each](logits_RV, numbers, most_XT, sums_XT, size, num_tiles, **tiled)
-    _choose[alone](logits_RV, numbers, most_XT, sums_XT, tokens_R, size, num_tiles, **tiled)
+    _find_most[each](logits_RV, most_RT, size, num_tiles, **how)
+    if 0 in limits and num_tiles <= MOST_BOUNDED:
+        _bound[alone](numbers, most_RT, num_tiles, **tiled)
+    for bins_RB, (limit, level) in zip(bins_PRB, itertools.product(limits, LEVELS), strict=True):
+        _fill_bins[each](logits_RV, numbers, most_RT, bins_RB, size, num_tiles, *level, limit=limit, **tiled)
+        _pick_bin[alone](numbers, bins_RB, *level, limit=limit, **how)
+    _sum_tiles[each](logits_RV, numbers, most_RT, sums_RT, size, num_tiles, **tiled)
+    _choose[alone](logits_RV, numbers, most_RT, sums_RT, tokens_R, size, num_tiles, **tiled)
+    return tokens_R

@@ -83,8 +83,7 @@ def choose(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _chosen(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
     from stages.generate.sampling.fused import choose_all
 
-    tokens_R = torch.empty(len(samples), dtype=torch.int64, device=logits_RV.device)
-    choose_all(tokens_R, logits_RV, np.arange(len(samples)), make_draws(samples))
+    tokens_R = choose_all(logits_RV, make_draws(samples))
     for row, how in enumerate(samples):
         if how.params.typical_p < 1 and how.params.temperature > 0:
             tokens_R[row] = _draw_alone(logits_RV[row].float(), how)

@@ -255,7 +255,7 @@ def _gpu_new(config: EngineConfig, device: torch.device) -> bool:
         raise ConfigError("--gpu-new: this engine computes on a CPU; leave it out")
     if config.gpu_new and importlib.util.find_spec("triton") is None:
         raise ConfigError("--gpu-new: the package triton is missing, which comes with torch for CUDA; install it")
-    if config.gpu_new and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if config.gpu_new and not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
         raise ConfigError("--gpu-new: Triton needs a C compiler when it runs; install gcc, or leave it out")
     return config.gpu_new
 

@@ -26,7 +26,7 @@ from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.operations import Operations
 from stages.generate.model.spec import ModelSpec
 
-EPS, PAGE_SIZE, NUM_PAGES = 1e-6, 8, 12
+EPS, PAGE_SIZE, NUM_PAGES = 1e-1, 8, 12  # so that it is noticed
 DTYPES = {"cpu": (torch.float16,), "cuda": (torch.float16, torch.bfloat16)}
 FEW_BITS = 2e-3
 """The largest part of results that may differ by a last bit: sums of squares have another order, and a GPU's inverse

@@ -13,8 +13,7 @@ from support import triton_double
 
 from pipeline.events import SamplingParams
 from stages.generate.sampling import compiled
-from stages.generate.sampling.draws import make_draws
-from stages.generate.sampling.sampler import choose, sample
+from stages.generate.sampling.sampler import choose, sample, weights
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
 
 
@@ -136,19 +135,33 @@ def test_equal_and_excluded_logits(fused: ModuleType) -> None:
     assert all(token < 100 or token >= 5000 for token in tokens)
 
 
-def test_only_the_rows_that_are_drawn_change(fused: ModuleType) -> None:
-    logits_RV = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
-    samples = samples_of(2)
-    tokens_R, rows_X = torch.full((6,), 9999, dtype=torch.int64), np.array([4, 1])
-    fused.choose_all(tokens_R, logits_RV, rows_X, make_draws(samples))
-    expected = sample(logits_RV[rows_X], samples)
-    assert tokens_R.tolist() == [9999, expected[1], 9999, 9999, expected[0], 9999]
+@pytest.mark.parametrize("divisor", [1.0, 0.42, 0.6931472, 1.1754944e-38])
+def test_weights_are_those_of_the_sampler(fused: ModuleType, divisor: float) -> None:
+    """Halves, too, which are rounded to even, and distances at which a weight becomes 0."""
+    extremes = torch.tensor([float("inf"), 0.0, 1e-45, 3.4e38])
+    halvings = torch.cat((torch.arange(0, 200_000) / 4096, extremes))
+    distances = (halvings * divisor).float()
+    found = fused._weights(triton_double.Block(distances.numpy()), triton_double.Block(np.float32(divisor))).values
+    assert np.array_equal(found, weights(distances.clone()[None], torch.tensor([[divisor]]))[0].numpy())
 
 
-def test_top_k_of_fewer_tokens_than_tiles_keeps_those_that_equal_the_last(fused: ModuleType) -> None:
-    """The largest logits of tiles bound the distance of the last one. Here many are equal, also in one tile."""
-    logits_RV = torch.randn(40, 12_000, generator=torch.Generator().manual_seed(6)).round()
-    logits_RV[:, 7000:7100] += 3
+def test_shares_are_exact(fused: ModuleType) -> None:
+    draw = np.random.default_rng(0)
+    totals, high, low = draw.integers(0, 2**60, 5000), draw.integers(0, 2**30, 5000), draw.integers(0, 2**30, 5000)
+    found = fused._share(*map(triton_double.Block, (totals, high, low))).values
+    expected = [
+        int(total) * ((int(one) << 30) + int(other)) >> 60 for total, one, other in zip(totals, high, low, strict=True)
+    ]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_top_k_of_fewer_tokens_than_tiles_keeps_those_that_equal_the_last(fused: ModuleType, are_equal: bool) -> None:
+    """The largest logits of tiles bound the distance of the last one. Many may be equal, also in one tile."""
+    logits_RV = torch.randn(40, 12_000, generator=torch.Generator().manual_seed(6))
+    if are_equal:
+        logits_RV = logits_RV.round()
+        logits_RV[:, 7000:7100] += 3
     samples = [samples_of(40, temperature=2.0, top_k=1 + row % 7, top_p=1 - row % 3 / 9)[row] for row in range(40)]
     assert chosen(logits_RV, samples) == sample(logits_RV, samples)
 
