@@ -272,6 +272,8 @@ class Engine:
         self._gpu_new, self._prompt_sizes = gpu_new, prompt_sizes(max_prefill_length)
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
+        if gpu_new:
+            self._try_drawing()
         spec = spec.at(max_seq_len)
         packed = kernels != "torch" or packs(device, dtype)
         shard = spec.sharded(collectives.rank, collectives.size, quantization)
@@ -322,7 +324,6 @@ class Engine:
             self.fused = beside.modules
             operations = beside.operations
             if gpu_new:
-                self._try_drawing()
                 operations = _new_operations(beside, dtype if fixed_products else None)
             decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, operations)
             self._computer = TorchComputer(decoder, backends, device)
@@ -387,19 +388,16 @@ class Engine:
     def _recorded(
         self, decoder: Decoder, attention: FlashInferAttention, graph: int, *, needed: bool
     ) -> DecodeGraphs | None:
-        """Record the decode steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
+        """Record steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
         try:
             given = (decoder, attention, self.kv_L2PKSD, self._tables, graph, self._most_drafts)
             return StepGraphs(*given, self._prompt_sizes) if self._gpu_new else DecodeGraphs(*given)
         except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
             if needed:
-                raise ConfigError(
-                    f"--graph {graph}: the decode steps cannot be recorded here ({reason}); pass --graph 0"
-                ) from error
-            logger.warning(
-                "graphs_unavailable", reason=reason, effect="decode steps wait for the host, which is slower"
-            )
+                remedy = "pass --graph 0, or leave out --gpu-new" if self._gpu_new else "pass --graph 0"
+                raise ConfigError(f"--graph {graph}: steps cannot be recorded here ({reason}); {remedy}") from error
+            logger.warning("graphs_unavailable", reason=reason, effect="steps wait for the host, which is slower")
             return None
 
     @torch.inference_mode()
