@@ -55,6 +55,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {  # by worth for the time: the b
         f"{FORWARD}/test_on_each_device.py",
         f"{FORWARD}/test_deterministic.py",
         "tests/stages/generate/sampling/test_exact_sampling.py",
+        "tests/end_to_end/test_each_device.py",
         *("-k", "heads or product or new or fused"),
     ),
 }

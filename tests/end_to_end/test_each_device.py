@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,18 +18,21 @@ SMALL = Shape(64, 2, 4, 2, 64, 192, 2000, 10_000.0, 1024)
 
 
 @pytest.mark.parametrize(
-    ("device", "shape", "num_clients"),
+    ("flags", "shape", "num_clients"),
     [
-        pytest.param("cpu", SMALL, 8, marks=pytest.mark.night, id="cpu"),
-        pytest.param("cuda", SHAPES["0.6b"], 128, marks=pytest.mark.gpu, id="cuda"),
+        pytest.param(("--device", "cpu"), SMALL, 8, marks=pytest.mark.night, id="cpu"),
+        pytest.param(("--device", "cuda"), SHAPES["0.6b"], 128, marks=pytest.mark.gpu, id="cuda"),
+        pytest.param(
+            ("--device", "cuda", "--gpu-new", "yes"), SHAPES["0.6b"], 128, marks=pytest.mark.gpu, id="cuda-new"
+        ),
     ],
 )
 def test_each_of_many_clients_gets_its_whole_answer(
-    device: str, shape: Shape, num_clients: int, tmp_path: Path
+    flags: Sequence[str], shape: Shape, num_clients: int, tmp_path: Path
 ) -> None:
     (model := tmp_path / "model").mkdir()
     write_all_but_weights(shape, model)
-    with serve(tmp_path, "--model", str(model), "--dummy-weight", "--device", device) as server:
+    with serve(tmp_path, "--model", str(model), "--dummy-weight", *flags) as server:
 
         def num_answered(number: int) -> int:
             asked = {
