@@ -120,7 +120,10 @@ class GpuConfig:
         "--only",
         default=(),
         parse=group_names,
-        help=f"only these, with commas between them: {','.join(NAMES)} [all but {', '.join(BY_NAME[:-1])} and {BY_NAME[-1]}]",
+        help=(
+            f"only these, with commas between them: {','.join(NAMES)} "
+            f"[all but {', '.join(BY_NAME[:-1])} and {BY_NAME[-1]}]"
+        ),
     )
     json: str = flag("--json", default="", help="JSON file for every test and all figures, written after each group")
     wheels: str = flag("--wheels", default="", help="folder of `make gpu-wheels` to unpack for this run")
