@@ -14,12 +14,13 @@ import torch
 from structlog.testing import capture_logs
 from support import triton_double
 from support.calls import noted
-from support.checkpoints import make_checkpoint, make_engine
+from support.checkpoints import Family, make_checkpoint, make_engine
 from support.devices import flashinfer_double
 from support.flashinfer_double import Double
 from support.plans import Request, plan, shuffled_pages
 from support.pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
 from support.schedules import make_schedule, steps_ahead
+from support.selection import rest_at_night
 from torch import Tensor
 
 from pipeline.errors import ConfigError
@@ -123,17 +124,20 @@ def test_nothing_waits_for_the_device_and_the_tokens_are_those_of_a_cpu(
     assert device.num_replays > 0 if graph else device.num_replays == 0
 
 
-@pytest.mark.parametrize("family", ["large heads", pytest.param("qwen3moe", marks=pytest.mark.night), "mistral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral", *rest_at_night(["llama3", "qwen2", "qwen3moe", "phi3", "smollm3"], first=0)]
+)
 def test_with_recorded_prompts_the_tokens_are_the_same(
-    folders: dict[str, Path], device: Pretended, new: dict[str, Any], family: str
+    device: Pretended, new: dict[str, Any], family: Family, tmp_path: Path
 ) -> None:
     """Also where prompts are beside decode rows, longer than any recording, and begin on pages of another request."""
-    on_cpu = tokens_of(make_engine(folders[family], kernels="torch", attention="reference", **SIZES))
-    engine = engine_on(device, folders[family], "fi", 2, **new)
+    folder = make_checkpoint(tmp_path, family, head_dim=None if family == "mistral" else 64)
+    on_cpu = tokens_of(make_engine(folder, kernels="torch", attention="reference", **SIZES))
+    engine = engine_on(device, folder, "fi", 2, **new)
     assert engine.fused == tuple(fused.MODULES)
     assert tokens_of(engine) == on_cpu
     replays = device.num_replays
-    assert tokens_of(engine_on(device, folders[family], "fi", 2)) == on_cpu
+    assert tokens_of(engine_on(device, folder, "fi", 2)) == on_cpu
     assert replays > 2 * (device.num_replays - replays), "a prompt has a replay for each layer, and one more"
 
 
