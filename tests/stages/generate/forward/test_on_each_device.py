@@ -16,6 +16,7 @@ from support.schedules import Step, make_schedule, marked, steps, steps_ahead
 
 from pipeline.events import SamplingParams
 from stages.generate.attention.flashinfer import padded_rows
+from stages.generate.forward import engine as engine_module
 from stages.generate.forward import step_graphs
 from stages.generate.forward.engine import Engine
 from stages.generate.schedule.request import NewRequest
@@ -80,8 +81,13 @@ CANCELLED = "3"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attention", "graph", "deterministic"),
-    [("float32", "torch", 0, False), ("bfloat16", "fi", 0, True), ("bfloat16", "fi", 8, False)],
+    ("dtype", "attention", "graph", "deterministic", "gpu_new"),
+    [
+        ("float32", "torch", 0, False, False),
+        ("bfloat16", "fi", 0, True, False),
+        ("bfloat16", "fi", 8, False, False),
+        pytest.param("bfloat16", "fi", 8, True, True, id="new"),
+    ],
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_preempted_and_cancelled_requests_get_the_same_tokens_with_overlap_and_without(
@@ -90,6 +96,7 @@ def test_preempted_and_cancelled_requests_get_the_same_tokens_with_overlap_and_w
     attention: str,
     graph: int,
     deterministic: bool,
+    gpu_new: bool,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +106,14 @@ def test_preempted_and_cancelled_requests_get_the_same_tokens_with_overlap_and_w
     num_tokens = 40 if device.type == "cuda" else 12
     num_pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS) + 1
     how: dict[str, Any] = {"attention": attention, "graph": graph, "deterministic": deterministic}
+    if gpu_new:
+        need_triton(device, monkeypatch)
+        how |= {"gpu_new": True, "fixed_products": True}
+        if device.type == "cpu":
+            monkeypatch.setattr(step_graphs, "PROMPT_STEP", 16)
+            monkeypatch.setattr(step_graphs, "MOST_PROMPT_TOKENS", 64)
+            monkeypatch.setattr(engine_module, "packs", lambda *_: False)
+            dtype = "float16"  # numpy has no bfloat16
     engine = engine_on(device, folder, dtype, num_pages=num_pages, **how)
     assert engine.device.type == device.type and engine.graph == graph
 
