@@ -46,8 +46,6 @@ class Layer:
 
 Ropes: TypeAlias = Sequence[tuple[Tensor, ...]]
 """For each kind of layer what `Operations.rotate` needs; nothing without a rope."""
-
-
 Heads: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 """q_THD, k_TKD and v_TKD."""
 
@@ -67,7 +65,6 @@ class Decoder:
 
         *block_rows*: compute all but attention for this many tokens at a time (`by_rows`), if there is no `product`.
         """
-
         operations = suited_to(spec, operations)
         block_rows = block_rows if operations.product is None else 0
         if block_rows:  # the rows that pad a block have no slots
