@@ -27,7 +27,7 @@ from stages.generate.attention.fused import IN_TORCH, Beside
 from stages.generate.batch import HostBatch, PageTables, build_batch, copied, fill_in, host_batch, on_device, parted
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.gguf_weights import load_blocks, load_gguf
-from stages.generate.forward.gpu_memory import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
+from stages.generate.forward.gpu_memory import bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.pool import allocate, page_bytes
 from stages.generate.forward.step_graphs import StepGraphs, prompt_sizes
@@ -45,6 +45,7 @@ from stages.generate.sampling.masks import mask_of
 from stages.generate.sampling.sampler import AGAIN, best, choose, draw, draw_again, is_drawn_again
 from stages.generate.sampling.scores import blocks_of, score
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample, Words
+from stages.generate.schedule.request import MANY_STREAMS
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
 
@@ -231,7 +232,7 @@ class Engine:
         gpu_new: bool = False,
         fixed_products: bool = False,
         has_parts: bool = False,
-        measure: Measure | None = None,
+        memory_ratio: float | None = None,
         loading: Loading = USUAL,
         collectives: Collectives = ALONE,
         progress: Progress = lambda done_bytes, total_bytes: None,
@@ -242,10 +243,9 @@ class Engine:
         *attention* is ignored, *quantization* may be int8, int4 or the formats of GGUF files, and torch itself gets one
         thread, because its sums depend on the number. *loading* may ask for random weights; they need only config.json.
 
-        *measure*: on a GPU, compute the largest steps first, and allocate only as many pages as fit beside them, at
-        most *num_pages*. `num_pages` has the result.
-
-        *max_prefill_length*, *most_drafts*: of a step, and of a request in it; only recordings depend on them.
+        *memory_ratio*: on a GPU, compute the largest steps first, and give the pages this share of the memory that is
+        left beside them, at most for *num_pages*. `num_pages` has the result. *max_prefill_length*: of these steps, and
+        of those that are recorded. *most_drafts*: of a request in a step.
 
         *graph*: record decode steps of up to this many rows as CUDA graphs; *attention* must be FlashInfer's. If that
         fails, the steps are computed without graphs, unless the engine *needs_graph*. `graph` has the result.
@@ -268,8 +268,8 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         self._threads = threads = torch.get_num_threads()
-        self._most_drafts = most_drafts
-        self._gpu_new, self._prompt_sizes = gpu_new, prompt_sizes(max_prefill_length)
+        self._gpu_new, self._max_prefill_length = gpu_new, max_prefill_length
+        self._most_step_rows = max(max_running_requests, MANY_STREAMS * (1 + most_drafts))
         self.device, self.dtype = device, dtype
         self._collectives, self._vocab_size = collectives, spec.vocab_size
         if gpu_new:
@@ -295,8 +295,8 @@ class Engine:
             attentions = self._attentions_of(foreign, attention, page_size)
             self._try(foreign, attentions, page_size)
             self._computer = TorchComputer(foreign, attentions, device)
-            if measure is not None:
-                self._measure(spec, measure, graphs=False)
+            if memory_ratio is not None:
+                self._measure(spec, memory_ratio, graphs=False)
             progress(1, 1)
         elif kernels != "torch":
             self._computer = KernelDecoder(
@@ -324,11 +324,11 @@ class Engine:
             self.fused = beside.modules
             operations = beside.operations
             if gpu_new:
-                operations = _new_operations(beside, dtype if fixed_products else None)
+                operations = _new_operations(beside, dtype, fixed_products=fixed_products)
             decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, operations)
             self._computer = TorchComputer(decoder, backends, device)
-            if measure is not None:
-                self._measure(shard, measure, graphs=graph > 0)
+            if memory_ratio is not None:
+                self._measure(shard, memory_ratio, graphs=graph > 0)
         self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device, parts)
         self.graph = 0
         """Largest number of rows of a recorded decode step; 0: none is recorded."""
@@ -390,8 +390,10 @@ class Engine:
     ) -> DecodeGraphs | None:
         """Record steps; if that fails, log a warning and return None, or raise ConfigError if *needed*."""
         try:
-            given = (decoder, attention, self.kv_L2PKSD, self._tables, graph, self._most_drafts)
-            return StepGraphs(*given, self._prompt_sizes) if self._gpu_new else DecodeGraphs(*given)
+            given = (decoder, attention, self.kv_L2PKSD, self._tables, graph, self._most_step_rows)
+            if self._gpu_new:
+                return StepGraphs(*given, prompt_sizes(self._max_prefill_length))
+            return DecodeGraphs(*given)
         except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
             if needed:
@@ -401,11 +403,11 @@ class Engine:
             return None
 
     @torch.inference_mode()
-    def _measure(self, spec: ModelSpec, measure: Measure, *, graphs: bool) -> None:
+    def _measure(self, spec: ModelSpec, memory_ratio: float, *, graphs: bool) -> None:
         """Compute the largest steps, and lower the number of pages to what fits beside them."""
         num_rows, most_pages = self._tables.pages_AN.shape
         page_size = self._tables.page_size
-        num_tokens = min(measure.max_prefill_length, most_pages * page_size, self.num_pages * page_size)
+        num_tokens = min(self._max_prefill_length, most_pages * page_size, self.num_pages * page_size)
         steps = [largest_prefill(num_tokens, page_size), largest_decode(num_rows)]
         num_pages = len(steps[0].rows[0].new_pages)
         self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)
@@ -415,9 +417,9 @@ class Engine:
         del self.kv_L2PKSD
         graph_bytes = decode_bytes if graphs else 0
         if graphs and self._gpu_new:
-            graph_bytes += prefill_bytes * self._prompt_sizes[-1] // num_tokens
+            graph_bytes += prefill_bytes * prompt_sizes(self._max_prefill_length)[-1] // num_tokens
         fitting = fitting_pages(
-            measure,
+            memory_ratio,
             page_bytes(spec, page_size, self.dtype),
             step_bytes=max(prefill_bytes, decode_bytes),
             graph_bytes=graph_bytes,
@@ -527,8 +529,10 @@ class Engine:
         """Return whether to wait for a step's tokens before the next step begins: on a CPU they are here, and if some
         must be AGAIN, waiting costs less than computing the next step twice.
         """
-        if self.device.type == "cpu" or self._gpu_new:  # `choose` writes no AGAIN
-            return self.device.type == "cpu"
+        if self.device.type == "cpu":
+            return True
+        if self._gpu_new:  # `choose` writes no AGAIN
+            return False
         samples = (row.sample for row in launched.plan.rows)
         return any(how is not None and is_drawn_again(how.params, self._vocab_size) for how in samples)
 
@@ -579,13 +583,13 @@ class Engine:
         return masks_R, rest
 
 
-def _new_operations(beside: Beside, dtype: torch.dtype | None) -> Operations:
-    """Return the operations of *beside*, and Triton's; *dtype*: that of products whose bits depend on no other row."""
+def _new_operations(beside: Beside, dtype: torch.dtype, *, fixed_products: bool) -> Operations:
+    """Return the operations of *beside*, with Triton's kernels in place of some."""
     from stages.generate.attention.heads import with_heads
     from stages.generate.model.layers.fixed_products import with_products
 
     operations = with_heads(beside)
-    return operations if dtype is None else with_products(operations, dtype)
+    return with_products(operations, dtype) if fixed_products else operations
 
 
 def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:

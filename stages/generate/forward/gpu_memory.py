@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -21,15 +20,6 @@ DRAWN: Final = SamplingParams(temperature=1.0, top_p=0.5)
 """Parameters with which drawing takes the most memory, if a token is forbidden, too."""
 
 logger = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Parameters of the measurement."""
-
-    max_prefill_length: int
-    memory_ratio: float
-    """Share of the remaining memory that the pages get."""
 
 
 def largest_prefill(num_tokens: int, page_size: int) -> BatchPlan:
@@ -60,7 +50,9 @@ def bytes_of_a_step(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
-def fitting_pages(measure: Measure, page_bytes: int, *, step_bytes: int, graph_bytes: int, device: torch.device) -> int:
+def fitting_pages(
+    memory_ratio: float, page_bytes: int, *, step_bytes: int, graph_bytes: int, device: torch.device
+) -> int:
     """Return how many pages fit beside the largest step, and recordings, which have memory of their own.
 
     Raises:
@@ -68,7 +60,7 @@ def fitting_pages(measure: Measure, page_bytes: int, *, step_bytes: int, graph_b
     """
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    num_pages = int((free_bytes - step_bytes - graph_bytes) * measure.memory_ratio) // page_bytes
+    num_pages = int((free_bytes - step_bytes - graph_bytes) * memory_ratio) // page_bytes
     sizes = {
         "memory": total_bytes,
         "free": free_bytes,

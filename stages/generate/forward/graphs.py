@@ -19,7 +19,6 @@ from torch import Tensor
 from stages.generate.attention.flashinfer import FlashInferAttention, padded_rows
 from stages.generate.batch import ForwardBatch, HostBatch, PageTables, copied, fill_in, on_device
 from stages.generate.model.decoder import Decoder
-from stages.generate.schedule.request import MANY_STREAMS
 
 # R = rows of a graph, B = decode rows of a step, E = hidden size, L = layers, P = pages, K = kv heads,
 # S = slots of a page, D = head dim, A = rows of the page table, N = pages of a row
@@ -42,17 +41,17 @@ class DecodeGraphs:
         kv_L2PKSD: Tensor,
         tables: PageTables,
         most_rows: int,
-        most_drafts: int = 0,
+        most_step_rows: int,
     ) -> None:
         """Record all sizes, the largest first. The last page of *kv_L2PKSD* is for the rows that pad.
 
-        *most_drafts*: of a request. A step that is not recorded may have a row for each.
+        *most_step_rows*: of any step. One with drafts may have more rows than are recorded.
         """
         self._most_rows = most_rows
         self._attention, self._device = attention, kv_L2PKSD.device
         page = kv_L2PKSD.shape[2] - 1
         sizes = sorted({padded_rows(num_rows) for num_rows in range(1, most_rows + 1)}, reverse=True)
-        num_rows = max(sizes[0], padded_rows(max(len(tables.pages_AN), MANY_STREAMS * (1 + most_drafts))))
+        num_rows = max(sizes[0], padded_rows(most_step_rows))
         attention.reserve(num_rows, num_rows * tables.pages_AN.shape[1])
         attention.is_recorded = True
         self._padding_31 = on_device(np.array([[0], [0], [page * kv_L2PKSD.shape[4]]], np.int32), self._device)

@@ -25,8 +25,6 @@ PROMPT_STEP: Final = 256
 """Prompts are padded to a multiple of this number of tokens."""
 MOST_PROMPT_TOKENS: Final = 2048
 """More tokens keep a GPU busy for longer than the host takes to launch a step."""
-MOST_DRAWN: Final = 4096
-"""Largest number of tokens that a step draws."""
 
 logger = structlog.get_logger()
 
@@ -58,13 +56,13 @@ class StepGraphs(DecodeGraphs):
         kv_L2PKSD: Tensor,
         tables: PageTables,
         most_rows: int,
-        most_drafts: int,
+        most_step_rows: int,
         sizes: Sequence[int],
     ) -> None:
-        """Record decode steps, then prompts of *sizes*, which ascend. *most_drafts*: see `DecodeGraphs`."""
-        self._last_R = torch.zeros(MOST_DRAWN, dtype=torch.int64, device=kv_L2PKSD.device)
+        """Record decode steps, then prompts of *sizes*, which ascend. *most_step_rows*: see `DecodeGraphs`."""
+        self._last_R = torch.zeros(most_step_rows, dtype=torch.int64, device=kv_L2PKSD.device)
         self._spare_slot = (kv_L2PKSD.shape[2] - 1) * kv_L2PKSD.shape[4]
-        super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows, most_drafts)
+        super().__init__(decoder, attention, kv_L2PKSD, tables, most_rows, most_step_rows)
         began_s, self._sizes, self._kv_of_layers = time.monotonic(), sizes, list(kv_L2PKSD)
         hidden, heads = (sizes[-1], decoder.hidden_size), (sizes[-1], attention.num_heads, kv_L2PKSD.shape[-1])
         self._places = Places(*(kv_L2PKSD.new_zeros(shape) for shape in (hidden, heads, heads)))

@@ -11,7 +11,6 @@ import structlog
 
 from stages.generate.collectives import ALONE, Collectives
 from stages.generate.forward.engine import Engine
-from stages.generate.forward.gpu_memory import Measure
 from stages.generate.kernels import library
 from stages.generate.kernels.probe import faster_than
 from stages.generate.model.spec import ModelSpec
@@ -41,9 +40,8 @@ def load_engine(
         logger.info("weights_are_widened", dtype=dtype, reason=asked or "only the CPU kernels compute with blocks")
     if settings.cpus:
         os.sched_setaffinity(0, settings.cpus)  # this thread, and all that it starts
-    measure = None
-    if settings.device.type == "cuda" and not config.engine.num_pages and settings.num_ranks == 1:  # ranks have agreed
-        measure = Measure(settings.limits.max_prefill_length, config.engine.memory_ratio)
+    measures = settings.device.type == "cuda" and not config.engine.num_pages
+    measures = measures and settings.num_ranks == 1  # several have agreed on a number of pages
     began_s = time.monotonic()
     engine = Engine(
         spec,
@@ -66,12 +64,12 @@ def load_engine(
         most_drafts=settings.limits.most_drafts,
         fixed_products=settings.fixed_products,
         has_parts=settings.local.num_parts > 0,
-        measure=measure,
+        memory_ratio=config.engine.memory_ratio if measures else None,
         loading=config.engine.loading,
         collectives=collectives,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
     )
-    if measure is not None:
+    if measures:
         settings = settings.with_pages(engine.num_pages)
     settings = settings.with_fused(engine.fused)
     if config.engine.kernels == "auto" and dtype == "bfloat16":

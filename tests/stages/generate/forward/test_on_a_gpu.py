@@ -30,7 +30,7 @@ from stages.generate.attention.flashinfer import FlashInferAttention, Run
 from stages.generate.batch import PageTables, on_device
 from stages.generate.forward import graphs, step_graphs
 from stages.generate.forward.engine import Engine
-from stages.generate.forward.gpu_memory import REMEDY, Measure
+from stages.generate.forward.gpu_memory import REMEDY
 from stages.generate.model.attention import Attend, places_of, write_pages
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 from stages.generate.schedule.request import NewRequest
@@ -66,15 +66,12 @@ def engine_on(
     folder: Path,
     attention: str,
     graph: int = 0,
-    measure: Measure | None = None,
-    *,
-    needs_graph: bool = True,
     **more: Any,
 ) -> Engine:
     device.may_wait = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.generate.forward.weights.can_group", lambda *_: True)
-        how: dict[str, Any] = {"attention": attention, "graph": graph, "needs_graph": needs_graph, "measure": measure}
+        how: dict[str, Any] = {"attention": attention, "graph": graph}
         engine = make_engine(folder, device=CUDA, kernels="torch", **how, **SIZES, **more)
     device.may_wait = False
     return engine
@@ -359,7 +356,9 @@ def test_the_pages_are_what_fits_beside_the_largest_steps(
 ) -> None:
     Memory(monkeypatch, free_bytes, (900_000, 2000))
     begun = noted(monkeypatch, PageTables, "update", lambda _, rows: rows)
-    engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5), **new if is_new else {})
+    engine = engine_on(
+        device, folders["qwen3"], "fi", graph, memory_ratio=0.5, max_prefill_length=50, **new if is_new else {}
+    )
     assert engine.num_pages == num_pages and engine.kv_L2PKSD.shape[2] == num_pages + (graph > 0)
     assert [[len(row.token_ids) for row in rows] for rows in begun] == [[50], [1] * SIZES["max_running_requests"]]
 
@@ -369,14 +368,14 @@ def test_too_little_memory_is_told_with_the_numbers_and_what_to_do(
 ) -> None:
     Memory(monkeypatch, 3 * 2**20, (2 * 2**20, 2**20))
     with pytest.raises(ConfigError) as refused:
-        engine_on(device, folders["qwen3"], "fi", 2, measure=Measure(50, 0.5))
+        engine_on(device, folders["qwen3"], "fi", 2, memory_ratio=0.5, max_prefill_length=50)
     assert str(refused.value) == (
         "of 6 MiB of GPU memory 3.0 are free beside the weights; the largest step takes 2.0, CUDA graphs 1.0 and a "
         f"page 0.0: no page fits; {REMEDY}"
     )
     monkeypatch.setattr(Engine, "_draw", no_memory)
     with pytest.raises(ConfigError, match="CUDA out"):
-        engine_on(device, folders["qwen3"], "fi", 2, measure=Measure(50, 0.5))
+        engine_on(device, folders["qwen3"], "fi", 2, memory_ratio=0.5, max_prefill_length=50)
 
 
 def no_memory(engine: Engine, launched: object) -> None:
