@@ -54,7 +54,7 @@ def fixed_text_of(tokenizer: Tokenizer) -> TokenText:
 
 
 def no_text(_: int) -> str:
-    """Return the fixed text of tokens whose text depends on others."""
+    """Return no text: for a decoder with which a token's text depends on those before it."""
     return ""
 
 

@@ -235,7 +235,7 @@ class Readiness:
     async def _kept_or_last(self, offer: Offer, tokenizers: Sequence[Status]) -> Offer:
         """Return *offer*, and keep it in the log; if it is empty, return what the last engines offered.
 
-        That is no use to tokenizers of another model: nobody knows then what the next engine offers. While there are
+        Tokenizers of another model cannot use it: nobody knows then what the next engine offers. While there are
         tokenizers of two models, nobody knows whose the engines are, and nothing is kept.
         """
         prints = {status.fingerprint for status in tokenizers} - {""}

@@ -28,7 +28,7 @@ from stages.generate.sampling.draws import HALF_BITS, Draws
 
 HALF = tl.constexpr(HALF_BITS)
 TILE = tl.constexpr(2048)
-"""Number of logits that one program reads."""
+"""Logits that one program reads."""
 BINS = tl.constexpr(2048)
 MOST_BOUNDED: Final = 256
 """Largest number of tiles for which `_bound` compares all with all."""
@@ -140,8 +140,10 @@ def _bound(numbers, most, num_tiles, tiles: tl.constexpr):
 
 @triton.jit(do_not_specialize=["before", "after"])
 def _fill_bins(logits, numbers, most, bins, size, num_tiles, before, after, limit: tl.constexpr, tiles: tl.constexpr):
-    """bins[R, B], 0 before: the weights of the kept tokens whose distances begin with the bits found so far and go on
-    with those of the bin. For top_k their number; tokens of weight 0 do not count, because no draw can choose them.
+    """Add weights to bins[R, B], which are 0 before; for top_k, count tokens instead.
+
+    A token counts if it is kept, its distance begins with the bits found so far, and its weight is not 0: no draw
+    chooses a token of weight 0. The next bits of the distance are the number of its bin.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     numbers, most = numbers + row * NUMBERS, most + row * num_tiles

@@ -63,7 +63,7 @@ def as_user(url: str, user: str) -> str:
 
 def test_there_is_a_user_for_each_stage_one_for_all_and_one_for_people() -> None:
     assert set(ROLES) == {*STAGES, ARCHIVE, "operator", "scaler", "minisgl"}
-    # Some versions load their append-only file with the rights of this user, as whom nobody can log in.
+    # Nobody can log in as this user, but some versions load their append-only file with its rights.
     assert RIGHTS["default"] == {"reset", "off", "~*", "&*", "+@all"}
     assert all({"reset", "on"} < rights for role, rights in RIGHTS.items() if role != "default")
 

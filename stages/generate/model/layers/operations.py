@@ -77,7 +77,7 @@ class Operations:
 TORCH: Final = Operations()
 
 VERSION: Final = 1
-"""Increase this with every change of what --gpu-new computes in the layers. It is part of such an engine's numerics."""
+"""Increase this with every change of --gpu-new that may change a bit. It is part of an engine's numerics then."""
 
 
 def suited_to(spec: ModelSpec, operations: Operations) -> Operations:
