@@ -23,7 +23,8 @@ from stages.generate.loop.past import TOKENS_IN_DOUBT
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = by_night(6, 20)
-NUM_TOKENS = by_night(120, 600)
+NUM_TOKENS = by_night(480, 600)
+"""Enough that no answer is over before a test that shares its cores has seen that all have begun."""
 NUM_KILLS = 3
 SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
 FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "1024")
@@ -143,8 +144,9 @@ def test_after_kill_9_of_the_supervisor_the_next_start_finishes_all_and_clients_
         server.command.process.wait()
         eventually(lambda: not any(map(is_alive, family)), "all its processes end")
         for stream in streams:
-            assert isinstance(stream.join().error, httpx.RemoteProtocolError | httpx.ReadError)
-            assert "data: [DONE]" not in stream.lines
+            cut_off = isinstance(stream.join().error, httpx.RemoteProtocolError | httpx.ReadError)
+            assert cut_off == ("data: [DONE]" not in stream.lines)
+        assert any(stream.error for stream in streams)
 
     with serve(tmp_path, "--model", str(model), *FLAGS) as again, again.log() as log:
         answers = [resumed(again, stream) for stream in streams]
