@@ -122,6 +122,7 @@ def test_a_client_that_keeps_its_connection_busy_keeps_it(scene: Scene) -> None:
             assert busy.answer().status == 200
             for _ in range(40):
                 stack.enter_context(closing(connect(scene.server.port)))
+            assert scene.server.status("/v1/models") == 200  # until each had its turn, they are not idle
         busy.send(request(path="/health"))
         assert busy.answer().status == 200
 
