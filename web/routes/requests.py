@@ -201,12 +201,13 @@ async def has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) 
     if found.archived is not None:
         return any(entry.id == entry_id for entry in found.archived.entries)
     until_s = time.monotonic() + (COMES_AGAIN_S if frontend.readiness.batch_invariant else 0)
-    while not await frontend.log.entries(uid, (entry_id,)):
+    while True:
         later = (await frontend.log.histories({uid: entry_id}, max_entries=1))[uid]
+        if await frontend.log.entries(uid, (entry_id,)):  # it came before a later one
+            return True
         if later or later is None or entry_id == SEAL or time.monotonic() > until_s:
             return False
         await asyncio.sleep(LOOK_AGAIN_S)
-    return True
 
 
 async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[bytes]:

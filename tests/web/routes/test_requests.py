@@ -35,9 +35,10 @@ import web.live.counts
 import web.live.listener
 import web.live.open_request
 from pipeline.events import Markup, SamplingParams, Submitted, new_uid
-from pipeline.log.protocol import RequestLimits
+from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
+from web.live.ready import Readiness
 
 DEAD = "web-9"
 """A frontend that is not there."""
@@ -230,17 +231,17 @@ async def test_what_characters_cannot_tell_is_not_resumable(here: Site, stand_in
     assert text_in(await here.read(events(f"{several}.1", "?after_characters=3"))) == "lo\u2028!"
 
 
+def make_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each frontend say that its engines are. Its polls, of which one may be on its way, change nothing."""
+    monkeypatch.setattr(Readiness, "batch_invariant", property(lambda _: True, lambda *_: None), raising=False)
+
+
 async def test_an_event_that_a_failover_lost_is_awaited_until_an_engine_has_made_it_again(
     bare: Site, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid = await begun(stages, "a", "b", "c")
     assert await code_of(bare.get(events(uid, "?starting_after=4-0"))) == (400, "invalid_value"), "another could come"
-
-    async def keep() -> None:
-        """Do not read that there is no engine."""
-
-    monkeypatch.setattr(bare.frontend.readiness, "_poll", keep)
-    bare.frontend.readiness.batch_invariant = True
+    make_batch_invariant(monkeypatch)
     async with bare.reading(events(uid), {"Last-Event-ID": "4-0"}) as reader:
         await say(stages, uid, 4, tokens(4, "d"))
         await say(stages, uid, 5, tokens(5, "e"))
@@ -249,6 +250,25 @@ async def test_an_event_that_a_failover_lost_is_awaited_until_an_engine_has_made
     monkeypatch.setattr("web.routes.requests.COMES_AGAIN_S", 0.1)
     assert await code_of(bare.get(events(uid, "?starting_after=9-0"))) == (400, "invalid_value")
     assert await code_of(bare.get(events(uid, f"?starting_after={SEAL}"))) == (400, "invalid_value")
+
+
+async def test_an_awaited_event_that_comes_with_a_later_one_between_two_looks_is_found(
+    bare: Site, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = await begun(stages, "a")
+    make_batch_invariant(monkeypatch)
+    entries = bare.log.entries
+
+    async def slow_entries(uid: str, ids: Sequence[str]) -> dict[str, Entry]:
+        found = await entries(uid, ids)
+        if ids == ("2-0",) and not found:
+            await say(stages, uid, 2, tokens(2, "b"))
+            await say(stages, uid, 3, tokens(3, "c"))
+        return found
+
+    monkeypatch.setattr(bare.log, "entries", slow_entries)
+    async with bare.reading(events(uid), {"Last-Event-ID": "2-0"}) as reader:
+        assert b'"c"' in await received(reader, b"id: 3-0\n")
 
 
 async def test_a_running_request_is_awaited_until_it_has_more_characters_than_its_client(
