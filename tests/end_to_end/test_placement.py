@@ -71,7 +71,8 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("two"), "--dp", "2") as server:
+    patience = ("--steal-after", "20")  # on a busy machine, an engine may well be busy for the usual two seconds
+    with serve(tmp_path_factory.mktemp("two"), "--dp", "2", *patience) as server:
         converse_at_once(server, "before")  # the tokenizer learns about the engines once a second
         yield server
 
