@@ -6,6 +6,7 @@ gone for a minute and no client reads it elsewhere. Both go through `end`, so tw
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -58,6 +59,8 @@ class Janitor:
         """Frontends without a lease, and when each was first seen without one."""
         self._frontends: dict[str, str] = {}
         """uid -> frontend, of living requests."""
+        self._read_s: dict[str, float] = {}
+        """uid -> when a client was last seen to read it, of living requests whose frontend is gone."""
 
     def run(self, stop: threading.Event) -> None:
         """Sweep once a second until *stop* is set."""
@@ -100,7 +103,7 @@ class Janitor:
                 self._measures.add(REQUEST_SUCCESS, "error")
             failpoint("janitor.mid_sweep")
         for uid, frontend in self._abandoned():
-            if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend):
+            if self._log.abandon(uid, Cancelled(by=JANITOR), frontend=frontend):  # unless a client reads it since then
                 logger.warning("abandoned", uid=uid, frontend=frontend)
                 self._measures.add(REQUEST_SUCCESS, "abort")
 
@@ -109,7 +112,8 @@ class Janitor:
             self._measures.add(EXPIRED_EARLY, amount=early)
 
     def _abandoned(self) -> list[tuple[str, str]]:
-        """Return (uid, frontend) of running requests whose frontend is gone for too long and that no client reads."""
+        """Return (uid, frontend) of running requests whose frontend is gone, and that no client has read, for too
+        long."""
         living = self._log.living()
         self._frontends = {uid: self._frontends[uid] for uid in living if uid in self._frontends}
         self._frontends |= self._log.frontends_of([uid for uid in living if uid not in self._frontends])
@@ -117,7 +121,9 @@ class Janitor:
         frontends = {frontend for frontend in self._frontends.values() if frontend}
         gone = {frontend for frontend in frontends if not self._log.lease(frontend).holder}
         self._gone_since_s = {frontend: self._gone_since_s.get(frontend, now_s) for frontend in gone}
-        too_long = {frontend for frontend, since_s in self._gone_since_s.items() if now_s - since_s >= self._patience_s}
-        candidates = [(uid, frontend) for uid, frontend in self._frontends.items() if frontend in too_long]
-        read = self._log.read_by_others([uid for uid, _ in candidates])
-        return [(uid, frontend) for uid, frontend in candidates if uid not in read][:MOST_ENDED]
+        left = {uid: frontend for uid, frontend in self._frontends.items() if frontend in gone}
+        read = self._log.read_by_others([*left])
+        self._read_s = {uid: now_s if uid in read else self._read_s.get(uid, -math.inf) for uid in left}
+        since_s = {uid: max(self._gone_since_s[frontend], self._read_s[uid]) for uid, frontend in left.items()}
+        too_long = [uid for uid in left if now_s - since_s[uid] >= self._patience_s and uid not in read]
+        return [(uid, left[uid]) for uid in too_long[:MOST_ENDED]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from support.measured import count_of
@@ -156,6 +156,40 @@ def test_a_request_that_somebody_reads_elsewhere_is_not_abandoned(redis_url: str
     assert end_of(log, read) is None
     assert isinstance(end_of(log, unread), Cancelled)
     log.close()
+
+
+def test_a_request_is_abandoned_a_minute_after_its_last_reader_left_and_not_before(
+    log: RedisLog, janitor: Janitor, clock: Clock
+) -> None:
+    uid, reader = submit(log), "web-1:nonce"
+    log.reading([uid], reader)
+    janitor.sweep()
+    clock.now_s = 2 * PATIENCE_S
+    janitor.sweep()
+    log.stop_reading(uid, reader)
+    clock.now_s += PATIENCE_S - 0.1
+    janitor.sweep()
+    assert end_of(log, uid) is None
+    clock.now_s += 0.1
+    janitor.sweep()
+    assert isinstance(end_of(log, uid), Cancelled)
+
+
+def test_a_reader_that_comes_while_it_sweeps_keeps_its_request(
+    log: RedisLog, janitor: Janitor, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid, read_by_others = submit(log), log.read_by_others
+    janitor.sweep()
+    clock.now_s = PATIENCE_S
+
+    def slowly(uids: Sequence[str]) -> set[str]:
+        read = read_by_others(uids)
+        log.reading([uid], "web-1:nonce")
+        return read
+
+    monkeypatch.setattr(log, "read_by_others", slowly)
+    janitor.sweep()
+    assert end_of(log, uid) is None
 
 
 def test_one_process_at_a_time_is_the_janitor(log: RedisLog) -> None:
