@@ -147,6 +147,9 @@ class Readers:
             try:
                 for first in range(0, len(uids), TOLD_AT_ONCE):
                     await self._log.reading(uids[first : first + TOLD_AT_ONCE], self._who)
+                for uid in uids:
+                    if uid not in self._counts:  # it left meanwhile, and may have been written after that
+                        await self.tell(uid)
             except LogError as error:
                 logger.warning("readers_not_told", requests=len(uids), error=str(error))
 

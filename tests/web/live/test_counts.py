@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from pipeline.errors import LogUnavailable
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
 from web.live import counts as module
-from web.live.counts import LONGEST_S, Budget, RetryAfter
+from web.live.counts import LONGEST_S, Budget, Readers, RetryAfter
 
 PLENTY = 1 << 40
 KEY = {"Idempotency-Key": "a-key"}
@@ -260,3 +260,30 @@ async def test_a_server_without_room_says_when_there_is_some(
         error = (await response.get_json())["error"]
         assert (response.status_code, error["type"]) == (503, "service_unavailable")
         assert (error["code"], response.headers["Retry-After"]) == ("overloaded", "17")
+
+
+async def test_a_reader_that_leaves_while_all_are_told_to_the_log_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REFRESH_S", 0.0)
+    told, has_left = set[str](), asyncio.Event()
+
+    class Log:
+        async def reading(self, uids: Sequence[str], who: str) -> None:
+            if not has_left.is_set():
+                has_left.set()
+                readers.remove("a")
+                await readers.tell("a")
+            told.update(uids)
+
+        async def stop_reading(self, uid: str, who: str) -> None:
+            told.discard(uid)
+
+    readers = Readers(Log(), "web-0")  # type: ignore[arg-type]
+    for uid in ("a", "b"):
+        readers.add(uid)
+    running = asyncio.create_task(readers.run())
+    await has_left.wait()
+    async with asyncio.timeout(5):
+        await until(lambda: told == {"b"})
+    running.cancel()
