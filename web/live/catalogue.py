@@ -119,6 +119,7 @@ class Catalogue:
         async with self._scanning:
             if self._scan_began_s > came_s:
                 return
+            began_s = time.monotonic()
             there = {uid for uid in await self._log.living() if uid_of(uid)}
             if time.monotonic() < self._rested_s:
                 there.update(self._known)
@@ -127,10 +128,11 @@ class Catalogue:
             new = there.difference(self._known)
             known = [uid for uid in self._known if uid in there]  # almost in order, so the sort takes little
             self._known = sorted([*new, *known], reverse=True)[:MOST_KNOWN]
+            self._scan_began_s = began_s
 
     async def _scanned(self) -> set[str]:
         """Scan on. Return the requests that are, or may be, in the log."""
-        began_s = self._scan_began_s = time.monotonic()
+        began_s = time.monotonic()
         for _ in range(0, MOST_SCANNED, SCANNED_AT_ONCE):
             self._cursor, uids = await self._log.requests(self._cursor, SCANNED_AT_ONCE)
             self._found.update(filter(uid_of, uids))

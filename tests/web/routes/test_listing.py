@@ -17,6 +17,7 @@ from support.web_site import ADMIN, ANN, BOB, KEYS, Site, away, bearer, code_of,
 import pipeline.archive.reader
 import web.live.catalogue
 from pipeline.archive.writer import Writer
+from pipeline.errors import LogUnavailable
 from pipeline.events import Failed, Replay, SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import PROBE, Names, sibling_uids
@@ -289,6 +290,22 @@ async def test_a_query_that_is_none_is_refused_by_its_name(bare: Site, query: st
     error = (await response.get_json())["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
     assert error["message"].startswith(f"{param}: should be ")
+
+
+async def test_a_scan_that_fails_is_one_for_nobody(bare: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    living = bare.log.living
+
+    async def slowly() -> list[str]:
+        await asyncio.sleep(0.05)  # the other one comes meanwhile
+        return await living()
+
+    async def fail(*_: Any) -> Any:
+        raise LogUnavailable("away")
+
+    monkeypatch.setattr(bare.log, "living", slowly)
+    monkeypatch.setattr(bare.log, "requests", fail)
+    answers = await asyncio.gather(bare.get("/v1/requests"), bare.get("/v1/requests"))
+    assert [answer.status_code for answer in answers] == [503, 503]
 
 
 async def test_without_redis_the_list_is_an_error_that_says_so(tmp_path: Path) -> None:
