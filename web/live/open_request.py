@@ -31,7 +31,7 @@ from web.http.keys import shown
 from web.live.client import Client
 from web.live.frontend import SHUTTING_DOWN, Frontend, reaching
 from web.live.listener import Listener, Wake
-from web.live.lookup import told
+from web.live.lookup import Lookup, told
 from web.live.refusals import REFUSALS, refusal
 
 logger = structlog.get_logger()
@@ -95,6 +95,13 @@ def read_archived(frontend: Frontend, recording: Recording, event: Submitted, *,
     return client
 
 
+async def read_found(frontend: Frontend, uid: str, found: Lookup, *, whole: bool) -> Client:
+    """Answer from where a request was found, as `read_request`."""
+    if found.archived is None:
+        return await read_request(frontend, uid, found.submitted, whole=whole)
+    return read_archived(frontend, found.archived, found.submitted, whole=whole)
+
+
 class OpenRequest(Client):
     """A client that sends a request, or comes to the one that was sent under its idempotency key before."""
 
@@ -138,12 +145,12 @@ class OpenRequest(Client):
                 raise self._refusal(LogFull) from None
             except LogError as error:  # Redis may have accepted it all the same
                 logger.warning("not_submitted", uid=self.uid, error=str(error))
-                self._frontend.spawn(self.end(Cancelled(by="web")))
+                self._frontend.spawn(self._abandon((), by="web"))  # unless a client has come to it under its key
                 raise self._refusal(LogError) from None
             except Exception:
                 raise self.break_off() from None
             if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == self.uid:
-                self._frontend.spawn(self._abandon((), by="web"))  # unless a client has come to it under its key
+                self._frontend.spawn(self._abandon((), by="web"))  # likewise
             if submitted.submission in REFUSALS:
                 raise self._refusal(submitted)
             if submitted.submission is not Submission.ATTACH or once is None:
@@ -377,9 +384,9 @@ class OpenRequest(Client):
 
 async def submit_without_client(
     frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = "", once: Once | None = None
-) -> str:
-    """Submit *event* and return its uid, or that of the request that was submitted under the key *once* before. With
-    *quota*, it counts as sent by that API key.
+) -> SubmitResult:
+    """Submit *event*, or find the request that was submitted under the key *once* before. With *quota*, it counts as
+    sent by that API key.
 
     Where it sends the dead letter *letter* again, that is dropped.
 
@@ -396,14 +403,15 @@ async def submit_without_client(
         raise refusal(frontend, LogFull, quota) from None
     except LogError as error:
         logger.warning("not_submitted", uid=uid, error=str(error))
-        if not letter:  # it may have got through, and then the request that runs is all that is left of the letter
+        # It may have got through. Then it may be all that is left of the letter, or found under its key.
+        if not letter and once is None:
             frontend.spawn(_take_back(frontend, uid))
         raise refusal(frontend, LogError, quota) from None
     if submitted.submission is Submission.UNACKNOWLEDGED and submitted.uid == uid and once is None:
         frontend.spawn(_take_back(frontend, uid))  # with a key, another client may have come to it and have its answer
     if submitted.submission in REFUSALS:
         raise refusal(frontend, submitted, quota)
-    return submitted.uid
+    return submitted
 
 
 async def _take_back(frontend: Frontend, uid: str) -> None:

@@ -76,7 +76,7 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
             with reaching("letter_not_read"):
                 letter = await _letter(frontend, name)
                 event = await _request(frontend.log, letter)
-            uid = await submit_without_client(frontend, event, letter=letter.id)
+            uid = (await submit_without_client(frontend, event, letter=letter.id)).uid
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code)
             raise

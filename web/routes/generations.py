@@ -15,13 +15,14 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
-from pipeline.log.protocol import Once
+from pipeline.log.protocol import Once, Submission
 from pipeline.process.failpoints import failpoint
 from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.http.keys import Caller
 from web.http.turns import Turns
 from web.live.frontend import Frontend, reaching
-from web.live.open_request import OpenRequest, open_request, read_request, submit_without_client
+from web.live.lookup import Lookup
+from web.live.open_request import OpenRequest, open_request, read_found, submit_without_client
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, json_response, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
@@ -223,17 +224,18 @@ async def _in_background(
     Another client may have sent it before, under the same idempotency key."""
     event = event.model_copy(update={"frontend": ""})
     while True:
-        uid = await submit_without_client(frontend, event, who.quota, once=once)
+        submitted = await submit_without_client(frontend, event, who.quota, once=once)
+        uid = submitted.uid
         with reaching("response_not_read", uid=uid):
             found = await find_own(frontend, uid, who)
             told = await response_of(frontend, uid, found) if found else responses.Response(uid, event)
         is_in_vain = not found or (told.ended is not None and error_of(told.ended).status >= CLIENT_CLOSED)
-        if once is None or once.instead_of == uid or not is_in_vain:
+        if once is None or submitted.submission is not Submission.ATTACH or not is_in_vain:
             break
         once = replace(once, instead_of=uid)
     logger.info("request", uid=uid, model=event.model, background=True, status=200)
     if event.presentation.stream:
-        client = await read_request(frontend, uid, told.event, whole=False)
+        client = await read_found(frontend, uid, found or Lookup((uid,), event), whole=False)
         frames = responses.ResponseFrames(uid, told.event, ids=ids, posted=True)
         return uid, stream_response(client, frames, frontend.turns, begun=frames.begun())
     return uid, json_response(told.plain())

@@ -29,7 +29,7 @@ from web.http.keys import Caller
 from web.live.folding import folded, untold_histories
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
-from web.live.open_request import read_archived, read_request, submit_without_client
+from web.live.open_request import read_found, submit_without_client
 from web.routes.access import caller, check_admin, known_caller, place
 from web.routes.answers import checked_response, json_response, name_unknown, stream_response
 from web.routes.named import absent, find_of, history_of, is_id, several, uid_in
@@ -182,10 +182,7 @@ async def stream_of(
     """
     if frontend.readers.count(uid):  # a further one of the same request: else running requests bound their number
         place().views()
-    if found.archived is None:
-        client = await read_request(frontend, uid, found.submitted, whole=whole)
-    else:
-        client = read_archived(frontend, found.archived, found.submitted, whole=whole)
+    client = await read_found(frontend, uid, found, whole=whole)
     if checked:
         response = await checked_response(client, frames, frontend.turns)
     else:
@@ -342,7 +339,7 @@ def replay_routes(frontend: Frontend) -> Blueprint:
                 async with frontend.folding.turn():
                     history = await history_of(frontend, uid, who, "replay")
                 await _check_engine(frontend)
-            new_uid = await submit_without_client(frontend, _again(history, asked), caller().quota)
+            new_uid = (await submit_without_client(frontend, _again(history, asked), caller().quota)).uid
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code, param=error.param)
             raise

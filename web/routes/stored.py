@@ -7,12 +7,14 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import dropwhile
 from typing import Any, Final
 
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import AnyEvent, Cancelled, Submitted, decode
+from pipeline.log.entries import is_tombstone
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
 from pipeline.recording import Recording
@@ -22,6 +24,7 @@ from web.live.frontend import Frontend, reaching
 from web.live.lookup import Lookup, cancel, find
 from web.routes.access import known_caller
 from web.routes.answers import json_response
+from web.routes.named import absent
 from web.routes.openapi import EVENTS, JSON, operation
 from web.routes.requests import CURSOR, LAST_EVENT_ID, cursor, has_event, stream_of
 from web.wire.endpoints import RESPONSES_ENDPOINT
@@ -202,16 +205,29 @@ async def response_of(frontend: Frontend, uid: str, found: Lookup) -> answers.Re
 
 async def fold(frontend: Frontend, uid: str, archived: Recording | None, apply: Callable[[AnyEvent], object]) -> None:
     """Call *apply* with the events of a history but the first two: of that in the archive, or in the log. Raises as the
-    log does."""
+    log does.
+
+    Raises:
+        RequestError: It is gone.
+    """
+    log, after = frontend.log, SUBMITTED_ID
     async with frontend.folding.turn():
-        if archived is not None:
-            await folded(len(archived.entries), functools.partial(_apply, apply, archived.entries))
-            return
-        page, after = [Entry(SUBMITTED_ID, {})], SUBMITTED_ID
-        while page:
-            page = (await frontend.log.histories({uid: after}, max_entries=PAGE))[uid] or []
-            await folded(len(page), functools.partial(_apply, apply, page))
-            after = page[-1].id if page else after
+        while archived is None:
+            page = (await log.histories({uid: after}, max_entries=PAGE))[uid]
+            may_be_erased = after == SUBMITTED_ID and page is not None and is_tombstone(page)
+            if may_be_erased and not await log.entries(uid, (SUBMITTED_ID,)):
+                raise absent(uid, frontend.limits.retention_s)
+            if page is None:  # since it was found
+                archived = (await frontend.archived.read((uid,))).get(uid)
+                if archived is None:
+                    raise absent(uid, frontend.limits.retention_s)
+            elif page:
+                await folded(len(page), functools.partial(_apply, apply, page))
+                after = page[-1].id
+            else:
+                return
+        rest = [*dropwhile(lambda entry: entry.id != after, archived.entries)][1:]
+        await folded(len(rest), functools.partial(_apply, apply, rest))
 
 
 def _apply(apply: Callable[[AnyEvent], object], entries: Sequence[Entry]) -> None:

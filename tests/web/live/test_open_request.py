@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import time
 from typing import Any
 
@@ -16,7 +18,7 @@ import pipeline.log.operations.requests
 import web.live.counts
 import web.live.listener
 import web.live.open_request
-from pipeline.errors import RequestError
+from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Cancelled, SamplingParams, Submitted
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
@@ -248,6 +250,64 @@ async def test_what_no_client_waits_for_is_refused_and_taken_back_too(
     assert await code_of(here.client.post("/v1/responses", json=body)) == (503, "not_replicated")
     await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
+
+
+def lose_the_answers(here: Site, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """From now on requests are submitted, but nobody knows; nor is one ended before the event that is returned."""
+    log, is_back = here.log, asyncio.Event()
+    submit, end, abandon = log.submit, log.end, log.abandon
+
+    async def lost(*args: Any, **more: Any) -> Any:
+        await submit(*args, **more)
+        raise LogUnavailable("its answer is lost")
+
+    async def late(way: Any, *args: Any, **more: Any) -> Any:
+        await is_back.wait()
+        return await way(*args, **more)
+
+    monkeypatch.setattr(log, "submit", lost)
+    monkeypatch.setattr(log, "end", functools.partial(late, end))
+    monkeypatch.setattr(log, "abandon", functools.partial(late, abandon))
+    return is_back
+
+
+async def test_what_was_submitted_though_its_answer_was_lost_goes_on_for_who_comes_to_it_under_its_key(
+    here: Site, there: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back = lose_the_answers(here, monkeypatch)
+    key, body = {"Idempotency-Key": "k"}, chat("endless", stream=True)
+    assert await code_of(here.post(body, headers=key)) == (503, "overloaded")
+    async with there.connection(body, key) as connection:
+        await received(connection, b"id: 1-0\n")
+        is_back.set()
+        await until(lambda: not here.is_busy)
+        assert not seal_of(stand_in.stages.log, await one_request(stand_in))
+    await until(lambda: not there.is_busy)
+    assert seal_of(stand_in.stages.log, await one_request(stand_in)), "the second one has left"
+
+
+async def test_what_nobody_comes_to_is_ended_though_the_answer_to_its_submit_was_lost(
+    here: Site, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_answers(here, monkeypatch).set()
+    for path, body in (("/v1/chat/completions", chat("silent")), ("/v1/responses", {"input": "silent"})):
+        background = {"background": True} if "input" in body else {}
+        assert await code_of(here.client.post(path, json=body | background)) == (503, "overloaded")
+        await until(lambda: not here.is_busy and not command(redis_url, "ZCARD", Names().live))
+
+
+async def test_what_runs_in_the_background_goes_on_though_the_answer_to_its_submit_was_lost(
+    here: Site, there: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back = lose_the_answers(here, monkeypatch)
+    key, body = {"Idempotency-Key": "k"}, {"input": "held", "background": True}
+    assert await code_of(here.client.post("/v1/responses", json=body, headers=key)) == (503, "overloaded")
+    again = await (await there.client.post("/v1/responses", json=body, headers=key)).get_json()
+    is_back.set()
+    await until(lambda: not here.is_busy)
+    stand_in.released.set()
+    await there.read(f"/v1/responses/{again['id']}?stream=true")  # until it has ended
+    assert json.loads(await there.read(f"/v1/responses/{again['id']}"))["status"] == "completed"
 
 
 async def test_a_server_without_its_replicas_is_not_ready_and_says_so(

@@ -94,6 +94,32 @@ async def test_what_was_erased_does_not_exist_though_the_archive_may_still_have_
             assert await code_of(here.get(path)) == (404, "request_not_found")
 
 
+async def test_a_stored_chat_is_read_also_where_redis_still_has_some_of_its_choices(
+    here: Site, redis_url: str, tmp_path: Path
+) -> None:
+    response = await here.post(chat(n=3, store=True))
+    uid = response.headers["x-minisgl-uid"]
+    uids, path = sibling_uids(uid, 3), f"{CHAT}/chatcmpl-{uid}"
+    before = await here.read(path)
+    await archive(here, tmp_path, *uids)
+    for expired in (uids[1], uids[0], uids[2]):
+        expire(redis_url, expired)
+        assert await here.read(path) == before
+
+
+async def test_a_body_that_is_sent_again_with_its_key_gets_its_archived_response(
+    here: Site, redis_url: str, tmp_path: Path
+) -> None:
+    key, body = {"Idempotency-Key": "k", **IDS}, {"input": "hello", "background": True, "stream": True}
+    first = await here.client.post("/v1/responses", json=body, headers=key)
+    uid, told = first.headers["x-minisgl-uid"], await first.get_data()
+    await archive(here, tmp_path, uid)
+    expire(redis_url, uid)
+    again = await here.client.post("/v1/responses", json=body, headers=key)
+    assert again.headers["x-minisgl-uid"] == uid
+    assert await again.get_data() == told
+
+
 async def test_an_archived_request_of_another_owner_does_not_exist(
     redis_url: str, stand_in: StandIn, tmp_path: Path
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from support.chunks import THINK, split
+from support.redis_servers import command
 from support.stand_in_stages import StandIn
 from support.web_site import (
     ANN,
@@ -25,8 +27,8 @@ from support.web_site import (
 )
 
 from ops.sse_reader import frames_in
-from pipeline.events import Cancelled, Finished, new_uid
-from pipeline.log.protocol import RequestLimits
+from pipeline.events import Cancelled, Failed, Finished, new_uid
+from pipeline.log.protocol import RequestLimits, SubmitResult
 
 PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
@@ -369,6 +371,47 @@ async def test_a_body_that_is_sent_again_with_its_key_joins_the_background(
     other = await error_of(post(here, "other", headers=key, background=True))
     assert (other[0], other[1]["code"]) == (400, "idempotency_key_reused")
     assert (await ended(here, f"resp_{uid}"))["status"] == "completed"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "k1"}], ids=["without a key", "with one"])
+async def test_a_response_in_the_background_that_fails_at_once_is_submitted_once(
+    here: Site, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    submit, submitted = here.log.submit, list[str]()
+
+    async def fail(uid: str, *args: Any, **more: Any) -> SubmitResult:
+        result = await submit(uid, *args, **more)
+        submitted.append(uid)
+        if len(submitted) < 5:
+            await here.log.end(uid, Failed(status=503, code="queue_full", message="Too many."), frontend="")
+        return result
+
+    monkeypatch.setattr(here.log, "submit", fail)
+    response = await post(here, "silent", headers=headers, background=True)
+    assert (await response.get_json())["status"] == "failed"
+    assert len(submitted) == 1
+
+
+@pytest.mark.parametrize("how", ["erased", "expired"])
+async def test_a_response_that_goes_while_it_is_read_is_not_there(
+    here: Site, redis_url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    log, histories = here.log, here.log.histories
+
+    async def late(cursors: Mapping[str, str], **more: Any) -> Any:
+        for uid in cursors:
+            if how == "erased":
+                await log.erase(uid)
+            else:
+                command(redis_url, "DEL", log.names.request(uid))
+        return await histories(cursors, **more)
+
+    chat = await (await here.post({"messages": [HELLO], "store": True})).get_json()
+    name, linked = (await made(here))["id"], (await made(here))["id"]
+    monkeypatch.setattr(log, "histories", late)
+    assert (await code_of(here.get(f"{PATH}/{name}")))[0] == 404
+    assert (await code_of(here.get(f"/v1/chat/completions/{chat['id']}")))[0] == 404
+    assert (await code_of(post(here, "on", previous_response_id=linked)))[0] == 404
 
 
 # owners
