@@ -1,7 +1,7 @@
 """The janitor ends requests that no other process ends. It runs in the web process that holds the slot `janitor-0`.
 
-A request past its deadline fails, even when every engine is down. A request is cancelled when its frontend has been
-gone for a minute and no client reads it elsewhere. Both go through `end`, so two janitors at once do no harm.
+A request past its deadline fails, even when every engine is down. A request is cancelled when its frontend is gone, and
+no client has read it elsewhere, for a minute. Requests end only once, so two janitors at once do no harm.
 """
 
 from __future__ import annotations

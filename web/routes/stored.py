@@ -214,18 +214,17 @@ async def fold(frontend: Frontend, uid: str, archived: Recording | None, apply: 
     async with frontend.folding.turn():
         while archived is None:
             page = (await log.histories({uid: after}, max_entries=PAGE))[uid]
-            may_be_erased = after == SUBMITTED_ID and page is not None and is_tombstone(page)
-            if may_be_erased and not await log.entries(uid, (SUBMITTED_ID,)):
-                raise absent(uid, frontend.limits.retention_s)
-            if page is None:  # since it was found
+            if page is None:  # it has left the log since it was found
                 archived = (await frontend.archived.read((uid,))).get(uid)
                 if archived is None:
                     raise absent(uid, frontend.limits.retention_s)
-            elif page:
-                await folded(len(page), functools.partial(_apply, apply, page))
-                after = page[-1].id
-            else:
+                break
+            if not page:
                 return
+            if is_tombstone(page) and not await log.entries(uid, (SUBMITTED_ID,)):  # it was erased
+                raise absent(uid, frontend.limits.retention_s)
+            await folded(len(page), functools.partial(_apply, apply, page))
+            after = page[-1].id
         rest = [*dropwhile(lambda entry: entry.id != after, archived.entries)][1:]
         await folded(len(rest), functools.partial(_apply, apply, rest))
 
