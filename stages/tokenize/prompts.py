@@ -304,9 +304,10 @@ class PromptEncoder:
 
 
 def tokens_kept(event: Submitted, context: int) -> int | None:
-    """Return how many of the last tokens of a request's prompt are kept; None: all of them.
+    """Return how many of the last tokens of a request's prompt are kept, if it `is_cut`; None: all of them.
 
-    -1 keeps as many as fit into the *context* beside `max_tokens`, or beside one token if that is not given.
+    -1 keeps as many as fit into the *context* beside `max_tokens`, or beside one token if that is not given. An answer
+    that need not fit has at most half of the context.
 
     Raises:
         RequestError: There is no room for any.
@@ -314,6 +315,8 @@ def tokens_kept(event: Submitted, context: int) -> int | None:
     if event.truncate_prompt_tokens != -1:
         return event.truncate_prompt_tokens
     num_answer = event.sampling.max_tokens or 1
+    if not event.limit:
+        return context - min(num_answer, context // 2)
     if num_answer >= context:
         raise RequestError(
             f"max_tokens: {num_answer} leaves no room for a prompt in the served context of {context} tokens, so "
@@ -322,6 +325,11 @@ def tokens_kept(event: Submitted, context: int) -> int | None:
             param="max_tokens",
         )
     return context - num_answer
+
+
+def is_cut(event: Submitted, num_tokens: int, context: int) -> bool:
+    """Return whether a prompt of *num_tokens* is cut. One that leaves room for a token is not, if that is enough."""
+    return bool(event.truncate_prompt_tokens != -1 or event.limit or num_tokens >= context)
 
 
 def limit_too_high(num_tokens: int, event: Submitted, context: int) -> RequestError | None:

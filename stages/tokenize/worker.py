@@ -36,7 +36,7 @@ from pipeline.walk import walk
 from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
 from stages.tokenize.constraints.checker import Checked, GrammarChecker
 from stages.tokenize.placement import Placement
-from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
+from stages.tokenize.prompts import PromptEncoder, Rendered, is_cut, limit_too_high, tokens_kept, too_long
 
 logger = structlog.get_logger()
 
@@ -294,7 +294,8 @@ class TokenizeWorker:
         for each, prompt, token_ids in zip(work, prompts, self._encode(entries, prompts), strict=True):
             if not isinstance(token_ids, RequestError) and each.num_kept is not None:
                 first = each.submitted.truncation_side == "right"
-                token_ids = self._encoder.keep(each.num_kept, prompt, token_ids, first=first)
+                num_kept = each.num_kept if is_cut(each.submitted, len(token_ids), self.context) else len(token_ids)
+                token_ids = self._encoder.keep(num_kept, prompt, token_ids, first=first)
             if isinstance(token_ids, RequestError):
                 self._fail(each.entry, token_ids)
             elif each.submitted.task != "generate":

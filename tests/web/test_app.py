@@ -65,7 +65,9 @@ async def test_what_is_refused_before_any_route_has_a_canonical_line_too(
         assert said[0]["path"].startswith("/nothing") and len(said[0]["path"]) < 300
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/realtime", "/v1/images/generations", "/api/chat"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/files", "/v1/files/a/content", "/v1/images/generations", "/api/chat"]
+)
 async def test_what_the_server_does_not_have_is_said_and_not_tried_again(bare: Site, path: str) -> None:
     for answer in (bare.client.post(path, data=b"{}"), bare.client.get(path)):
         response = await answer

@@ -75,8 +75,8 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
     ),
     Submission.UNACKNOWLEDGED: Refusal(
         "unacknowledged",
-        "Only {acks} have the request, so it was taken back. Send it again; if this continues, look after the replicas "
-        "of Redis.",
+        "Only {acks} have the request, so it was not accepted. Send it again; if this continues, look after the "
+        "replicas of Redis.",
         code="not_replicated",
     ),
     Submission.MISMATCH: Refusal(

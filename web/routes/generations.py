@@ -21,12 +21,12 @@ from pipeline.scored import MOST_SCORES, TOO_MANY
 from web.http.keys import Caller
 from web.http.turns import Turns
 from web.live.frontend import Frontend, reaching
-from web.live.lookup import Lookup
+from web.live.lookup import Lookup, find
 from web.live.open_request import OpenRequest, open_request, read_found, submit_without_client
 from web.routes.access import caller, place
 from web.routes.answers import error_response, json_pieces, json_response, name_unknown, stream_response
 from web.routes.openapi import EVENTS, JSON, operation
-from web.routes.stored import find_own, prepare, response_of
+from web.routes.stored import prepare, response_of
 from web.wire import copies
 from web.wire.anthropic.schemas import MessagesRequest, message_events, parse_messages
 from web.wire.endpoints import (
@@ -227,7 +227,9 @@ async def _in_background(
         submitted = await submit_without_client(frontend, event, who.quota, once=once)
         uid = submitted.uid
         with reaching("response_not_read", uid=uid):
-            found = await find_own(frontend, uid, who)
+            found = await find(frontend.log, frontend.archived, uid)
+            if found and found.submitted.owner not in ("", event.owner):  # keys do not share what they send
+                found = None
             told = await response_of(frontend, uid, found) if found else responses.Response(uid, event)
         is_in_vain = not found or (told.ended is not None and error_of(told.ended).status >= CLIENT_CLOSED)
         if once is None or submitted.submission is not Submission.ATTACH or not is_in_vain:

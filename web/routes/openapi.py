@@ -182,22 +182,29 @@ def _error(path: str) -> dict[str, Any]:
     return {"description": "An error.", "content": {JSON: {"schema": {"$ref": REFERENCE.format(model=model)}}}}
 
 
+_STORES: Final = (
+    "assistants",
+    "batches",
+    "containers",
+    "conversations",
+    "evals",
+    "files",
+    "threads",
+    "uploads",
+    "vector_stores",
+)
 PATHS: Final = (
     "/v1/audio/<path:rest>",
-    "/v1/assistants",
-    "/v1/batches",
     "/v1/embeddings",
-    "/v1/files",
-    "/v1/fine_tuning/jobs",
+    "/v1/fine_tuning/<path:rest>",
     "/v1/images/<path:rest>",
     "/v1/moderations",
     "/v1/realtime",
     "/v1/rerank",
     "/v1/score",
-    "/v1/threads",
-    "/v1/vector_stores",
     "/api/chat",
     "/api/generate",
+    *(f"/v1/{store}{what}" for store in _STORES for what in ("", "/<path:rest>")),
 )
 
 

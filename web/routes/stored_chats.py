@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,10 @@ MOST_FOUND: Final = 500
 """Most chats, the newest, among which a list has its pages."""
 MOST_LOOKS: Final = 16
 """Most looks at what the log and the archive have; one is at about 256 requests that are not known yet."""
-FILTERS: Final = {"model": {"description": "Only answers of this model."}}
+FILTERS: Final = {
+    "model": {"description": "Only answers of this model."},
+    "metadata[key]": {"description": "Only chats with this value under this key of their `metadata`."},
+}
 
 
 def stored_chat_routes(frontend: Frontend) -> Blueprint:
@@ -80,10 +84,12 @@ def stored_chat_routes(frontend: Frontend) -> Blueprint:
 async def _newest(frontend: Frontend, who: Caller) -> Sequence[str]:
     """Return the uids of the newest chats that *who* has stored. Raises as the log does."""
     model = request.args.get("model")
+    wanted = {name[9:-1]: text for name, text in request.args.items() if re.fullmatch(r"metadata\[.*\]", name)}
 
     def fits(facts: RequestFacts) -> bool:
         is_stored = facts.endpoint == CHAT_ENDPOINT and facts.labels.get("store") is True and not facts.replay_of
-        return is_stored and facts.state == "finished" and who.may_see(facts.owner) and model in (None, facts.model)
+        is_its = is_stored and facts.state == "finished" and who.may_see(facts.owner) and model in (None, facts.model)
+        return is_its and wanted.items() <= facts.labels.get("metadata", {}).items()
 
     found: dict[str, None] = {}
     before = NEWEST

@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerFast
 import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Replay, SamplingParams, Submitted, Task, Templating
-from stages.tokenize.prompts import LARGEST_PART_BYTES, LONG_TEXT, PromptEncoder, Rendered, limit_too_high, tokens_kept
+from stages.tokenize.prompts import (
+    LARGEST_PART_BYTES,
+    LONG_TEXT,
+    PromptEncoder,
+    Rendered,
+    is_cut,
+    limit_too_high,
+    tokens_kept,
+)
 from stages.tokenize.templates import NO_VARIABLES
 
 TOOL_TEMPLATE = """\
@@ -367,8 +375,18 @@ def test_of_tokens_that_came_as_such_and_of_conversations_the_last_are_kept(enco
 def test_minus_1_is_all_that_there_is_room_for_beside_the_answer(
     truncate: int | None, max_tokens: int | None, kept: int | None
 ) -> None:
-    event = plain("x", truncate_prompt_tokens=truncate, sampling=SamplingParams(max_tokens=max_tokens))
+    limit, sampling = "max_tokens" if max_tokens else "", SamplingParams(max_tokens=max_tokens)
+    event = plain("x", limit=limit, truncate_prompt_tokens=truncate, sampling=sampling)
     assert tokens_kept(event, context=100) == kept
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(None, 99), (5, 95), (50, 50), (60, 50), (100, 50), (32_000, 50)])
+def test_an_answer_that_need_not_fit_takes_at_most_half_of_the_context_from_a_prompt_that_is_too_long(
+    max_tokens: int | None, kept: int
+) -> None:
+    event = plain("x", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=max_tokens))
+    assert tokens_kept(event, context=100) == kept
+    assert [is_cut(event, num_tokens, 100) for num_tokens in (1, 99, 100, 1000)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +403,7 @@ def test_a_limit_that_the_client_set_must_fit_beside_the_prompt(limit: str, max_
 
 
 def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused() -> None:
-    event = plain("x", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=100))
+    event = plain("x", limit="max_tokens", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=100))
     error = refused("no room for a prompt", tokens_kept, event, context=100)
     assert (error.status, error.param) == (400, "max_tokens")
 

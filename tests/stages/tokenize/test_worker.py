@@ -383,6 +383,7 @@ def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
         (3, "left", None, "def"),
         (-1, "left", 12, "cdef"),
         (-1, "left", None, "abcdef"),
+        (-1, "left", 1000, "abcdef"),
         (9, "left", None, "abcdef"),
         (2, "right", None, "ab"),
     ],
@@ -390,8 +391,13 @@ def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
 def test_the_last_tokens_of_a_prompt_are_kept_or_the_first_where_the_end_is_to_go(
     rig: Rig, truncate: int | None, side: str, max_tokens: int | None, kept: str
 ) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, truncation_side=side, sampling=sampling)
+    uid = rig.ask(
+        prompt="abcdef",
+        truncate_prompt_tokens=truncate,
+        truncation_side=side,
+        limit="max_tokens" if max_tokens == 12 else "",
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
     rig.handle()
     assert rig.last(uid)[1].token_ids == tuple(map(ord, kept))
 
@@ -418,7 +424,9 @@ def test_a_prompt_that_is_too_long_goes_through_where_it_is_cut(rig: Rig) -> Non
         rig.ask(prompt=too_little, truncate_prompt_tokens=CONTEXT),
         rig.ask(prompt=cut),
         rig.ask(prompt="a book", truncate_prompt_tokens=3),
-        rig.ask(prompt="ab", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=CONTEXT)),
+        rig.ask(
+            prompt="ab", limit="max_tokens", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=CONTEXT)
+        ),
     ]
     rig.handle()
     ends = [rig.last(uid)[1] for uid in uids]

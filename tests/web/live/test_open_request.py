@@ -203,8 +203,8 @@ async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(here
     assert all(command(redis_url, "PTTL", key) <= 60_000 for key in keys)
 
 
-UNHEARD = "Only 0 of 1 replicas within 0.1 s (--acks 1) have the request, so it was taken back. Send it again; if this "
-UNHEARD += "continues, look after the replicas of Redis."
+UNHEARD = "Only 0 of 1 replicas within 0.1 s (--acks 1) have the request, so it was not accepted. Send it again; "
+UNHEARD += "if this continues, look after the replicas of Redis."
 
 
 def lose_the_replicas(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:

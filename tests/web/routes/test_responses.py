@@ -11,6 +11,7 @@ from support.chunks import THINK, split
 from support.redis_servers import command
 from support.stand_in_stages import StandIn
 from support.web_site import (
+    ADMIN,
     ANN,
     BOB,
     DONE,
@@ -29,6 +30,7 @@ from support.web_site import (
 from ops.sse_reader import frames_in
 from pipeline.events import Cancelled, Failed, Finished, new_uid
 from pipeline.log.protocol import RequestLimits, SubmitResult
+from web.http.keys import read_keys
 
 PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
@@ -371,6 +373,15 @@ async def test_a_body_that_is_sent_again_with_its_key_joins_the_background(
     other = await error_of(post(here, "other", headers=key, background=True))
     assert (other[0], other[1]["code"]) == (400, "idempotency_key_reused")
     assert (await ended(here, f"resp_{uid}"))["status"] == "completed"
+
+
+async def test_a_body_that_is_sent_again_joins_the_background_though_only_the_admin_has_a_key(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async with site(redis_url, keys=read_keys([], "", ADMIN)) as here:
+        key = {"Idempotency-Key": "k1"}
+        answers = [await post(here, "hello", headers=key, background=True) for _ in range(3)]
+        assert {answer.headers["x-minisgl-uid"] for answer in answers} == {await one_request(stand_in)}
 
 
 @pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "k1"}], ids=["without a key", "with one"])

@@ -45,6 +45,19 @@ async def test_chats_are_listed_in_pages_the_oldest_first(here: Site) -> None:
         assert (status, body["error"]["param"]) == (400, wrong.partition("=")[0])
 
 
+async def test_chats_are_listed_by_their_metadata(here: Site) -> None:
+    ids = []
+    for metadata in ({"run": "1", "of": "a"}, {"run": "1", "of": "b"}, {}):
+        said = await (await here.post(chat(store=True, metadata=metadata))).get_json()
+        ids.append(said["id"])
+    for query, found in (
+        ("metadata[run]=1", ids[:2]),
+        ("metadata[run]=1&metadata[of]=b", ids[1:2]),
+        ("metadata[x]=", []),
+    ):
+        assert [each["id"] for each in (await got(here, f"{PATH}?{query}"))[1]["data"]] == found
+
+
 async def test_a_deleted_chat_is_gone(here: Site) -> None:
     said = await (await here.post(chat(store=True))).get_json()
     client: Any = here.client

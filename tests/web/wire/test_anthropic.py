@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -208,6 +209,26 @@ def test_a_schema_of_the_answer() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     constraint = submitted(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
     assert constraint is not None and json.loads(constraint.text) == schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "instead"),
+    [
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "`output_config.format`"),
+        ({"stop": ["x"]}, "`stop_sequences`"),
+        ({"response_format": {"type": "json_object"}}, "`output_config.format`"),
+        ({"mcp_servers": [{"type": "url", "url": "https://a", "name": "a"}]}, "leave it out or send []"),
+        ({"container": "c"}, "leave it out"),
+        ({"logit_bias": {"1": 1}}, "leave it out"),
+        ({"n": 2}, "leave it out"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_and_is_not_supported_is_refused(fields: Any, instead: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(instead)) as told:
+        parsed(**fields)
+    assert (told.value.code, told.value.param) == ("unsupported_parameter", next(iter(fields)))
+    assert parsed(n=1, stop=None, mcp_servers=[], logit_bias={}).unknown == ()
 
 
 def test_labels_are_kept_and_unknown_fields_are_named() -> None:

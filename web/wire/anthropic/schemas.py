@@ -7,6 +7,7 @@ endpoint. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -16,7 +17,8 @@ from pydantic import AfterValidator, Field
 from pipeline.events import Calls, Constraint, Presentation, SamplingParams, Submitted, Templating
 from web.wire.anthropic.conversation import Conversation
 from web.wire.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
-from web.wire.fields import first_of
+from web.wire.fields import Field as OtherField
+from web.wire.fields import first_of, refused
 from web.wire.openai.bulk import MOST_LARGE_OF_AGENTS
 from web.wire.openai.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, TOOL_NAME, Name, Parameters
 from web.wire.openai.schemas import LONGEST_STOP, MOST_STOPS, SamplingFields, few_characters, refuse_long_labels
@@ -29,6 +31,7 @@ from web.wire.openai.strict import (
     at_most,
     kept_exactly,
     parsed,
+    refuse_unsupported,
     text_or_list,
     wrong,
 )
@@ -162,7 +165,10 @@ class Prompted(Strict):
     @property
     def unknown(self) -> tuple[str, ...]:
         """The first unknown fields, sorted; those of messages and tools without an index."""
-        names = {*self.extra, *(f"thinking.{name}" for name in (self.thinking.extra if self.thinking else ()))}
+        names = {
+            *(set(self.extra) - set(_REFUSED)),
+            *(f"thinking.{name}" for name in (self.thinking.extra if self.thinking else ())),
+        }
         names |= {f"messages.{name}" for message in self.messages for name in message.extra}
         return first_of(names | {f"tools.{name}" for tool in self.own_tools for name in tool.extra} - NOTED)
 
@@ -297,6 +303,7 @@ def parse_messages(body: bytes) -> MessagesRequest:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
     request = _parsed(MessagesRequest, body)
+    refuse_unsupported(request.extra, _REFUSED, "")
     refuse_long_labels(request.labels)
     calls, constraint = request.calls, request.constraint()
     if calls is not None and calls.choice == "required" and constraint is not None:
@@ -307,6 +314,24 @@ def parse_messages(body: bytes) -> MessagesRequest:
 def parse_count(body: bytes) -> CountRequest:
     """As `parse_messages`, for the endpoint that counts tokens."""
     return _parsed(CountRequest, body)
+
+
+_INSTEAD: Final = {
+    "stop": "`stop_sequences`",
+    "max_completion_tokens": "`max_tokens`",
+    "response_format": "`output_config.format`",
+    "reasoning_effort": "`thinking`",
+}
+_REFUSED: Final = {
+    **{
+        name: replace(one, instead=_INSTEAD.get(name, ""))
+        for name, one in refused("generate", {*MessagesRequest.model_fields, "betas", "stream_options"}).items()
+    },
+    "output_format": OtherField("output_format", instead="`output_config.format`"),
+    "mcp_servers": OtherField("mcp_servers", ([],)),
+    "container": OtherField("container"),
+}
+"""Fields of other endpoints, and of Anthropic's servers, that would change the answer."""
 
 
 def _parsed(model: type[B], body: bytes) -> B:
