@@ -1,7 +1,7 @@
 -- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second. Consumes `entry` of
 -- `submitted`, if there is one. ARGV goes on with the parts of a dead letter, num_parts of them (0: there is none), and the
 -- fields of the end. With the letter goes a copy of the history, of copy_bytes at most.
--- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
+-- Returns OK, or ENDED: the request had ended before, its history is gone, or the entry is. Then no letter is written.
 local key, arg = named()
 
 local texts = string.match(key.history, '^{[^}]*}:') .. 'text:'
@@ -36,8 +36,8 @@ local function copy_of(history, bytes)
   return '[' .. table.concat(kept, ',') .. ']', redis.call('XLEN', history) - #kept, labels
 end
 
-if arg.entry then
-  redis.call('XACK', key.submitted, 'tokenize', arg.entry)
+if arg.entry then -- else another worker consumed it, or it is of a Redis before this one, which had lost all
+  if redis.call('XACK', key.submitted, 'tokenize', arg.entry) == 0 then return 'ENDED' end
   redis.call('XDEL', key.submitted, arg.entry)
 end
 local num_parts = tonumber(arg.num_parts)

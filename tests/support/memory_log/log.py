@@ -206,8 +206,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks, _Like):
         self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
     ) -> bool:
         with self._changed:
-            if consume is not None:
-                self._streams.consume(Inbox.submitted(self.names), consume.id)
+            if consume is not None and not self._streams.consume(Inbox.submitted(self.names), consume.id):
+                return False
             history = self._sealed(uid, event, frontend)
             if history is not None and dead is not None:
                 letter = letter_fields(dead) | copied_fields(history.read(history.entries))

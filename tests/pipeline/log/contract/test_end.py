@@ -24,7 +24,7 @@ from support.redis_servers import until
 
 from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
 from pipeline.log import entries
-from pipeline.log.protocol import Produced, Reply, Submission, SubmitResult
+from pipeline.log.protocol import Entry, Produced, Reply, Submission, SubmitResult
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from pipeline.views.history import copied_history
@@ -104,6 +104,14 @@ def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: Red
     scene.end()
     assert not scene.end("a", FAILED, consume=entry)
     assert log.pending(SUBMITTED, "tokenize-0") == []
+
+
+def test_end_for_an_entry_that_is_not_there_ends_nothing(log: RedisLog, scene: Scene) -> None:
+    """A worker may still have entries of a Redis that lost all. Its frontend submits the request again."""
+    scene.submit()
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
+    assert not scene.end("a", FAILED, consume=Entry("1-1", entry.fields))
+    assert log.alive(["a"]) == {"a"} and log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
 def test_end_lets_the_history_expire_after_the_retention(log: RedisLog, scene: Scene) -> None:
