@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ CONVERSATIONS = 20
 TURNS = 4
 WORDS = 150
 """Words of a message: about as many tokens, or more."""
+PAUSE_S = 2.5
+"""Before a client goes on with its conversation. Engines say what they have, and tokenizers read it, once a second."""
 
 
 def message(chance: random.Random) -> dict[str, str]:
@@ -35,6 +38,8 @@ def converse(server: Server, name: str) -> list[str]:
     chance, messages, uids = random.Random(name), list[dict[str, str]](), list[str]()
     with httpx.Client(timeout=120) as http:
         for _ in range(TURNS):
+            if messages:
+                time.sleep(PAUSE_S)
             messages.append(message(chance))
             body = {"messages": messages, "max_tokens": 20, "ignore_eos": True, "seed": 1}
             answer = http.post(f"{server.url}/v1/chat/completions", json=body)
