@@ -108,7 +108,23 @@ class Terminal:
         self.child.send(keys)
 
     def until_at_prompt(self, line: str) -> None:
-        self.until(lambda: self.lines[-1 - self._below()].endswith(line[-40:]), f"{line!r} at the prompt")
+        self.until(lambda: self._at_prompt().endswith(line[-40:]), f"{line!r} at the prompt")
+
+    def recall(self, line: str) -> None:
+        """Press Up, and see *line* at the prompt. The key does nothing until a thread has read the history."""
+        before, pressed_s = self._at_prompt(), 0.0
+
+        def is_another() -> bool:
+            nonlocal pressed_s
+            if self._at_prompt() != before:
+                return True
+            if time.monotonic() - pressed_s > 3:
+                pressed_s = time.monotonic()
+                self.press("\x1b[A")
+            return False
+
+        self.until(is_another, "another line at the prompt")
+        self.until_at_prompt(line)
 
     def enter(self, line: str) -> None:
         """Type a line at an empty prompt, see it there, and press Enter."""
@@ -116,6 +132,9 @@ class Terminal:
         self.press(line)
         self.until_at_prompt(line)
         self.press("\r")
+
+    def _at_prompt(self) -> str:
+        return self.lines[-1 - self._below()]
 
     def _below(self) -> int:
         return self._screen.lines - 1 - self._screen.cursor.y

@@ -92,8 +92,8 @@ def test_a_line_that_was_typed_comes_again_also_in_the_next_shell_and_only_its_o
     with on_a_terminal(flags, tmp_path) as shell:
         shell.said("alpha beta")
         shell.said("gamma")
-        shell.press("\x1b[A\x1b[A")
-        shell.until_shown("> alpha beta")
+        shell.recall("gamma")
+        shell.recall("alpha beta")
         shell.press("\x03")
         shell.enter("/quit")
         assert shell.ended() == 0
@@ -173,8 +173,7 @@ def test_a_refused_question_is_taken_back_and_can_be_asked_again(shell: Terminal
     assert shell.said("three") == "3: three"
     shell.until_asking()
     for line in ("three", "two"):
-        shell.press("\x1b[A")
-        shell.until_at_prompt(line)
+        shell.recall(line)
     shell.press("\r")
     shell.until_shown("5: two")
     server.script = lambda body: (400, {"error": {"message": "No.", "code": "context_length_exceeded"}})
