@@ -60,7 +60,7 @@ class Janitor:
         self._frontends: dict[str, str] = {}
         """uid -> frontend, of living requests."""
         self._read_s: dict[str, float] = {}
-        """uid -> when a client was last seen to read it, of living requests whose frontend is gone."""
+        """uid of a living request whose frontend is gone -> when a client last read it."""
 
     def run(self, stop: threading.Event) -> None:
         """Sweep once a second until *stop* is set."""
@@ -112,8 +112,8 @@ class Janitor:
             self._measures.add(EXPIRED_EARLY, amount=early)
 
     def _abandoned(self) -> list[tuple[str, str]]:
-        """Return (uid, frontend) of running requests whose frontend is gone, and that no client has read, for too
-        long."""
+        """Return (uid, frontend) of running requests whose frontend is gone for too long, and that no client has
+        read for as long."""
         living = self._log.living()
         self._frontends = {uid: self._frontends[uid] for uid in living if uid in self._frontends}
         self._frontends |= self._log.frontends_of([uid for uid in living if uid not in self._frontends])

@@ -84,7 +84,8 @@ def stored_chat_routes(frontend: Frontend) -> Blueprint:
 async def _newest(frontend: Frontend, who: Caller) -> Sequence[str]:
     """Return the uids of the newest chats that *who* has stored. Raises as the log does."""
     model = request.args.get("model")
-    wanted = {name[9:-1]: text for name, text in request.args.items() if re.fullmatch(r"metadata\[.*\]", name)}
+    named = ((re.fullmatch(r"metadata\[(.*)\]", name), text) for name, text in request.args.items())
+    wanted = {found[1]: text for found, text in named if found}
 
     def fits(facts: RequestFacts) -> bool:
         is_stored = facts.endpoint == CHAT_ENDPOINT and facts.labels.get("store") is True and not facts.replay_of

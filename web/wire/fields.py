@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 Neutrals = tuple[Any, ...]
@@ -245,9 +245,15 @@ TABLE: Final[Mapping[Place, tuple[Field, ...]]] = {
 LABELS: Final = tuple(one.name for one in GENERATE if one.kind == "label")
 
 
-def refused(place: Place, declared: Collection[str]) -> Mapping[str, Field]:
-    """Return the fields of *place* that change the answer and that a body with the fields *declared* does not have."""
-    return {one.name: one for one in TABLE[place] if one.kind == "effect" and one.name not in declared}
+def refused(place: Place, declared: Collection[str], instead: Mapping[str, str] | None = None) -> Mapping[str, Field]:
+    """Return the fields of *place* that change the answer and that a body with the fields *declared* does not have.
+
+    *instead*: what such a body has in place of them, where it is not what the table says.
+    """
+    found = {one.name: one for one in TABLE[place] if one.kind == "effect" and one.name not in declared}
+    if instead is None:
+        return found
+    return {name: replace(one, instead=instead.get(name, "")) for name, one in found.items()}
 
 
 def first_of(names: Collection[str]) -> tuple[str, ...]:

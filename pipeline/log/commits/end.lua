@@ -36,7 +36,8 @@ local function copy_of(history, bytes)
   return '[' .. table.concat(kept, ',') .. ']', redis.call('XLEN', history) - #kept, labels
 end
 
-if arg.entry then -- else another worker consumed it, or it is of a Redis before this one, which had lost all
+if arg.entry then
+  -- An entry that is not pending was consumed by another worker, or is of a Redis that has lost all.
   if redis.call('XACK', key.submitted, 'tokenize', arg.entry) == 0 then return 'ENDED' end
   redis.call('XDEL', key.submitted, arg.entry)
 end

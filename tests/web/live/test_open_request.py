@@ -253,7 +253,7 @@ async def test_what_no_client_waits_for_is_refused_and_taken_back_too(
 
 
 def lose_the_answers(here: Site, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """From now on requests are submitted, but nobody knows; nor is one ended before the event that is returned."""
+    """From now on requests are submitted, but *here* is not told. None is ended before the event that is returned."""
     log, is_back = here.log, asyncio.Event()
     submit, end, abandon = log.submit, log.end, log.abandon
 

@@ -232,7 +232,7 @@ async def test_what_characters_cannot_tell_is_not_resumable(here: Site, stand_in
 
 
 def make_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each frontend say that its engines are. Its polls, of which one may be on its way, change nothing."""
+    """Make each frontend take its engines for batch-invariant, whatever its polls say: one may be on its way."""
     monkeypatch.setattr(Readiness, "batch_invariant", property(lambda _: True, lambda *_: None), raising=False)
 
 

@@ -7,7 +7,6 @@ endpoint. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -323,10 +322,7 @@ _INSTEAD: Final = {
     "reasoning_effort": "`thinking`",
 }
 _REFUSED: Final = {
-    **{
-        name: replace(one, instead=_INSTEAD.get(name, ""))
-        for name, one in refused("generate", {*MessagesRequest.model_fields, "betas", "stream_options"}).items()
-    },
+    **refused("generate", {*MessagesRequest.model_fields, "betas", "stream_options"}, _INSTEAD),
     "output_format": OtherField("output_format", instead="`output_config.format`"),
     "mcp_servers": OtherField("mcp_servers", ([],)),
     "container": OtherField("container"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -351,10 +350,7 @@ _INSTEAD: Final = {
     "response_format": "`text.format`",
     "reasoning_effort": "`reasoning.effort`",
 }
-_REFUSED: Final = {
-    name: replace(one, instead=_INSTEAD.get(name, ""))
-    for name, one in refused("generate", {*ResponsesRequest.model_fields, "stream_options"}).items()
-}
+_REFUSED: Final = refused("generate", {*ResponsesRequest.model_fields, "stream_options"}, _INSTEAD)
 """Fields of other endpoints that would change the answer."""
 
 
